@@ -1,17 +1,22 @@
 """The one command for a machine with a GPU: tests, sanitizers and benchmark, with a receipt.
 
     python scripts/gpu_check.py                    everything: about ten minutes on an H100
-    python scripts/gpu_check.py --skip benchmark   without the timings; what an earlier run noted of the same code stays
+    python scripts/gpu_check.py --skip benchmark   without the timings; what an earlier run noted of them stays
     python scripts/gpu_check.py --processes 6      tests side by side (pytest-xdist)
     python scripts/gpu_check.py --cache FOLDER     with kernels that are compiled already, of this very code
+    python scripts/gpu_check.py --verify scripts/results/h100-80gb-hbm3/check.json     needs no GPU
 
 Writes ``scripts/results/<gpu>/check.json``: the device, driver and compiler, how many tests passed, failed and were
 skipped, and what each tool of compute-sanitizer found. Tests of large arrays (``large``) and those that need two GPUs
 (``several_gpus``) are counted apart; the others run once more with each array alone in pages of its own (``isolated``,
-by ``pytest --isolate``). With ``--processes`` they take turns with the GPUs of the machine. A digest of ``fa2cupy/``
-and ``kernels/`` ties the receipt to its code; ``--verify`` compares it with a checkout. Each step is noted in the
-receipt when it ends, and what other runs have noted of the same code stays: short runs, one after the other or at a
-time, make one receipt. Commit it with the change that it checks.
+by ``pytest --isolate``). With ``--processes`` they take turns with the GPUs of the machine.
+
+Each step is noted in the receipt when it ends, and what other runs have noted stays: short runs, one after the other or
+at a time, make one receipt. ``--verify`` says which steps are about the code of this checkout, and returns 0 if all
+that were run are. Tests are about ``fa2cupy/`` and ``kernels/``, without comments, docstrings and formatting.
+Sanitizers and timings are about the kernels that they ran, which are listed in ``check-sanitizers.json`` and
+``check-benchmark.json``: the default tiles, and their sources or their machine code. Commit these files with the change
+that they check.
 """
 
 from __future__ import annotations
@@ -20,9 +25,7 @@ import argparse
 import contextlib
 import datetime
 import functools
-import hashlib
 import itertools
-import json
 import os
 import re
 import shutil
@@ -31,12 +34,14 @@ import sys
 import tempfile
 import time
 import xml.etree.ElementTree as ElementTree
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from common import ROOT, SCRIPTS
+from common.digests import code_digest
 from common.measure import Gpu, find_gpu, positive_int, results_folder
+from common.receipt import NOT_RUN, kernels_of, note_steps, verify
 
 from fa2cupy import info, precompile
 from fa2cupy.cli import run_command
@@ -71,7 +76,8 @@ SANITIZED_PARTS = (
 # minutes.
 BENCHMARK_SECTIONS = ("speed", "training", "memory", "host", "startup")
 SANITIZED = ROOT / "tests" / "support" / "sanitized_calls.py"
-_CLEAN = re.compile(r"0 (errors|hazards)|not run")
+NOTED_RUN = SCRIPTS / "common" / "noted_run.py"
+_CLEAN = re.compile(r"0 (errors|hazards)")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -83,10 +89,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--cache", metavar="FOLDER", help="for compiled kernels; default: an empty one, deleted at the end"
     )
-    parser.add_argument("--verify", metavar="CHECK_JSON", help="only compare a receipt's digest with this checkout")
+    parser.add_argument("--verify", metavar="CHECK_JSON", help="only compare a receipt with this checkout")
     options = parser.parse_args(arguments)
     if options.verify:
-        return _verify(Path(options.verify))
+        try:
+            return 0 if verify(Path(options.verify), ROOT) else 1
+        except (OSError, ValueError) as error:
+            print(f"--verify: {options.verify} is not a receipt ({error})", file=sys.stderr)
+            return 2
     gpu = find_gpu()
     if gpu is None:
         return 2
@@ -100,71 +110,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _check(options: argparse.Namespace, gpu: Gpu) -> int:
     folder = results_folder(gpu.name, options.out)
-    versions = info()
-    setting: dict[str, object] = {
-        "date": datetime.date.today().isoformat(),
-        "device": gpu.name,
-        "driver": gpu.driver,
-        "nvrtc": versions["nvrtc"],
-        "cupy": versions["cupy"],
-        "python": versions["python"],
-        "digest": code_digest(ROOT),
-    }
-    path = folder / "check.json"
-    steps: dict[str, Callable[[Path], object]] = {
+    versions = info() | {"device": gpu.name, "driver": gpu.driver}
+    path, code = folder / "check.json", {"code": code_digest(ROOT)}
+    steps: dict[str, Callable[[Path, Path], object]] = {
         name: functools.partial(_run_tests, marker=marker, processes=options.processes, more=more)
         for name, (marker, more) in SUITES.items()
     }
     steps |= {"sanitizers": _run_sanitizers, "benchmark": _run_benchmark}
     if not {"tests", "isolated"} <= set(options.skip):
         _compile_ahead()
-    own = [name for name in steps if name not in options.skip]
-    receipt = _note(path, setting, dict.fromkeys(own, "not finished"))
+    own = [name for name in STEPS if name not in options.skip]
+    note_steps(path, STEPS, {})
+    results = {}
     for name in own:
-        receipt = _note(path, setting, {name: steps[name](folder)})
+        note_steps(path, STEPS, {name: "not finished"})
+        with tempfile.TemporaryDirectory(prefix="fa2cupy-kernels-") as notes:
+            results[name] = found = steps[name](folder, Path(notes))
+            about = code if name in SUITES else kernels_of(path, name, Path(notes))
+        step = {"found": found, "date": datetime.date.today().isoformat()}
+        step |= {one: versions[one] for one in ("device", "driver", "nvrtc", "cupy", "python")}
+        note_steps(path, STEPS, {name: step | about if about else found})
     print(path.read_text(encoding="utf-8"))
-    return 0 if _passed({**receipt, **dict.fromkeys(options.skip, "skipped")}) else 1
+    return 0 if all(_passed(found) for found in results.values()) else 1
 
 
-def _note(path: Path, setting: Mapping[str, object], found: Mapping[str, object]) -> dict:
-    """Notes steps in the receipt, beside what this and other runs have noted of the same code, and returns it."""
-    before = _receipt_of(setting, path)
-    receipt = {**setting, **{name: before.get(name, "skipped") for name in STEPS}, **found}
-    written = path.with_suffix(f".{os.getpid()}")
-    written.write_text(json.dumps(receipt, indent=2) + "\n", encoding="utf-8")
-    written.replace(path)
-    return receipt
-
-
-def _receipt_of(setting: Mapping[str, object], path: Path) -> dict:
-    """Returns the earlier receipt if it is of the same code, device and versions, else an empty one."""
-    try:
-        before = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return before if all(before.get(name) == value for name, value in setting.items() if name != "date") else {}
-
-
-def code_digest(root: Path) -> str:
-    """Returns the sha256 over names and contents of the package and the templates."""
-    digest = hashlib.sha256()
-    files = (path for folder in ("fa2cupy", "kernels") for path in (root / folder).rglob("*"))
-    for path in sorted(p for p in files if p.suffix in (".py", ".cu", ".cuh", ".j2")):
-        digest.update(f"{path.relative_to(root).as_posix()}\0".encode() + path.read_bytes() + b"\0")
-    return digest.hexdigest()
-
-
-def _verify(path: Path) -> int:
-    try:
-        same = json.loads(path.read_text(encoding="utf-8"))["digest"] == code_digest(ROOT)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        print(f"--verify: {path} is not a receipt ({error})", file=sys.stderr)
-        return 2
-    print(f"{path} is about {'this code' if same else 'other code'}")
-    return 0 if same else 1
-
-
-def _run_tests(folder: Path, marker: str, processes: int, more: Sequence[str]) -> dict[str, object]:
+def _run_tests(folder: Path, _: Path, marker: str, processes: int, more: Sequence[str]) -> dict[str, object]:
     start = time.perf_counter()
     # Tests of large arrays need a GPU's memory for themselves, those of several GPUs all of these.
     parallel = ["-n", str(processes), "--dist", "worksteal"] if processes > 1 and "not large" in marker else []
@@ -191,14 +161,15 @@ def _compile_ahead() -> None:
     precompile(dtypes=("float32", "float64"), head_dims=(*NATIVE_HEAD_DIMS, 59, 111), decode=False, progress=True)
 
 
-def _run_sanitizers(folder: Path) -> dict[str, str]:
+def _run_sanitizers(_: Path, notes: Path) -> dict[str, str] | str:
     sanitizer = shutil.which("compute-sanitizer")
     if sanitizer is None:
-        return dict.fromkeys(TOOLS, "not run: compute-sanitizer is not on the PATH")
-    # The first runs have no tool: they bring the kernels that were not compiled ahead into the disk cache.
+        return f"{NOT_RUN}compute-sanitizer is not on the PATH"
+    # The first runs have no tool: they note the kernels, and bring those that were not compiled ahead into the disk
+    # cache.
     runs = list(itertools.product(TOOLS, SANITIZED_PARTS))
     with ThreadPoolExecutor(len(runs)) as pool:
-        commands = [[sys.executable, str(SANITIZED), part] for part in SANITIZED_PARTS]
+        commands = [[sys.executable, str(NOTED_RUN), str(notes), str(SANITIZED), part] for part in SANITIZED_PARTS]
         list(pool.map(functools.partial(subprocess.run, check=True), commands))
         found = dict(zip(runs, pool.map(lambda run: _sanitize(sanitizer, *run), runs), strict=True))
     return {tool: _summary([found[tool, part] for part in SANITIZED_PARTS], TOOLS[tool]) for tool in TOOLS}
@@ -233,18 +204,15 @@ def _sanitize(sanitizer: str, tool: str, part: str) -> str:
     return summary[-1]
 
 
-def _run_benchmark(folder: Path) -> str:
-    command = [sys.executable, str(SCRIPTS / "benchmark.py"), "--out", str(folder), "--sections", *BENCHMARK_SECTIONS]
-    return "passed" if subprocess.run(command).returncode == 0 else "failed"
+def _run_benchmark(folder: Path, notes: Path) -> str:
+    command = [sys.executable, str(NOTED_RUN), str(notes), str(SCRIPTS / "benchmark.py"), "--out", str(folder)]
+    return "passed" if subprocess.run([*command, "--sections", *BENCHMARK_SECTIONS]).returncode == 0 else "failed"
 
 
-def _passed(receipt: dict) -> bool:
-    suites, sanitizers = [receipt[name] for name in SUITES], receipt["sanitizers"]
-    return (
-        all(suite == "skipped" or (isinstance(suite, dict) and suite["failed"] == 0) for suite in suites)
-        and (sanitizers == "skipped" or (isinstance(sanitizers, dict) and all(map(_CLEAN.match, sanitizers.values()))))
-        and receipt["benchmark"] in ("passed", "skipped")
-    )
+def _passed(found: object) -> bool:
+    if isinstance(found, dict):
+        return found["failed"] == 0 if "failed" in found else all(map(_CLEAN.match, found.values()))
+    return found == "passed" or str(found).startswith(NOT_RUN)
 
 
 if __name__ == "__main__":

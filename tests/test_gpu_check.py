@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 import subprocess
@@ -11,7 +12,7 @@ from pathlib import Path
 import benchmark
 import gpu_check
 import pytest
-from common import measure
+from common import measure, receipt
 
 
 def test_gpu_check_runs_the_sections_that_a_change_is_held_to(monkeypatch, tmp_path):
@@ -22,8 +23,9 @@ def test_gpu_check_runs_the_sections_that_a_change_is_held_to(monkeypatch, tmp_p
         return subprocess.CompletedProcess(command, 0)
 
     monkeypatch.setattr(gpu_check.subprocess, "run", run)
-    assert gpu_check._run_benchmark(tmp_path) == "passed"
-    ((_, script, *arguments),) = commands
+    assert gpu_check._run_benchmark(tmp_path, tmp_path / "notes") == "passed"
+    ((_, noted_run, notes, script, *arguments),) = commands
+    assert Path(noted_run).is_file() and notes == str(tmp_path / "notes")
     options = benchmark.parse_arguments(arguments)
     assert Path(script).name == "benchmark.py" and options.out == str(tmp_path)
     on_top = {"models", "features", "float32", "decode", "functions", "calls", "sparse"}
@@ -33,7 +35,7 @@ def test_gpu_check_runs_the_sections_that_a_change_is_held_to(monkeypatch, tmp_p
 def test_gpu_check_judges_each_part_of_the_sanitized_calls(monkeypatch, tmp_path):
     def run(command, **options):
         if "--tool" not in command:
-            assert options["check"]
+            assert options["check"] and command[1:3] == [str(gpu_check.NOTED_RUN), str(tmp_path)]
             return None
         errors = 3 if "memcheck" in command and command[-1] == "packed" else 0
         found = f"========= ERROR SUMMARY: {errors} errors"
@@ -41,63 +43,97 @@ def test_gpu_check_judges_each_part_of_the_sanitized_calls(monkeypatch, tmp_path
 
     monkeypatch.setattr(gpu_check.subprocess, "run", run)
     monkeypatch.setattr(gpu_check.shutil, "which", lambda _: "compute-sanitizer")
-    found = gpu_check._run_sanitizers(tmp_path)
+    found = gpu_check._run_sanitizers(tmp_path, tmp_path)
     parts = re.search("PARTS = {(.*?)}", gpu_check.SANITIZED.read_text(encoding="utf-8"), re.DOTALL)[1]
     assert tuple(re.findall('"(.*?)"', parts)) == gpu_check.SANITIZED_PARTS
     each = {part: "3 errors" if part == "packed" else "0 errors" for part in gpu_check.SANITIZED_PARTS}
     assert found["memcheck"] == "; ".join(f"{part}: {text}" for part, text in each.items())
     assert found["initcheck"] == "0 errors" and found["racecheck"].startswith("0 errors; not judged: ")
-    receipt = dict.fromkeys(gpu_check.STEPS, "skipped")
-    assert gpu_check._passed(receipt | {"sanitizers": found | {"memcheck": "0 errors"}})
-    assert not gpu_check._passed(receipt | {"sanitizers": found})
+    assert gpu_check._passed(found | {"memcheck": "0 errors"}) and not gpu_check._passed(found)
+    monkeypatch.setattr(gpu_check.shutil, "which", lambda _: None)
+    assert gpu_check._passed(gpu_check._run_sanitizers(tmp_path, tmp_path))
 
 
 def test_short_runs_of_gpu_check_make_one_receipt(monkeypatch, tmp_path):
-    """A step that is interrupted keeps the records of earlier runs of the same code."""
-    versions = {"nvrtc": "13.0", "cupy": "14", "python": "3.12"}
+    """A step stays in the receipt, with the code that it is about, until it begins anew."""
     suite = {"passed": 3, "failed": 0, "skipped": 1, "seconds": 2}
+    versions = {"device": "Test GPU", "driver": "1", "nvrtc": "13.0", "cupy": "14", "python": "3.12"}
     monkeypatch.setattr(gpu_check, "find_gpu", lambda: types.SimpleNamespace(name="Test GPU", driver="1"))
-    monkeypatch.setattr(gpu_check, "info", lambda: versions)
+    monkeypatch.setattr(gpu_check, "info", lambda: versions | {"device": "Test GPU (sm_90)", "families": {}})
     monkeypatch.setattr(gpu_check, "_compile_ahead", lambda: None)
-    monkeypatch.setattr(gpu_check, "_run_sanitizers", lambda folder: {"memcheck": "0 errors"})
-    monkeypatch.setattr(gpu_check, "_run_tests", lambda folder, marker, processes, more: suite)
+    monkeypatch.setattr(gpu_check, "code_digest", lambda root: "first code")
     monkeypatch.setenv("FA2CUPY_CACHE_DIR", str(tmp_path / "cache"))
-    run = ["--out", str(tmp_path), "--cache", str(tmp_path / "cache"), "--skip"]
-    assert gpu_check.main([*run, "tests", "large", "several_gpus", "isolated", "benchmark"]) == 0
 
-    def killed(folder, marker, processes, more):
-        if "not large" not in marker:
-            raise KeyboardInterrupt
-        return suite
+    def sanitizers(found: str, listed: str):
+        def run(folder, notes):
+            note = {"nvrtc": "a build", "tiles": {}, "kernels": {listed: "source machine"}}
+            (notes / "1.json").write_text(json.dumps(note))
+            return {"memcheck": found}
+
+        return run
+
+    def suites(result: dict, killed: str = "none"):
+        def run(folder, notes, marker, processes, more):
+            if marker == gpu_check.SUITES.get(killed, ("",))[0]:
+                raise KeyboardInterrupt
+            return result
+
+        return run
+
+    def check(*steps: str) -> int:
+        skipped = [name for name in gpu_check.STEPS if name not in steps]
+        return gpu_check.main(["--out", str(tmp_path), "--cache", str(tmp_path / "cache"), "--skip", *skipped])
+
+    def noted() -> dict:
+        return json.loads((tmp_path / "check.json").read_text())
+
+    def told(*steps: str) -> list:
+        return [step if isinstance(step, str) else step["found"] for step in map(noted().get, steps)]
+
+    assert check() == 0 and noted() == dict.fromkeys(gpu_check.STEPS, "skipped")
+    monkeypatch.setattr(gpu_check, "_run_sanitizers", sanitizers("0 errors", "a kernel"))
+    assert check("sanitizers") == 0
+    assert tuple(noted()) == gpu_check.STEPS
+    first = noted()["sanitizers"]
+    kernels = (tmp_path / "check-sanitizers.json").read_bytes()
+    assert {name: first[name] for name in versions} == versions and first["found"] == {"memcheck": "0 errors"}
+    assert first["kernels"] == hashlib.sha256(kernels).hexdigest() and json.loads(kernels)["kernels"].keys() == {
+        "a kernel"
+    }
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(gpu_check, "_run_tests", killed)
-        gpu_check.main([*run, "sanitizers", "benchmark"])
-    receipt = json.loads((tmp_path / "check.json").read_text())
-    assert [receipt[step] for step in gpu_check.STEPS] == [
-        suite, "not finished", "not finished", "not finished", {"memcheck": "0 errors"}, "skipped",
-    ]  # fmt: skip
-    assert gpu_check.main([*run, "tests", "sanitizers", "benchmark"]) == 0
-    receipt = json.loads((tmp_path / "check.json").read_text())
-    assert [receipt[step] for step in gpu_check.STEPS] == [
-        suite, suite, suite, suite, {"memcheck": "0 errors"}, "skipped",
-    ]  # fmt: skip
+        patch.setattr(gpu_check, "_run_tests", suites(suite, killed="large"))
+        check("tests", "large", "several_gpus", "isolated")
+    assert told(*gpu_check.STEPS) == [suite, "not finished", "skipped", "skipped", {"memcheck": "0 errors"}, "skipped"]
+    assert noted()["sanitizers"] == first and noted()["tests"]["code"] == "first code"
 
-    def beside_another_run(folder):
-        gpu_check.main([*run, "tests", "large", "isolated", "sanitizers", "benchmark"])
-        return {"memcheck": "0 errors in the second run"}
-
-    with monkeypatch.context() as patch:
-        patch.setattr(gpu_check, "_run_sanitizers", beside_another_run)
-        patch.setattr(gpu_check, "_run_tests", lambda folder, marker, processes, more: {**suite, "passed": 4})
-        assert gpu_check.main([*run, "tests", "large", "several_gpus", "isolated", "benchmark"]) == 0
-    receipt = json.loads((tmp_path / "check.json").read_text())
-    assert receipt["several_gpus"]["passed"] == 4 and receipt["tests"]["passed"] == 3
-    assert receipt["sanitizers"] == {"memcheck": "0 errors in the second run"}
     monkeypatch.setattr(gpu_check, "code_digest", lambda root: "other code")
-    assert gpu_check.main([*run, *gpu_check.STEPS]) == 0
-    receipt = json.loads((tmp_path / "check.json").read_text())
-    assert {receipt[step] for step in gpu_check.STEPS} == {"skipped"}
+    monkeypatch.setattr(gpu_check, "_run_tests", suites(suite | {"failed": 1}))
+    assert check("large", "several_gpus") == 1
+    assert check() == 0
+    assert [noted()[name]["code"] for name in ("tests", "large", "several_gpus")] == [
+        "first code", "other code", "other code",
+    ]  # fmt: skip
+    assert noted()["sanitizers"] == first
+
+    def beside_another_run(folder, notes):
+        check("several_gpus")
+        return sanitizers("0 errors in the second run", "another kernel")(folder, notes)
+
+    monkeypatch.setattr(gpu_check, "_run_sanitizers", beside_another_run)
+    monkeypatch.setattr(gpu_check, "_run_tests", suites(suite | {"passed": 4}))
+    assert check("sanitizers") == 0
+    assert told("several_gpus", "tests") == [suite | {"passed": 4}, suite]
+    assert told("sanitizers") == [{"memcheck": "0 errors in the second run"}]
+    assert noted()["sanitizers"]["kernels"] != first["kernels"]
+
+
+@pytest.mark.parametrize("before", ["", "[]", '{"digest": "0", "tests": {"passed": 3}}'])
+def test_what_is_no_receipt_is_not_kept(before, tmp_path):
+    path = tmp_path / "check.json"
+    path.write_text(before)
+    receipt.note_steps(path, gpu_check.STEPS, {"large": "not finished"})
+    assert json.loads(path.read_text()) == dict.fromkeys(gpu_check.STEPS, "skipped") | {"large": "not finished"}
 
 
 def test_gpu_check_without_a_gpu_says_so(monkeypatch, capsys, tmp_path):
@@ -108,16 +144,3 @@ def test_gpu_check_without_a_gpu_says_so(monkeypatch, capsys, tmp_path):
     assert gpu_check.main(["--out", str(tmp_path / "results")]) == 2
     assert capsys.readouterr().err == "this needs a CUDA GPU and CuPy: no driver\n"
     assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize("content", [None, "", "[]", "{}", "# README"])
-def test_gpu_check_verifies_receipts_only(content, tmp_path, capsys):
-    path = tmp_path / "check.json"
-    if content is not None:
-        path.write_text(content)
-    assert gpu_check.main(["--verify", str(path)]) == 2
-    told = capsys.readouterr().err
-    assert told.startswith(f"--verify: {path} is not a receipt (") and told.count("\n") == 1
-    path.write_text('{"digest": "0"}')
-    assert gpu_check.main(["--verify", str(path)]) == 1
-    assert "is about other code" in capsys.readouterr().out

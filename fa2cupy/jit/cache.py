@@ -28,7 +28,7 @@ from .entries import LOCK, SUFFIX, clear_folder, decode, encode, kernel_sizes, l
 from .source import KernelSource, render_kernel
 from .spec import KernelSpec
 
-__all__ = ["cache_state", "cached_kernel", "cached_kernels", "clear_cache", "entry_path"]
+__all__ = ["cache_state", "cached_kernel", "cached_kernels", "clear_cache", "entry_path", "kernels_in_memory"]
 
 _log = logging.getLogger("fa2cupy")
 _SCHEMA = 3
@@ -69,6 +69,11 @@ def cached_kernels(
     finally:  # after an error or Ctrl-C, cancels pending kernels and does not wait for running ones
         pool.shutdown(wait=False, cancel_futures=True)
     return [kernel.result() for kernel in kernels]
+
+
+def kernels_in_memory() -> dict[KernelSpec, CompiledKernel]:
+    """The kernels that this process has used since it began, or since the cache was cleared."""
+    return {spec: kernel for (spec, _), kernel in _kernels.items()}
 
 
 def _from_disk_or_compiler(spec: KernelSpec, directory: Path) -> CompiledKernel:
