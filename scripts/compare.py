@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import datetime
+import functools
 import itertools
 import json
 import os
@@ -28,14 +29,13 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from common import ROOT, SCRIPTS
-from common.checkout import Cell
+from common.checkout import FEATURES, Cell
 from common.measure import find_gpu, positive_int, progress, results_folder, write_csv
 
 from fa2cupy.cli import run_command
 
 HEAD_DIMS, SEQLENS = (32, 64, 96, 128, 256), (512, 2048, 4096, 16384)
 OPERATIONS = ("forward", "single_pass", "two_pass")
-FEATURES = ("softcap", "window127", "window1023", "alibi", "packed", "sink")
 FEATURE_HEAD_DIMS, FEATURE_SEQLENS = (64, 128), (2048, 16384)
 #: Milliseconds of one timing, and the fewest and the most calls in it.
 TIMING_MS, FEWEST_CALLS, MOST_CALLS = 8, 2, 40
@@ -49,10 +49,12 @@ def all_cells(dtypes: Sequence[str]) -> Iterator[Cell]:
     """Yields the grid of the benchmark, then features, with a backward by the default method."""
     for cell in itertools.product(dtypes, HEAD_DIMS, SEQLENS, (False, True), OPERATIONS):
         yield Cell(*cell)
-    sizes = itertools.product(FEATURE_HEAD_DIMS, FEATURE_SEQLENS, (True,), ("forward", "default"), FEATURES)
-    for cell in sizes:
-        if cell[1] == FEATURE_SEQLENS[0] or cell[-1] != "packed":  # packed sequences have lengths of their own
-            yield Cell(dtypes[0], *cell)
+    features = itertools.product(FEATURE_HEAD_DIMS, FEATURE_SEQLENS, (True,), ("forward", "default"), FEATURES)
+    for cell in itertools.starmap(functools.partial(Cell, dtypes[0]), features):
+        row = FEATURES[cell.feature]
+        is_of_another = cell.operation == "forward" and row.of_backward
+        if cell.feature and not is_of_another and (cell.seqlen == FEATURE_SEQLENS[0] or not row.is_short):
+            yield cell
 
 
 class Checkout:

@@ -63,6 +63,14 @@ def test_compare_measures_again_what_seems_slower(checkouts, tmp_path, monkeypat
     assert compare.main(words) == 0
 
 
+def test_compare_has_each_feature_at_the_sizes_that_it_is_timed_at():
+    cells = [cell for cell in compare.all_cells(["bfloat16"]) if cell.feature]
+    assert len(cells) == len(set(cells)) and {cell.feature for cell in cells} == set(checkout.FEATURES) - {""}
+    assert {cell.seqlen for cell in cells if cell.feature == "bias"} == {2048}
+    assert {cell.seqlen for cell in cells if cell.feature == "score_mod"} == {2048, 16384}
+    assert {cell.operation for cell in cells if cell.feature == "dbias"} == {"default"}
+
+
 def test_compare_holds_results_against_each_other(checkouts, tmp_path, monkeypatch):
     monkeypatch.setattr(compare, "TOLERANCE", 2**-8)
     with pytest.raises(AssertionError, match=r"d64 512 plain forward: results differ by 0.0156, allowed are 0.00781"):
@@ -81,7 +89,7 @@ def test_compare_says_what_is_missing(checkouts, tmp_path, monkeypatch, capsys):
     assert compare.main([str(checkouts)]) == 2
 
 
-@pytest.mark.parametrize("feature", ("", *compare.FEATURES))
+@pytest.mark.parametrize("feature", checkout.FEATURES)
 def test_a_checkout_takes_every_call_that_is_compared(monkeypatch, feature):
     monkeypatch.setattr(checkout, "TOKENS", 64)
     monkeypatch.setattr(checkout, "MODEL_DIM", 32)
@@ -91,6 +99,9 @@ def test_a_checkout_takes_every_call_that_is_compared(monkeypatch, feature):
     worker = object.__new__(checkout.Worker)
     worker._cupy, worker._package = np, fa2cupy
     worker._inputs = lambda cell: inputs
+    of_keys = (2, 4, 2, 16) if feature == "few keys" else shape
+    gradients = {"dbias": [(2, 32, 32)], "dscore_args": [(32, 2)]}.get(feature, [])
     for operation in ("forward", "two_pass", "default"):
         results = worker._bind(checkout.Cell("bfloat16", 16, 32, True, operation, feature))()
-        assert [x.shape for x in results] == [shape] * (1 if operation == "forward" else 3)
+        wanted = [shape] if operation == "forward" else [shape, of_keys, of_keys, *gradients]
+        assert [x.shape for x in results] == wanted

@@ -9,7 +9,8 @@ import itertools
 import json
 import os
 import sys
-from typing import NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 TOKENS, MODEL_DIM = 16384, 2048
 #: Lengths of packed sequences, as parts of all tokens.
@@ -30,6 +31,93 @@ class Cell(NamedTuple):
     def __str__(self) -> str:
         mask = " causal" if self.causal else ""
         return f"{self.dtype} d{self.head_dim} {self.seqlen}{mask} {self.feature or 'plain'} {self.operation}"
+
+
+class Sizes(NamedTuple):
+    """What the keywords of a feature depend on. `mods` has the ready-made functions of the checkout."""
+
+    xp: Any
+    mods: Any
+    dtype: object
+    batch: int
+    seqlen: int
+    heads: int
+
+    def scores(self, *leading: int) -> Any:
+        """Returns normal float32 numbers for each query and key."""
+        draw = self.xp.random.RandomState(2).standard_normal
+        return draw((*leading, self.seqlen, self.seqlen)).astype("float32")
+
+
+class Feature(NamedTuple):
+    """A row of `FEATURES`.
+
+    Attributes
+    ----------
+    options : callable
+        The keywords of a call.
+    of_backward : dict
+        Keywords of a backward in addition.
+    keys : float
+        Keys in parts of the queries.
+    is_short : bool
+        True if it is timed with short sequences alone.
+    """
+
+    options: Callable[[Sizes], dict[str, object]] = lambda sizes: {}
+    of_backward: Mapping[str, object] = {}
+    keys: float = 1
+    is_short: bool = False
+
+
+def _slopes(sizes: Sizes) -> dict[str, object]:
+    return {"alibi_slopes": 2.0 ** (-8 * sizes.xp.arange(1, sizes.heads + 1, dtype="float32") / sizes.heads)}
+
+
+def _packed(sizes: Sizes) -> dict[str, object]:
+    ends = [sum(PACKED[:n]) * TOKENS // sum(PACKED) for n in range(len(PACKED) + 1)]
+    longest = max(end - start for start, end in itertools.pairwise(ends))
+    offsets = sizes.xp.asarray(ends, "int32")
+    lengths = {"max_seqlen_q": longest, "max_seqlen_k": longest}
+    return {"cu_seqlens_q": offsets, "cu_seqlens_k": offsets, **lengths}
+
+
+def _padding(sizes: Sizes) -> dict[str, object]:
+    lengths = sizes.seqlen - sizes.seqlen * sizes.xp.arange(sizes.batch) // (4 * sizes.batch)
+    return {"key_padding_mask": sizes.xp.arange(sizes.seqlen) < lengths[:, None]}
+
+
+def _bias(sizes: Sizes) -> dict[str, object]:
+    return {"bias": sizes.scores(sizes.heads).astype(sizes.dtype)}
+
+
+def _buckets(sizes: Sizes) -> dict[str, object]:
+    table = sizes.xp.linspace(-1, 2, 32 * sizes.heads, dtype="float32").reshape(32, sizes.heads)
+    return {"score_mod": sizes.mods.t5_relative(), "score_args": (table,)}
+
+
+def _documents(sizes: Sizes) -> dict[str, object]:
+    ids = sizes.xp.arange(sizes.batch * sizes.seqlen, dtype="int32").reshape(sizes.batch, sizes.seqlen) // 500
+    return {"mask_mod": sizes.mods.document, "mask_args": (ids,)}
+
+
+FEATURES = {
+    "": Feature(),
+    "softcap": Feature(lambda sizes: {"softcap": 30.0}),
+    "window127": Feature(lambda sizes: {"window": (127, 0)}),
+    "window1023": Feature(lambda sizes: {"window": (1023, 0)}),
+    "alibi": Feature(_slopes),
+    "packed": Feature(_packed, is_short=True),  # its sequences have lengths of their own
+    "sink": Feature(lambda sizes: {"sink": sizes.xp.linspace(-1, 2, sizes.heads, dtype="float32")}),
+    "mask": Feature(lambda sizes: {"mask": sizes.scores() < 1}, is_short=True),
+    "padding": Feature(_padding),
+    "bias": Feature(_bias, is_short=True),
+    "dbias": Feature(_bias, {"return_dbias": True}, is_short=True),
+    "score_mod": Feature(_buckets),
+    "dscore_args": Feature(_buckets, {"return_dscore_args": True}),
+    "mask_mod": Feature(_documents),
+    "few keys": Feature(keys=1 / 8),
+}
 
 
 class Worker:
@@ -71,12 +159,16 @@ class Worker:
 
     def _bind(self, cell: Cell):
         q, k, v, do = self._inputs(cell)
-        options = {"causal": cell.causal, **self._options(cell)}
+        feature, heads = FEATURES[cell.feature], MODEL_DIM // cell.head_dim
+        sizes = Sizes(self._cupy, self._package.mods, q.dtype, TOKENS // cell.seqlen, cell.seqlen, heads)
+        options = {"causal": cell.causal, **feature.options(sizes)}
+        if feature.keys != 1:
+            k, v = (x[:, : int(feature.keys * cell.seqlen)] for x in (k, v))
         if cell.operation == "forward":
             return lambda: self._package.forward(q, k, v, **options)[:1]
         method = None if cell.operation == "default" else cell.operation
         o, lse = self._package.forward(q, k, v, **options)
-        return lambda: self._package.backward(q, k, v, o, lse, do, method=method, **options)
+        return lambda: self._package.backward(q, k, v, o, lse, do, method=method, **options, **feature.of_backward)
 
     def _inputs(self, cell: Cell) -> tuple:
         """Returns q, k, v and do, kept for the cells that share them."""
@@ -90,24 +182,6 @@ class Worker:
             dtype = self._dtypes[cell.dtype]
             self._arrays = tuple(draw(shape, dtype="float32").astype(dtype) for _ in range(4))
         return self._arrays
-
-    def _options(self, cell: Cell) -> dict[str, object]:
-        xp, heads = self._cupy, MODEL_DIM // cell.head_dim
-        if cell.feature == "softcap":
-            return {"softcap": 30.0}
-        if cell.feature.startswith("window"):
-            return {"window": (int(cell.feature.removeprefix("window")), 0)}
-        if cell.feature == "alibi":
-            return {"alibi_slopes": 2.0 ** (-8 * xp.arange(1, heads + 1, dtype="float32") / heads)}
-        if cell.feature == "sink":
-            return {"sink": xp.linspace(-1, 2, heads, dtype="float32")}
-        if cell.feature == "packed":
-            offsets = [sum(PACKED[:n]) * TOKENS // sum(PACKED) for n in range(len(PACKED) + 1)]
-            longest = max(end - start for start, end in itertools.pairwise(offsets))
-            offsets = xp.asarray(offsets, "int32")
-            lengths = {"max_seqlen_q": longest, "max_seqlen_k": longest}
-            return {"cu_seqlens_q": offsets, "cu_seqlens_k": offsets, **lengths}
-        return {}
 
     def _time(self, calls: int) -> float:
         """Returns the mean milliseconds of a call. An untimed call runs first, while the host queues the others."""
