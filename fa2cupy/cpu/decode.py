@@ -9,7 +9,7 @@ import numpy as np
 from ..problem.arguments import check_overlap
 from ..problem.attention import AttentionProblem
 from ..problem.decoding import CacheShape, cache_lengths, check_decode, check_pages
-from ..problem.features import feature_arrays
+from ..problem.features import ARRAYS, feature_arrays
 from ..problem.options import CallOptions
 from .attention import forward
 from .results import results_for
@@ -81,7 +81,5 @@ def _rows(cache: np.ndarray, pages: list[int] | np.ndarray, end: int, shape: Cac
 
 def _of_sequence(keywords: Mapping[str, object], own: slice) -> dict[str, object]:
     """The keywords of features for one sequence."""
-    slopes = keywords.get("alibi_slopes")
-    if isinstance(slopes, np.ndarray) and slopes.ndim == 2:
-        return {**keywords, "alibi_slopes": slopes[own]}
-    return dict(keywords)
+    given = feature_arrays(keywords).items()
+    return {**keywords, **{name: array[own] for name, array in given if 0 in ARRAYS[name].score_axes(array.ndim)}}

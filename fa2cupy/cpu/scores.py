@@ -16,8 +16,9 @@ from ..functions.tracing import Program
 from ..problem import philox
 from ..problem.attention import AttentionProblem
 from ..problem.block_mask import EMPTY, FULL
-from ..problem.features import feature_arrays
+from ..problem.features import ARRAYS, feature_arrays
 from ..problem.sequences import Sequence
+from ..problem.strides import with_score_axes
 
 __all__ = ["NO_SLOPES", "BiasGradient", "HeadTerms", "ScoreTerms", "Slopes"]
 
@@ -75,16 +76,13 @@ class ScoreTerms:
             name: keywords.get(name.replace("mod", "args"), ()) for name in ("score_mod", "mask_mod")
         }
         self.block_mask: Any = keywords.get("block_mask")
-        batch, heads, _, seqlen_k = shape
-        arrays = feature_arrays(keywords)
         self.settings = problem.settings
-        self.bias = np.broadcast_to(arrays["bias"], shape) if "bias" in arrays else None
-        self.masks = [np.broadcast_to(arrays["mask"], shape)] if "mask" in arrays else []
-        if "key_padding_mask" in arrays:
-            padding = arrays["key_padding_mask"].reshape(batch, 1, 1, seqlen_k)
-            self.masks.append(np.broadcast_to(padding, shape))
-        self.slopes = np.broadcast_to(arrays["alibi_slopes"], (batch, heads)) if "alibi_slopes" in arrays else None
-        self.sink = arrays.get("sink")
+        self.arrays = {
+            name: np.broadcast_to(with_score_axes(name, array), shape)
+            for name, array in feature_arrays(keywords).items()
+            if ARRAYS[name].axes is not None
+        }
+        self.sink: Any = keywords.get("sink")
 
 
 class HeadTerms:
@@ -99,13 +97,7 @@ class HeadTerms:
         self._arguments = terms.arguments
         self._block_mask = terms.block_mask
         self._states = None if terms.block_mask is None else terms.block_mask.part(sequence.number, group)
-        self._slopes = None if terms.slopes is None else terms.slopes[sequence.number, group]
-        self._bias = None if terms.bias is None else self._part(terms.bias)
-        self._masks = [self._part(mask) for mask in terms.masks]
-
-    def _part(self, over_scores: np.ndarray) -> np.ndarray:
-        """The part of an array with the axes (position, head of the group, key)."""
-        return over_scores[self.sequence.number, self.group].transpose(1, 0, 2)
+        self._arrays = {name: array[sequence.number, group].transpose(1, 0, 2) for name, array in terms.arrays.items()}
 
     def apply(self, s: np.ndarray, queries: slice, keys: slice) -> Slopes:
         """Applies features to a tile of scaled products, in place; returns the derivatives by them."""
@@ -121,14 +113,16 @@ class HeadTerms:
             s *= cap
         positions = self.positions(queries)
         tile = s.reshape(-1, self.size, s.shape[1])  # (position, head of the group, key), a view
-        if self._slopes is not None:
+        arrays = {name: array[positions, :, keys] for name, array in self._arrays.items()}
+        if "alibi_slopes" in arrays:
             query, key = np.arange(positions.start, positions.stop), np.arange(keys.start, keys.stop)
             distance = abs(query[:, None] + self.sequence.diagonal - key).astype(s.dtype)
-            tile -= self._slopes[:, None] * distance[:, None, :]
-        if self._bias is not None:
-            tile += self._bias[positions, :, keys].astype(s.dtype, copy=False)
-        for mask in self._masks:
-            np.copyto(tile, -np.inf, where=~mask[positions, :, keys])
+            tile -= arrays["alibi_slopes"] * distance[:, None, :]
+        if "bias" in arrays:
+            tile += arrays["bias"].astype(s.dtype, copy=False)
+        for name in ("mask", "key_padding_mask"):
+            if name in arrays:
+                np.copyto(tile, -np.inf, where=~arrays[name])
         self._apply_function_and_map(tile, queries, keys)
         return Slopes(slope, mod, tile.shape)
 

@@ -8,12 +8,14 @@ from typing import Any, NamedTuple
 from ..problem.array_types import Array
 from ..problem.attention import AttentionProblem
 from ..problem.block_mask import BlockMask
+from ..problem.features import ARRAY_KEYWORDS, ARRAYS, feature_arrays
 from ..problem.function_checks import program_of
+from ..problem.strides import with_score_axes
 
 __all__ = ["OVER_SCORES", "Part", "needs_place", "of_part", "over_scores", "part_keywords"]
 
 #: The arrays with an axis of queries: each rank has its own rows, unless it is the same for all.
-OVER_SCORES = ("bias", "mask")
+OVER_SCORES = tuple(name for name in ARRAY_KEYWORDS if any(2 in axes for axes in (ARRAYS[name].axes or {}).values()))
 
 
 class Part(NamedTuple):
@@ -36,8 +38,7 @@ class Part(NamedTuple):
 
 def over_scores(keywords: Mapping[str, Any]) -> dict[str, Array]:
     """The biases and masks with all four axes: (batch, head, query, key), of length 1 where they are broadcast."""
-    arrays = {name: keywords[name] for name in OVER_SCORES if name in keywords}
-    return {name: array[(None,) * (4 - array.ndim)] for name, array in arrays.items()}
+    return {name: with_score_axes(name, keywords[name]) for name in OVER_SCORES if name in keywords}
 
 
 def of_part(array: Array, heads: slice, rows: slice, keys: int) -> Array:
@@ -78,22 +79,26 @@ def part_keywords(
         First head and first query, if functions of the caller's must be told.
     """
     found = dict(keywords) | dict(scores)
-    heads = part.heads
-    if "alibi_slopes" in found:
-        found["alibi_slopes"] = found["alibi_slopes"][..., heads]
-    if "sink" in found:
-        found["sink"] = found["sink"][heads]
-    if "key_padding_mask" in found:
-        padding = found["key_padding_mask"]
-        found["key_padding_mask"] = (
-            padding if problem.is_packed else padding.reshape(-1, padding.shape[-1])[:, : part.keys]
-        )
+    for name, array in feature_arrays(keywords).items():
+        axes = ARRAYS[name].axes
+        if name not in scores and axes is not None:
+            found[name] = _without_queries(array, axes, problem, part)
     if problem.settings.dropout_p:
-        found["dropout_origin"] = (heads.start, part.queries.start)
+        found["dropout_origin"] = (part.heads.start, part.queries.start)
     if "window" in found and not problem.is_packed:
         found["window"] = _window(problem, part)
     _place_functions(found, part, place)
     return found
+
+
+def _without_queries(array: Array, axes: Mapping[int, tuple[int, ...]], problem: AttentionProblem, part: Part) -> Array:
+    """The part of an array over the scores that has no axis of queries, given its `FeatureArray.axes`."""
+    own = {1: part.heads}
+    if not problem.is_packed:
+        own[3] = slice(0, part.keys)
+        if problem.rank < 4:  # calls of parts have an axis of sequences
+            array = array[(None,) * (max(axes) - array.ndim)]
+    return array[tuple(own.get(axis, slice(None)) for axis in axes[array.ndim])]
 
 
 def _window(problem: AttentionProblem, part: Part) -> tuple[int | None, int | None] | None:

@@ -28,12 +28,12 @@ from .agreement import agree
 from .communicator import Communicator, Stage
 from .messages import is_on_host
 from .orders import RowOrder, check_order, divisor
+from .parts import OVER_SCORES
 from .schemes import check_scheme, groups_of, ranks_with_heads, scheme_of
 from .splits import with_splits_of_whole
 
 __all__ = ["CallArguments", "Request", "checked"]
 
-_OVER_SCORES = ("bias", "mask")
 _CHECKED_EACH_TIME = frozenset(("score_mod", "score_args", "mask_mod", "mask_args", "block_mask"))
 _MAX_REQUESTS = 4096
 _STATISTICS = ("lse", "delta", "dlse")
@@ -225,7 +225,7 @@ def _shadows(size: int, order: str, arguments: CallArguments) -> tuple[dict[str,
         shadows[name] = _shadow(tuple(shape), array.dtype)
     for name, array in feature_arrays(arguments.keywords).items():
         shape = list(array.shape)
-        if name in _OVER_SCORES and not is_packed and array.ndim > 1:
+        if name in OVER_SCORES and not is_packed and array.ndim > 1:
             shape[-2] = _whole_rows(name, array, rows["q"], size)
         shadows[name] = _shadow(tuple(shape), array.dtype)
     return shadows, rows

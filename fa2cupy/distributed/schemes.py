@@ -18,6 +18,7 @@ from typing import Any
 
 from ..errors import UnsupportedProblemError
 from ..problem.attention import AttentionProblem
+from ..problem.features import FEATURES
 from .orders import RowOrder
 
 __all__ = [
@@ -35,8 +36,6 @@ SCHEMES = ("heads", "gather", "ring", "hybrid")
 
 #: The features that need neither positions nor arrays of the whole sequence.
 _OF_RING = ("softcap",)
-#: The features that depend on the positions of queries and keys, besides the limits of windows.
-_POSITIONAL = ("alibi_slopes", "dropout_p", "score_mod", "mask_mod")
 #: Keys from which on messages of one group pass while another group is computed.
 _MANY_KEYS = 65536
 _DROPOUT_BLOCK = 16
@@ -82,23 +81,20 @@ def check_scheme(scheme: str, problem: AttentionProblem, queries: RowOrder, rank
 
 def _not_in_gather(problem: AttentionProblem) -> str | None:
     """The feature that the scheme cannot take, if there is one."""
-    settings = problem.settings
-    if problem.is_packed:
-        return "cu_seqlens_q"
-    if settings.block_mask is not None:
-        return "block_mask"
-    return "alibi_slopes" if "alibi_slopes" in settings.arrays and problem.band[1] != 0 else None
+    refused = ("never", "behind") if problem.band[1] != 0 else ("never",)
+    return next((name for when in refused for name in problem.features if FEATURES[name].in_gather == when), None)
 
 
 def _check_gather(problem: AttentionProblem, queries: RowOrder, on_gpu: bool, size: int, scheme: str) -> None:
     refused = _not_in_gather(problem)
-    if refused == "alibi_slopes":
+    if refused is not None and FEATURES[refused].in_gather == "behind":
         raise UnsupportedProblemError(
-            f"alibi_slopes: scheme={scheme!r} takes them with causal=True or window=(left, 0); take scheme='heads'"
+            f"{refused}: scheme={scheme!r} takes them with causal=True or window=(left, 0); take scheme='heads'"
         )
     if refused is not None:
+        keyword = "cu_seqlens_q" if problem.is_packed else refused
         raise UnsupportedProblemError(
-            f"{refused}: it is for scheme='heads' alone, which needs a number of heads of k that is a multiple of "
+            f"{keyword}: it is for scheme='heads' alone, which needs a number of heads of k that is a multiple of "
             f"the {size} ranks, got {problem.num_heads_kv}"
         )
     rows = queries.chunks(0)[0].whole.stop
@@ -134,7 +130,7 @@ def check_capture(scheme: str, keywords: Mapping[str, Any]) -> None:
 
 def is_positional(problem: AttentionProblem) -> bool:
     """True if results depend on the positions of queries, so that neighbouring chunks cannot be one call."""
-    return problem.band != (None, None) or any(name in problem.features for name in _POSITIONAL)
+    return problem.band != (None, None) or any(FEATURES[name].is_positional for name in problem.features)
 
 
 def groups_of(scheme: str, problem: AttentionProblem, ranks: int, given: object, has_extras: bool) -> tuple[int, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..problem.block_mask import KEY_LISTS, LIST_STRIDES, QUERY_LISTS
+from ..problem.features import FEATURES
 from .records import PARTS, SHARES, Record
 
 __all__ = ["METHODS", "OPERATIONS", "TILED", "Operation", "operation_named"]
@@ -47,22 +48,9 @@ class Operation:
         return self.num_warps is None
 
 
-#: The features that change scores, hide them, or change the sequences that they belong to.
-_OF_SCORES = (
-    "score_mod",
-    "window",
-    "softcap",
-    "alibi_slopes",
-    "bias",
-    "wide_bias",
-    "mask",
-    "key_padding_mask",
-    "mask_mod",
-    "block_mask",
-    "dropout_p",
-    "cu_seqlens",
-)
-
+#: The features of all kernels that compute scores.
+_OF_SCORES = tuple(name for name, feature in FEATURES.items() if feature.acts_on is not None)
+_OF_DECODE = tuple(name for name, feature in FEATURES.items() if feature.in_decode)
 #: Those of kernels that write the gradients of the bias and of the arrays of `score_mod`.
 _OF_DBIAS = ("dbias", "full_dbias", "dscore_args")
 #: Integer members of the kernels that write tile lists.
@@ -79,7 +67,7 @@ OPERATIONS = {
     operation.name: operation
     for operation in (
         Operation("forward", (*_OF_SCORES, "sink", "given_lse"), owns="queries"),
-        Operation("decode", ("window", "softcap", "alibi_slopes", "sink"), owns="queries", has_config=False),
+        Operation("decode", _OF_DECODE, owns="queries", has_config=False),
         Operation("backward", (*_OF_SCORES, *_OF_DBIAS)),
         Operation("backward_dq", (*_OF_SCORES, *_OF_DBIAS), owns="queries"),
         Operation("backward_dkdv", _OF_SCORES, owns="keys"),

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from ..errors import INSTALL_CUDA
 from ..problem.attention import AttentionProblem
-from ..problem.features import features_in_registers
+from ..problem.features import features_in_registers, features_of_scores
 from ..problem.strides import AnyStrides
 from .estimate import BlockCost, Costs
 from .family import Family, TileRow
@@ -23,10 +23,6 @@ _H100, _H100_LATER = "NVIDIA H100 80GB HBM3, 2026-11-21", "NVIDIA H100 80GB HBM3
 _IN_REGISTERS, _IN_MANY_REGISTERS = features_in_registers(1), features_in_registers(2)
 #: Functions of the caller's, of which the compiler evaluates several elements side by side.
 _FUNCTIONS = ("score_mod", "mask_mod")
-
-#: The features of kernels that copy a bias, or a mask, to shared memory, where that has room for it.
-_BESIDES_HELD_BIAS = frozenset(("bias", "dbias", "full_dbias", "block_mask", "sink", "cu_seqlens"))
-_BESIDES_HELD_MASK = frozenset(("mask", "block_mask", "sink", "cu_seqlens"))
 
 _SHARED_BYTES = 227 * 1024  # the most that a block can have
 _WIDE = 128  # for a larger head_dim, a warp group's registers hold only one of dK and dV
@@ -209,10 +205,8 @@ def _why_not_mappable(sizes: Sequence[int], strides: Sequence[int], itemsize: in
 def _held_array(features: Sequence[str]) -> str | None:
     """The array over scores that warps copy to shared memory where that has room for it, or None."""
     # The same as in kernels/common/held_array.cuh.
-    for array, besides in (("bias", _BESIDES_HELD_BIAS), ("mask", _BESIDES_HELD_MASK)):
-        if array in features and besides.issuperset(features):
-            return array
-    return None
+    of_scores = features_of_scores(features)
+    return of_scores[0] if of_scores in (("bias",), ("mask",)) else None
 
 
 def _held_bytes(array: str | None, queries: int, keys: int) -> int:

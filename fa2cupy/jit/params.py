@@ -180,7 +180,7 @@ def param_layout(
     fields += [Field(name, "per_call") for row in rows for name in row.per_call]
     fields += counters
     fields += [Field(f"{name}_strides", "strides") for name in strides]
-    fields += [Field(f"{name}_strides", "score_strides") for name, array in arrays.items() if array.is_over_scores]
+    fields += [Field(f"{name}_strides", "score_strides") for name, array in arrays.items() if array.axes is not None]
     layouts = [*((name, rank) for name, _, rank in arguments), *gradients]
     fields += [Field(f"{name}_strides", f"array{rank}") for name, rank in layouts if rank]
     fields += [Field(name, "size") for name in sizes]

@@ -12,6 +12,7 @@ import jinja2
 
 from ..functions.tracing import Program, trace
 from ..problem.attention import ROWS_OF
+from ..problem.features import FEATURES, features_of_scores
 from .params import ITEMS, argument_arrays, gradient_arrays
 from .spec import CPP_NAMES, KernelSpec
 
@@ -76,6 +77,8 @@ def render_kernel(spec: KernelSpec) -> KernelSource:
         "owns_keys": spec.owns_keys,
         "natural_scores": str(spec.has_natural_scores).lower(),
         "flags": {flag: str(value).lower() for flag, value in spec.flags.items()},
+        "score_features": len(features_of_scores(spec.features)),
+        "may_hide_rows": str(any(FEATURES[name].may_hide_rows for name in spec.features)).lower(),
         "b_r": spec.tile.b_r,
         "b_c": spec.tile.b_c,
         "num_warps": spec.tile.num_warps,

@@ -20,6 +20,7 @@ from ..problem.attention import AttentionProblem
 from ..problem.block_mask import EMPTY
 from ..problem.features import feature_arrays
 from ..problem.sequences import Sequence, sequences_of
+from ..problem.strides import with_score_axes
 from .arrays import array_module, matmul
 
 __all__ = ["Formulas"]
@@ -205,11 +206,10 @@ class Formulas:
             tanh = self.xp.tanh(s / settings.softcap)
             s, slope = settings.softcap * tanh, 1 - tanh * tanh
         if "alibi_slopes" in arrays:
-            slopes = arrays["alibi_slopes"]
-            own = slopes[part.head] if slopes.ndim == 1 else slopes[part.sequence.number, part.head]
-            s = s - own.astype(self.work) * abs(query + part.sequence.diagonal - key)
+            slopes = self._of_head("alibi_slopes", part).astype(self.work)
+            s = s - slopes * abs(query + part.sequence.diagonal - key)
         if "bias" in arrays:
-            s = s + self._of_head(arrays["bias"], part).astype(self.work)
+            s = s + self._of_head("bias", part).astype(self.work)
         visible = self._visible(query, key, part)
         return s if visible is None else self.xp.where(visible, s, -np.inf), _Slopes(slope, mod)
 
@@ -241,32 +241,27 @@ class Formulas:
                 add_elements(squares[f"dscore_args[{argument}]"], indices, tile, self.xp)
 
     def _visible(self, query: Array, key: Array, part: _Head) -> Array | None:
-        arrays = self.arrays
         aligned = query + part.sequence.diagonal
         left, right = self.problem.settings.window
         conditions = [key <= aligned] if self.problem.causal else []
         conditions += [aligned - left <= key] if left is not None else []
         conditions += [key <= aligned + right] if right is not None else []
-        conditions += [self._of_head(arrays["mask"], part)] if "mask" in arrays else []
+        conditions += [self._of_head(name, part) for name in ("mask", "key_padding_mask") if name in self.arrays]
         if self.problem.settings.mask_mod is not None:
             conditions.append(self._evaluation(self.problem.settings.mask_mod.program, query, key, part).result())
         if self.block_mask is not None:
             height, width = self.block_mask.tile
             states = self.block_mask.part(part.sequence.number, slice(part.head, part.head + 1))[0]
             conditions.append((states != EMPTY)[query // height, key // width])
-        if "key_padding_mask" in arrays:
-            padding = arrays["key_padding_mask"]
-            own = padding if padding.ndim == 1 else padding[part.sequence.number]
-            conditions.append(own[: part.sequence.seqlen_k])
         visible = None
         for condition in conditions:
             visible = condition if visible is None else visible & condition
         return visible
 
-    def _of_head(self, array: Array, part: _Head) -> Array:
+    def _of_head(self, name: str, part: _Head) -> Array:
         """The part of a head in an array that is broadcast over the scores."""
-        whole = self.xp.broadcast_to(array, self.problem.score_shape)[part.sequence.number, part.head]
-        return whole[: part.sequence.seqlen_q, : part.sequence.seqlen_k]
+        whole = self.xp.broadcast_to(with_score_axes(name, self.arrays[name]), self.problem.score_shape)
+        return whole[part.sequence.number, part.head, : part.sequence.seqlen_q, : part.sequence.seqlen_k]
 
     def _add_reduced(self, total: Array, ds: Array, part: _Head) -> None:
         """Adds dS of a head to the gradient of an array that is broadcast over the scores."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -19,7 +20,7 @@ from ..problem.block_mask import MIXED, BlockMask
 from ..problem.checks import problem_from_arrays, problem_from_parts
 from ..problem.decoding import check_decode
 from ..problem.dtypes import accumulator_dtype
-from ..problem.features import FeatureKeywords, feature_arrays
+from ..problem.features import EXAMPLE_ROWS, FEATURES, FeatureKeywords, feature_arrays
 from ..problem.function_checks import bound_function
 from ..problem.options import CallOptions
 from ..problem.strides import AnyStrides, argument_layouts, contiguous_score_strides, feature_strides, is_full
@@ -29,7 +30,7 @@ from .tile_states import plan_tile_states
 
 __all__ = ["OF_BACKWARD", "decode_specs", "default_specs", "merge_spec"]
 
-_ROWS = 128
+_ROWS = EXAMPLE_ROWS
 #: Features of the backward only, and their names in `plan_backward`.
 OF_BACKWARD = {
     "dlse": "dlse", "return_dbias": "dbias", "return_dsink": "dsink", "return_dscore_args": "dscore_args"
@@ -101,8 +102,8 @@ def decode_specs(
 ) -> list[KernelSpec]:
     """The kernels of `fa2cupy.decode`, for all numbers of rows that query heads of a group and queries can make.
 
-    They differ also between few sequences and many. `features` are of ``"window"``, ``"softcap"``, ``"alibi_slopes"``
-    and ``"sink"``, all combined. Forwards with few queries have the same kernels.
+    They differ also between few sequences and many. `features` are those that `decode` takes, all combined. Forwards
+    with few queries have the same kernels.
     """
     specs: dict[KernelSpec, None] = {}
     family = choose_family("decode", dtype, device)
@@ -133,23 +134,15 @@ def merge_spec(device: DeviceInfo, dtype: str, head_dim: int) -> KernelSpec:
 
 def _examples(features: Sequence[str], dtype: str, functions: FeatureKeywords) -> Iterator[FeatureKeywords]:
     """Keywords of calls with these features, for each kind of bias. Kernels do not depend on their values."""
-    wide = "float64" if dtype == "float64" else "float32"
-    offsets = np.array([0, _ROWS], "int32")
-    values: dict[str, FeatureKeywords] = {
-        "window": {"window": (1, 1)},
-        "softcap": {"softcap": 1.0},
-        "alibi_slopes": {"alibi_slopes": _array((1,), wide)},
-        "mask": {"mask": _array((1, 1), "bool")},
-        "key_padding_mask": {"key_padding_mask": _array((1, _ROWS), "bool")},
-        "sink": {"sink": _array((1,), wide)},
-        "dropout_p": {"dropout_p": 0.5, "seed": 0},
-        "cu_seqlens": {"cu_seqlens_q": offsets, "cu_seqlens_k": offsets},
-    }
+    wide = accumulator_dtype(dtype)
+    dtypes = {"input": dtype, "input_accum": wide, "input_bool": "bool", "input_int": "int32"}
+    keywords: Any = {**functions}
+    for feature in (FEATURES[name] for name in features if name in FEATURES):
+        for name, value in (feature.example or {}).items():
+            array = feature.arrays.get(name)
+            keywords[name] = value if array is None else _array(value, dtypes[array.kind])
     if "block_mask" in features:
-        values["block_mask"] = {"block_mask": _map(functions)}
-    keywords: FeatureKeywords = {**functions}
-    for feature in features:
-        keywords.update(values.get(feature, {}))
+        keywords["block_mask"] = _map(functions)
     if "bias" not in features:
         yield keywords
         return

@@ -15,7 +15,7 @@ from .attention import MAX_HEAD_DIM, MAX_SEQLEN, SOURCE_AXES, AttentionProblem, 
 from .block_mask import BlockMask, check_map
 from .dtypes import DTYPES
 from .feature_checks import extra_gradients, finite_number
-from .features import FEATURES, FeatureSettings, feature_arrays
+from .features import ARRAYS, FEATURES, FeatureSettings, feature_arrays
 from .function_checks import function_arrays
 from .keywords import check_keywords
 from .options import CallOptions, check_num_splits, check_precision
@@ -165,9 +165,8 @@ def with_features(problem: AttentionProblem, q: Array, keywords: Mapping[str, An
     for feature in FEATURES.values():
         settings |= feature.check(keywords, problem)
     problem = problem.with_settings(FeatureSettings(**settings))
-    rules = {name: array.check for feature in FEATURES.values() for name, array in feature.arrays.items()}
     for name, array in arrays.items():
-        rule = rules[name]
+        rule = ARRAYS[name].check
         if rule is not None:
             rule(name, array, problem)
     if problem.settings.block_mask is not None:

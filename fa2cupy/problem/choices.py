@@ -11,6 +11,7 @@ import numpy as np
 from ..errors import UnsupportedProblemError
 from .attention import MAX_HEAD_DIM
 from .dtypes import DTYPES
+from .features import FEATURES
 from .keywords import similar
 
 __all__ = [
@@ -25,16 +26,7 @@ __all__ = [
 
 #: The optional parts of calls, named by their keywords; `cu_seqlens` stands for both offsets.
 CALL_KEYWORDS = (
-    "window",
-    "softcap",
-    "alibi_slopes",
-    "bias",
-    "mask",
-    "key_padding_mask",
-    "sink",
-    "dropout_p",
-    "cu_seqlens",
-    "block_mask",
+    *(name for name, feature in FEATURES.items() if feature.example is not None),
     "dlse",
     "return_dbias",
     "return_dsink",

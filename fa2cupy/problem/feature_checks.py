@@ -249,10 +249,9 @@ def _conversion(name: str, array: Array, wanted: Iterable[str]) -> str:
     """The end of the message: an expression with the wanted dtype."""
     if name in OFFSETS and array.dtype.kind in "iu":
         return f'; write {name}.astype("int32") or cumsum(..., dtype="int32"), or make them with fa2cupy.cu_seqlens'
-    if name == "mask":
-        return "; write mask != 0 where ones are visible keys, or bias=mask where numbers are to be added to the scores"
-    if name == "key_padding_mask":
-        return "; write key_padding_mask != 0 where ones are visible keys"
+    if wanted == ("bool",):
+        added = ", or bias=mask where numbers are to be added to the scores" if name == "mask" else ""
+        return f"; write {name} != 0 where ones are visible keys{added}"
     if name == "bias" and array.dtype.kind == "b":
         return "; write mask=bias where True is a visible key"
     *_, widest = wanted

@@ -21,11 +21,11 @@ and in the backward, with delta = rowsum(dO * O) - dlse:
 
 How a feature is added
 ----------------------
-1. Add its keywords to `FeatureKeywords`, a field for each keyword that is no array to `FeatureSettings`, and a row with
-   its checks to `FEATURES`. The row also defines the feature's part of a kernel's key and record. The public functions,
-   the references and `fa2cupy.testing` pass keywords on and do not change. Add the name to ``problem/choices.py`` and
-   an example to ``plan/specs.py``, so that its kernels can be compiled ahead. If it concerns other kernels than those
-   of scores, name it in their rows of ``families/operations.py``.
+1. Add its keywords to `FeatureKeywords`, a field for each keyword that is no array to `FeatureSettings`, and a row to
+   `FEATURES`, with its check (``feature_checks.py``). The row also defines the feature's part of a kernel's key and
+   record, its kernels that are compiled ahead, and what several GPUs make of it. All other modules read the row: public
+   functions, references and `fa2cupy.testing` pass keywords on and do not change; describe them in ``api.py``. If it
+   concerns other kernels than those of scores, name it in their rows of ``families/operations.py``.
 2. Add the formula to ``numerics/formulas.py``, for whole matrices, and to ``cpu/scores.py``, for a tile. Both keep to
    the order above.
 3. Add the CUDA code to one shared header, which works on fragments of any family: ``tile_range.cuh`` if pairs of tiles
@@ -41,7 +41,7 @@ the keywords that are no arrays.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypedDict
 
@@ -66,7 +66,9 @@ from .philox import dropout_scale, dropout_threshold, first_query_word
 from .softcap import softcap_values
 
 __all__ = [
+    "ARRAYS",
     "ARRAY_KEYWORDS",
+    "EXAMPLE_ROWS",
     "FEATURES",
     "NO_SETTINGS",
     "OFFSETS",
@@ -77,7 +79,13 @@ __all__ = [
     "Sizes",
     "feature_arrays",
     "features_in_registers",
+    "features_of_scores",
 ]
+
+#: Queries and keys of the examples in `FEATURES`.
+EXAMPLE_ROWS = 128
+#: The axes of the scores (batch, head, query, key) that the axes of an array are, by their number: the last ones.
+_LAST_AXES: Mapping[int, tuple[int, ...]] = {rank: tuple(range(4 - rank, 4)) for rank in range(5)}
 
 
 class FeatureKeywords(TypedDict, total=False):
@@ -193,13 +201,19 @@ class FeatureArray(NamedTuple):
     check : callable or None
         Takes the name, the array and the problem with its settings, and raises TypeError or ValueError if the array
         does not fit. None if the array is no keyword of `FeatureKeywords`, or if the feature's `check` includes it.
-    is_over_scores : bool
-        True if the array is broadcast over the scores; its record then has four strides, 0 along repeated axes.
+    axes : mapping of int to tuple of int, or None
+        For each number of axes that the array may have, the axes of the scores (batch, head, query, key) that they are:
+        the array is broadcast over the scores, and its record has four strides, 0 along repeated axes. None if it is
+        not.
     """
 
     kind: str
     check: Callable[[str, Array, Problem], None] | None = None
-    is_over_scores: bool = True
+    axes: Mapping[int, tuple[int, ...]] | None = _LAST_AXES
+
+    def score_axes(self, rank: int) -> tuple[int, ...]:
+        """The axes of the scores that those of an array of `rank` axes are; none if it is not over the scores."""
+        return () if self.axes is None else self.axes[rank]
 
 
 def _nothing(*_: object) -> dict[str, Any]:
@@ -237,6 +251,23 @@ class Feature:
         64-bit numbers that change from call to call and are passed with the pointers.
     registers : int
         Demand for registers in the inner loop of a backward: 0 none, 1 some, 2 many.
+    acts_on : str or None
+        ``"scores"`` if kernels change, hide or drop single scores for it, ``"tiles"`` if they choose what tiles of
+        scores there are, None if neither.
+    may_hide_rows : bool
+        True if the values of its arrays or functions may hide all keys of a row.
+    in_decode : bool
+        True if `fa2cupy.decode` takes it.
+    in_gather : str
+        When ``scheme="gather"`` of several GPUs takes it: ``"always"``, ``"never"``, or ``"behind"`` if no query sees a
+        key ahead of its own.
+    is_positional : bool
+        True if results depend on the positions of queries and keys in the sequence, besides the limits of the band.
+    example : mapping or None
+        Keywords of a call of one head and `EXAMPLE_ROWS` queries and keys with it, with shapes in place of arrays, from
+        which `fa2cupy.precompile` plans; kernels do not depend on the values. None if it cannot be asked for by name.
+    aliases : mapping of str
+        Keywords of other libraries, and what to write instead.
     """
 
     flag: str
@@ -247,6 +278,13 @@ class Feature:
     numbers: Callable[[FeatureSettings, Sizes], dict[str, int | float]] = _nothing
     per_call: tuple[str, ...] = ()
     registers: int = 0
+    acts_on: str | None = None
+    may_hide_rows: bool = False
+    in_decode: bool = False
+    in_gather: str = "always"
+    is_positional: bool = False
+    example: Mapping[str, Any] | None = None
+    aliases: Mapping[str, str] = field(default_factory=dict)
 
 
 def _window_limits(settings: FeatureSettings, sizes: Sizes) -> dict[str, int | float]:
@@ -298,7 +336,13 @@ def _packed_numbers(settings: FeatureSettings, sizes: Sizes) -> dict[str, int | 
 #: All features by name, in the order of their members in a record.
 FEATURES = {
     "score_mod": Feature(
-        "kScoreMod", lambda settings: settings.score_mod is not None, check=check_score_mod, registers=2
+        "kScoreMod",
+        lambda settings: settings.score_mod is not None,
+        check=check_score_mod,
+        registers=2,
+        acts_on="scores",
+        may_hide_rows=True,
+        is_positional=True,
     ),
     "window": Feature(
         "kWindow",
@@ -306,6 +350,19 @@ FEATURES = {
         check=check_window,
         values={"window_left": "int", "window_right": "int"},
         numbers=_window_limits,
+        acts_on="scores",
+        in_decode=True,
+        example={"window": (1, 1)},
+        aliases={
+            **dict.fromkeys(
+                ("window_size", "local_window_size", "window_left"),
+                "window=(left, right), with None for no limit where other libraries have -1",
+            ),
+            **dict.fromkeys(
+                ("sliding_window", "sliding_window_size"),
+                "window=(n - 1, 0) for the last n keys, the query's own among them",
+            ),
+        },
     ),
     "softcap": Feature(
         "kSoftcap",
@@ -314,42 +371,107 @@ FEATURES = {
         values=dict.fromkeys(softcap_values(1.0, 1.0), "real"),
         numbers=_cap_numbers,
         registers=1,
+        acts_on="scores",
+        in_decode=True,
+        example={"softcap": 1.0},
+        aliases=dict.fromkeys(
+            ("soft_cap", "logits_soft_cap", "logit_softcapping", "attn_logit_softcapping"),
+            "softcap, with None for no cap where other libraries have 0",
+        ),
     ),
     "alibi_slopes": Feature(
         "kAlibi",
         _has("alibi_slopes"),
-        arrays={"alibi_slopes": FeatureArray("input_accum", check_slopes)},
+        arrays={"alibi_slopes": FeatureArray("input_accum", check_slopes, {1: (1,), 2: (0, 1)})},
         values={"alibi_scale": "real"},
         numbers=_slope_scale,
         registers=1,
+        acts_on="scores",
+        in_decode=True,
+        in_gather="behind",
+        is_positional=True,
+        example={"alibi_slopes": (1,)},
+        aliases=dict.fromkeys(("alibi", "alibi_bias", "slopes"), "alibi_slopes"),
     ),
-    "bias": Feature("kBias", _has("bias"), arrays={"bias": FeatureArray("input", check_broadcast)}, registers=2),
+    "bias": Feature(
+        "kBias",
+        _has("bias"),
+        arrays={"bias": FeatureArray("input", check_broadcast)},
+        registers=2,
+        acts_on="scores",
+        may_hide_rows=True,
+        example={"bias": (1, 1)},
+        aliases=dict.fromkeys(("attn_bias", "attention_bias", "position_bias"), "bias"),
+    ),
     # A bias in the accumulators' dtype.
-    "wide_bias": Feature("kWideBias", lambda settings: settings.wide_bias, check=check_wide_bias),
+    "wide_bias": Feature("kWideBias", lambda settings: settings.wide_bias, check=check_wide_bias, acts_on="scores"),
     # The gradient of the bias, which `return_dbias` requests, and whether the bias is a full one: then each element of
     # dbias belongs to one score, and is stored in the bias's dtype instead of added up in the accumulators'.
     "dbias": Feature("kDbias", _never, arrays={"dbias": FeatureArray("output_accum")}),
     "full_dbias": Feature("kFullDbias", _never),
     # The gradients of the arrays of `score_mod`, which `return_dscore_args` requests.
     "dscore_args": Feature("kDscoreArgs", _never),
-    "mask": Feature("kMask", _has("mask"), arrays={"mask": FeatureArray("input_bool", check_broadcast)}, registers=2),
+    "mask": Feature(
+        "kMask",
+        _has("mask"),
+        arrays={"mask": FeatureArray("input_bool", check_broadcast)},
+        registers=2,
+        acts_on="scores",
+        may_hide_rows=True,
+        example={"mask": (1, 1)},
+        aliases=dict.fromkeys(
+            ("attn_mask", "attention_mask"),
+            "mask for bools, True where a key is visible (key_padding_mask if their shape is (batch, seqlen_k)), "
+            "or bias for numbers that are added to the scores",
+        ),
+    ),
     "key_padding_mask": Feature(
         "kKeyPadding",
         _has("key_padding_mask"),
-        arrays={"key_padding_mask": FeatureArray("input_bool", check_key_padding)},
+        arrays={"key_padding_mask": FeatureArray("input_bool", check_key_padding, {1: (3,), 2: (0, 3)})},
+        acts_on="scores",
+        may_hide_rows=True,
+        example={"key_padding_mask": (1, EXAMPLE_ROWS)},
+        aliases={
+            **dict.fromkeys(("padding_mask", "key_mask"), "key_padding_mask, of bools, True where a key is visible"),
+            **dict.fromkeys(
+                ("query_seq_lengths", "key_value_seq_lengths", "seqused_k"),
+                "key_padding_mask=numpy.arange(seqlen_k) < lengths[:, None], or cu_seqlens_q and cu_seqlens_k on "
+                "packed arrays",
+            ),
+        },
     ),
-    "mask_mod": Feature("kMaskMod", lambda settings: settings.mask_mod is not None, check=check_mask_mod, registers=2),
+    "mask_mod": Feature(
+        "kMaskMod",
+        lambda settings: settings.mask_mod is not None,
+        check=check_mask_mod,
+        registers=2,
+        acts_on="scores",
+        may_hide_rows=True,
+        is_positional=True,
+    ),
     # Plans make the lists for the tiles of each kernel; their strides depend on these.
     "block_mask": Feature(
         "kBlockMask",
         lambda settings: settings.block_mask is not None,
         check=check_block_mask,
-        arrays=dict.fromkeys((KEY_LISTS, QUERY_LISTS), FeatureArray("input_int", is_over_scores=False)),
+        arrays=dict.fromkeys((KEY_LISTS, QUERY_LISTS), FeatureArray("input_int", axes=None)),
         values=dict.fromkeys(LIST_STRIDES, "int"),
+        acts_on="tiles",
+        may_hide_rows=True,
+        in_gather="never",
+        example={},  # a map depends on `mask_mod`, so that plans make it
     ),
     # The lse of other arithmetic, which a backward is given and computes again in its own.
-    "given_lse": Feature("kGivenLse", _never, arrays={"given_lse": FeatureArray("input_accum", is_over_scores=False)}),
-    "sink": Feature("kSink", _has("sink"), arrays={"sink": FeatureArray("input_accum", check_sink)}),
+    "given_lse": Feature("kGivenLse", _never, arrays={"given_lse": FeatureArray("input_accum", axes=None)}),
+    "sink": Feature(
+        "kSink",
+        _has("sink"),
+        arrays={"sink": FeatureArray("input_accum", check_sink, {1: (1,)})},
+        in_decode=True,
+        example={"sink": (1,)},
+        aliases=dict.fromkeys(("s_aux", "sinks", "learnable_sink", "attention_sink", "attention_sinks"), "sink"),
+    ),
     "dropout_p": Feature(
         "kDropout",
         lambda settings: settings.dropout_p > 0,
@@ -363,24 +485,40 @@ FEATURES = {
         numbers=_dropout_numbers,
         per_call=("seed",),
         registers=2,
+        acts_on="scores",
+        is_positional=True,
+        example={"dropout_p": 0.5, "seed": 0},
+        aliases={
+            **dict.fromkeys(
+                ("dropout", "dropout_rate", "attn_dropout", "attention_dropout"), "dropout_p, together with seed"
+            ),
+            **dict.fromkeys(("dropout_seed", "philox_seed", "rng_state", "generator"), "seed, an int"),
+        },
     ),
     # The gradient for lse, an optional argument of the backward.
-    "dlse": Feature("kDlse", _never, arrays={"dlse": FeatureArray("input_accum", is_over_scores=False)}),
+    "dlse": Feature("kDlse", _never, arrays={"dlse": FeatureArray("input_accum", axes=None)}),
     "cu_seqlens": Feature(
         "kVarlen",
         lambda settings: settings.num_sequences is not None,
         check=check_packed,
-        arrays=dict.fromkeys(OFFSETS, FeatureArray("input_int", is_over_scores=False)),
+        arrays=dict.fromkeys(OFFSETS, FeatureArray("input_int", axes=None)),
         values=dict.fromkeys(("max_seqlen_q", "max_seqlen_k", "total_q", "total_k", "num_sequences"), "int"),
         numbers=_packed_numbers,
+        acts_on="tiles",
+        in_gather="never",
+        example=dict.fromkeys(OFFSETS, (2,)),
+        aliases={
+            "cu_seqlens": "cu_seqlens_q and cu_seqlens_k",
+            **dict.fromkeys(("max_seqlen", "max_seq_len"), "max_seqlen_q and max_seqlen_k"),
+        },
     ),
 }
 
 
+#: The arrays of all features, by name.
+ARRAYS = {name: array for feature in FEATURES.values() for name, array in feature.arrays.items()}
 #: The keywords that are arrays.
-ARRAY_KEYWORDS = tuple(
-    name for feature in FEATURES.values() for name in feature.arrays if name in FeatureKeywords.__annotations__
-)
+ARRAY_KEYWORDS = tuple(name for name in ARRAYS if name in FeatureKeywords.__annotations__)
 
 
 def feature_arrays(keywords: Mapping[str, Any]) -> dict[str, Array]:
@@ -391,3 +529,8 @@ def feature_arrays(keywords: Mapping[str, Any]) -> dict[str, Array]:
 def features_in_registers(least: int) -> tuple[str, ...]:
     """The features whose `Feature.registers` is at least this."""
     return tuple(name for name, feature in FEATURES.items() if feature.registers >= least)
+
+
+def features_of_scores(features: Iterable[str]) -> tuple[str, ...]:
+    """Those of the features for which kernels change, hide or drop single scores."""
+    return tuple(name for name in features if FEATURES[name].acts_on == "scores")

@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
-from .features import FeatureKeywords
+from .features import FEATURES, FeatureKeywords
 
 __all__ = ["check_keywords", "similar", "takes_features"]
 
@@ -21,35 +21,8 @@ _ELSEWHERE = {
     "is_causal": "causal (aligned to the bottom right; PyTorch's is_causal to the top left, if lengths differ)",
     "use_causal_mask": "causal",
     **dict.fromkeys(("scale", "sm_scale", "scaling", "attn_scale"), "softmax_scale"),
-    **dict.fromkeys(
-        ("attn_mask", "attention_mask"),
-        "mask for bools, True where a key is visible (key_padding_mask if their shape is (batch, seqlen_k)), "
-        "or bias for numbers that are added to the scores",
-    ),
-    **dict.fromkeys(("attn_bias", "attention_bias", "position_bias"), "bias"),
-    **dict.fromkeys(
-        ("window_size", "local_window_size", "window_left"),
-        "window=(left, right), with None for no limit where other libraries have -1",
-    ),
-    **dict.fromkeys(
-        ("sliding_window", "sliding_window_size"), "window=(n - 1, 0) for the last n keys, the query's own among them"
-    ),
-    **dict.fromkeys(("dropout", "dropout_rate", "attn_dropout", "attention_dropout"), "dropout_p, together with seed"),
-    **dict.fromkeys(("dropout_seed", "philox_seed", "rng_state", "generator"), "seed, an int"),
-    **dict.fromkeys(
-        ("soft_cap", "logits_soft_cap", "logit_softcapping", "attn_logit_softcapping"),
-        "softcap, with None for no cap where other libraries have 0",
-    ),
+    **{alias: text for feature in FEATURES.values() for alias, text in feature.aliases.items()},
     **dict.fromkeys(_RETURN_LSE, "o, lse = fa2cupy.forward(...), which always gives both"),
-    **dict.fromkeys(("padding_mask", "key_mask"), "key_padding_mask, of bools, True where a key is visible"),
-    **dict.fromkeys(
-        ("query_seq_lengths", "key_value_seq_lengths", "seqused_k"),
-        "key_padding_mask=numpy.arange(seqlen_k) < lengths[:, None], or cu_seqlens_q and cu_seqlens_k on packed arrays",
-    ),
-    **dict.fromkeys(("alibi", "alibi_bias", "slopes"), "alibi_slopes"),
-    **dict.fromkeys(("s_aux", "sinks", "learnable_sink", "attention_sink", "attention_sinks"), "sink"),
-    "cu_seqlens": "cu_seqlens_q and cu_seqlens_k",
-    **dict.fromkeys(("max_seqlen", "max_seq_len"), "max_seqlen_q and max_seqlen_k"),
     **dict.fromkeys(
         ("enable_gqa", "num_kv_heads", "num_heads_kv", "num_key_value_groups"),
         "nothing: that query heads share K/V heads follows from the shapes",

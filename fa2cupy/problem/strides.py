@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from .array_types import Array
-from .features import FEATURES, feature_arrays
+from .features import ARRAYS, feature_arrays
 
 __all__ = [
     "AnyStrides",
@@ -25,6 +25,7 @@ __all__ = [
     "feature_strides",
     "is_full",
     "score_strides",
+    "with_score_axes",
 ]
 
 #: Element strides along the batch, row and head axes of a tensor.
@@ -38,23 +39,21 @@ ArrayLayout = tuple[int, ...]
 
 AnyStrides = Strides | ScoreStrides | ArrayLayout
 
-#: Score axes of the arrays whose axes are not the last axes of the scores, by name and number of axes.
-_AXES: dict[str, dict[int, tuple[int, ...]]] = {
-    "alibi_slopes": {1: (1,), 2: (0, 1)},
-    "key_padding_mask": {1: (3,), 2: (0, 3)},
-    "sink": {1: (1,)},
-}
-
 
 def is_full(shape: tuple[int, ...], score_shape: tuple[int, ...]) -> bool:
     """True if an array of this shape, which can be broadcast to the scores, has an element for each score."""
     return math.prod(shape) == math.prod(score_shape)
 
 
+def with_score_axes(name: str, array: Array) -> Array:
+    """A view of a feature's array with all four axes of the scores, of length 1 where it has none."""
+    own = ARRAYS[name].score_axes(array.ndim)
+    return array[tuple(slice(None) if axis in own else None for axis in range(4))]
+
+
 def score_strides(name: str, array: Array) -> ScoreStrides:
     """Element strides over the scores of a feature's array, whose shape has been checked."""
-    axes = _AXES[name][array.ndim] if name in _AXES else tuple(range(4 - array.ndim, 4))
-    lengths = dict(zip(axes, zip(array.shape, array.strides, strict=True), strict=True))
+    lengths = dict(zip(ARRAYS[name].score_axes(array.ndim), zip(array.shape, array.strides, strict=True), strict=True))
     batch, head, query, key = (lengths.get(axis, (1, 0)) for axis in range(4))
 
     def elements(length: int, stride: int) -> int:
@@ -100,6 +99,5 @@ def argument_layouts(keywords: Mapping[str, Any]) -> dict[str, AnyStrides]:
 
 def feature_strides(keywords: Mapping[str, Any]) -> dict[str, ScoreStrides]:
     """Element strides of the arrays that are broadcast over the scores, by name; other keywords are ignored."""
-    arrays = {name: array for feature in FEATURES.values() for name, array in feature.arrays.items()}
     given = feature_arrays(keywords)
-    return {name: score_strides(name, array) for name, array in given.items() if arrays[name].is_over_scores}
+    return {name: score_strides(name, array) for name, array in given.items() if ARRAYS[name].axes is not None}

@@ -16,12 +16,10 @@
 
 namespace fa2::common {
 
-// True if a kernel copies the bias to shared memory where that has room for it. With other features that change or hide
-// scores, registers do not suffice for both ways to read a bias, and more of them would spill.
+// True if a kernel copies a bias of 16 bits to shared memory where that has room for it. With other features of scores
+// (kWideBias is one), registers do not suffice for both ways to read a bias, and more of them would spill.
 template <class Spec>
-inline constexpr bool kMayHoldBias =
-    Spec::kBias && !Spec::kWideBias && !Spec::kWindow && !Spec::kSoftcap && !Spec::kAlibi && !Spec::kMask &&
-    !Spec::kKeyPadding && !Spec::kDropout && !Spec::kScoreMod && !Spec::kMaskMod;
+inline constexpr bool kMayHoldBias = Spec::kBias && Spec::kScoreFeatures == 1;
 
 template <int kQueries, int kKeys>
 struct BiasTile {

@@ -49,11 +49,7 @@ __device__ __forceinline__ Mask<Spec::kCausal, Spec::kWindow> mask_of(const Reco
 
 // Rows that see no key have an lse of -inf. The backward reads zeros in place of what Q and dO hold there: in sums over
 // queries, P = 0 does not make up for NaN.
-//
-// True if values of arrays or of functions may hide all keys of a row.
-template <class Spec>
-inline constexpr bool kHidesRowsByValue =
-    Spec::kBias || Spec::kMask || Spec::kKeyPadding || Spec::kScoreMod || Spec::kMaskMod || Spec::kBlockMask;
+
 // Rows before this one see no key because of their position. It may be negative.
 template <class Spec, class Record>
 __device__ __forceinline__ int32 end_of_hidden_rows(const Record& params) {
@@ -63,7 +59,7 @@ __device__ __forceinline__ int32 end_of_hidden_rows(const Record& params) {
 // True if there may be rows without a key.
 template <class Spec, class Record>
 __device__ __forceinline__ bool may_hide_rows(const Record& params) {
-    return kHidesRowsByValue<Spec> || end_of_hidden_rows<Spec>(params) > 0;
+    return Spec::kMayHideRows || end_of_hidden_rows<Spec>(params) > 0;
 }
 
 // Writes `value` over every element that is not visible. Bounds are taken relative to the lane's first column, so that

@@ -14,12 +14,10 @@
 
 namespace fa2::common {
 
-// True if a kernel copies the mask to shared memory where that has room for it. With other features that change or hide
-// scores, registers do not suffice for both ways to read a mask.
+// True if a kernel copies the mask to shared memory where that has room for it. With other features of scores, registers
+// do not suffice for both ways to read a mask.
 template <class Spec>
-inline constexpr bool kMayHoldMask =
-    Spec::kMask && !Spec::kWindow && !Spec::kSoftcap && !Spec::kAlibi && !Spec::kBias && !Spec::kKeyPadding &&
-    !Spec::kDropout && !Spec::kScoreMod && !Spec::kMaskMod;
+inline constexpr bool kMayHoldMask = Spec::kMask && Spec::kScoreFeatures == 1;
 
 // Chunk query * kChunks + chunk has 16 bytes, and 2 bytes for its bits, the lowest for the first key. All bytes come
 // first, then all bits.

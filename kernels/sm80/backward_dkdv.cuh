@@ -157,7 +157,7 @@ struct BackwardDkdv {
             const uint32 lse = smem + kRowStats + parity * kRowStatsBytes + thread * 4;
             return thread < kBr && load_shared<float>(lse) == common::infinity<float>();
         };
-        if constexpr (common::kHidesRowsByValue<Spec>) {
+        if constexpr (Spec::kMayHideRows) {
             if (barrier_all(0, kThreads, !is_hidden(threadIdx.x))) return;
         } else {
             block_barrier();

@@ -112,8 +112,7 @@ struct BackwardDq {
             const uint32 slot = ring.acquire(position);
             int32 tile = position;
             if constexpr (common::kListsTiles<Spec>) tile = tiles.at(position);
-            if (common::kHidesRowsByValue<Spec> && position == tiles.end - 1)
-                clear_hidden_rows(smem, warp_row, lse, lane);
+            if (Spec::kMayHideRows && position == tiles.end - 1) clear_hidden_rows(smem, warp_row, lse, lane);
             const LaneAddress<KeyTile, MatrixOrder::kChunksFirst> k_rows(slot, 0, lane);
             const LaneAddress<KeyTile, MatrixOrder::kChunksFirst> v_rows(slot + KeyTile::kBytes, 0, lane);
             const LaneAddress<KeyTile, MatrixOrder::kRowsFirst> k_columns(slot, 0, lane);
