@@ -97,8 +97,9 @@ def feature_combinations(features: Any) -> list[tuple[str, ...]]:
             hint = f"; did you mean {close!r}?" if close else ""
             raise ValueError(f"features: expected {_listed(CALL_KEYWORDS)}, got {name!r}{hint}")
     for names in calls:
-        for gradient, source in (("return_dbias", "bias"), ("return_dsink", "sink")):
-            if gradient in names and source not in names:
+        for gradient in (name for name in names if name.startswith("return_d")):
+            source = gradient.removeprefix("return_d")
+            if source not in names:
                 raise ValueError(f"features: {gradient!r} needs {source!r} beside it, got {names}")
     return calls
 
