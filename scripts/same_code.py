@@ -30,6 +30,7 @@ from fa2cupy.cli import run_command
 from fa2cupy.families.device import DeviceInfo
 from fa2cupy.families.family import Family
 from fa2cupy.families.operations import METHODS as OPERATIONS_OF
+from fa2cupy.families.operations import OPERATIONS
 from fa2cupy.families.registry import family_named
 from fa2cupy.inspection import default_specs
 from fa2cupy.jit.compiler import compile_source
@@ -48,7 +49,7 @@ FAMILIES = (
     ("sm_80", "float64", "simt", (64,)),
 )
 METHODS = (None, *OPERATIONS_OF)
-OF_DECODE = ("window", "softcap", "alibi_slopes", "sink")
+OF_DECODE = OPERATIONS["decode"].features
 OF_BACKWARD = ("dlse", "return_dbias", "return_dsink")
 ACTED_UPON = (".text", ".nv.info", ".nv.constant", ".nv.shared")
 ADDRESSES = ".nv.constant4"  # of variables, among them each static constexpr member
