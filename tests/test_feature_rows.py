@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import inspect
 import os
 import re
 import subprocess
@@ -13,7 +14,8 @@ import pytest
 from support import CHECKOUT
 from support.made_up_feature import PLACES, patched_copy
 
-from fa2cupy.problem.features import FEATURES, OFFSETS
+import fa2cupy
+from fa2cupy.problem.features import FEATURES, OFFSETS, FeatureKeywords
 
 # ---------------------------------------------------------------------------------------------- who may name a feature
 
@@ -26,7 +28,7 @@ _FUNCTIONS = {
     "jit/source", "problem/function_checks",
 }  # fmt: skip
 #: Gradients besides dq, dk and dv are results, which calls, plans and records have of their own.
-_RESULTS = {"families/", "gpu/", "jit/", "plan/"}
+_RESULTS = {"families/", "gpu/", "jit/", "plan/", "problem/"}
 #: The other modules that name a feature. A name that ends with "/" is a folder.
 OTHERS = {
     "score_mod": {*_FUNCTIONS, "jit/params", "mods", "testing"},
@@ -46,12 +48,12 @@ OTHERS = {
     "block_mask": {
         "__init__", "distributed/", "families/", "gpu/", "plan/", "problem/block_mask", "problem/checks", "sparse",
     },
-    "given_lse": {"families/", "plan/", "problem/attention"},
+    "given_lse": {"families/", "plan/", "problem/"},
     "sink": {"cpu/attention", "families/operations", "testing"},
     "dropout_p": {"distributed/", "families/operations", "problem/checks", "problem/philox"},
     "dlse": {
-        "closure", "cpu/attention", "distributed/", "families/operations", "gpu/", "plan/", "problem/checks",
-        "problem/choices", "reference", "testing",
+        "closure", "cpu/attention", "distributed/", "families/operations", "gpu/", "plan/", "problem/", "reference",
+        "testing",
     },
     "cu_seqlens": {
         "__init__", "distributed/", "families/operations", "jit/source", "lengths", "plan/specs", "problem/sequences",
@@ -153,6 +155,11 @@ def test_few_files_name_a_feature(feature, in_modules, in_kernels):
     assert not without(kernels, KERNELS[feature])
     assert not [one for one in OTHERS[feature] if not modules - without(modules, {one})], "leave it out of OTHERS"
     assert not [one for one in KERNELS[feature] if not kernels - without(kernels, {one})], "leave it out of KERNELS"
+
+
+def test_decode_has_the_keywords_of_its_features():
+    own = inspect.signature(fa2cupy.decode).parameters.keys() & FeatureKeywords.__annotations__.keys()
+    assert own == {name for name, feature in FEATURES.items() if feature.in_decode}
 
 
 # --------------------------------------------------------------------------------------------------- a made-up feature
