@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from .expressions import Node
-from .linear import COMPARISONS, DISTANCE, Linear
+from .linear import COMPARISONS, DISTANCE
 
 __all__ = ["REAL_DISTANCE", "in_distance", "in_real_distance", "of_distance_alone"]
 
@@ -20,14 +20,15 @@ REAL_DISTANCE = "real_distance"
 
 def in_distance(node: Node) -> str | None:
     """CUDA C++ of an expression, in terms of `DISTANCE`; None if it depends on more, or on something else."""
-    linear = node.linear
-    if linear is None or linear.factor == 0:
+    if node.distance is None:
         return None
-    if node.op in COMPARISONS:
-        return _compared(COMPARISONS[node.op], linear)
-    if linear.factor < 0:
-        return f"{linear.constant} - {DISTANCE}"
-    return f"{DISTANCE} + {linear.constant}" if linear.constant else DISTANCE
+    factor, constant = node.distance.factor, node.distance.constant
+    if node.op in COMPARISONS:  # of the difference with 0
+        left, right = (DISTANCE, -constant) if factor > 0 else (constant, DISTANCE)
+        return f"{left} {COMPARISONS[node.op]} {right}"
+    if factor < 0:
+        return f"{constant} - {DISTANCE}"
+    return f"{DISTANCE} + {constant}" if constant else DISTANCE
 
 
 def of_distance_alone(roots: Iterable[Node]) -> bool:
@@ -44,16 +45,9 @@ def in_real_distance(node: Node) -> str | None:
         return None
     (number,) = node.operands
     is_magnitude = number.op == "absolute"
-    linear = number.operands[0].linear if is_magnitude else number.linear
-    if linear is None or linear.factor == 0 or number.kind == "bool":
+    distance = number.operands[0].distance if is_magnitude else number.distance
+    if distance is None or number.kind == "bool":
         return None
     if is_magnitude:
-        return f"absolute({REAL_DISTANCE}.plus({linear.factor * linear.constant}))"
-    return f"{REAL_DISTANCE}.{'plus' if linear.factor > 0 else 'from'}({linear.constant})"
-
-
-def _compared(comparison: str, difference: Linear) -> str:
-    """The text of ``difference < 0``, or another comparison."""
-    if difference.factor < 0:
-        return f"{difference.constant} {comparison} {DISTANCE}"
-    return f"{DISTANCE} {comparison} {-difference.constant}"
+        return f"absolute({REAL_DISTANCE}.plus({distance.factor * distance.constant}))"
+    return f"{REAL_DISTANCE}.{'plus' if distance.factor > 0 else 'from'}({distance.constant})"

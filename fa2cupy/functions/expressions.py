@@ -76,6 +76,8 @@ class Node:
         True if it may be infinite or NaN where the score and the elements of arguments are finite.
     linear : Linear or None
         See `linear_of`.
+    distance : Linear or None
+        The same, if it is q - k or k - q plus a constant.
     inputs : frozenset of str
         The inputs that it depends on: the score, b, h, q and k.
     depends : frozenset of str
@@ -92,21 +94,19 @@ class Node:
     bounds: Bounds
     grows: bool
     linear: Linear | None
-    inputs: frozenset[str] = field(init=False)
-    depends: frozenset[str] = field(init=False)
-
-    def __post_init__(self) -> None:
-        # Operands know theirs: no question about a graph takes a walk through it for each of its nodes.
-        own = frozenset((str(self.value),) if self.op == "input" else ())
-        object.__setattr__(self, "inputs", own.union(*[x.inputs for x in self.operands]))
-        is_distance = self.linear is not None and self.linear.factor != 0
-        depends = _OF_DISTANCE if is_distance else own.union(*[x.depends for x in self.operands])
-        object.__setattr__(self, "depends", depends)
+    distance: Linear | None
+    inputs: frozenset[str]
+    depends: frozenset[str]
 
     @property
     def is_constant(self) -> bool:
         """True for a number."""
         return self.op == "constant"
+
+    @property
+    def moves(self) -> bool:
+        """True if it depends on the query or the key."""
+        return not self.inputs.isdisjoint(("q", "k"))
 
 
 def _operands(node: Node) -> tuple[Node, ...]:
@@ -277,9 +277,13 @@ class Graph:
             bounds = bounds_of(op, value, [x.bounds for x in operands]) if kind == INT else _BOUNDS[kind]
             grows = kind == FLOAT and _grows(op, operands, value)
             linear = None if bounds.wraps else linear_of(op, kind, [x.linear for x in operands], value)
-            self._nodes[key] = Node(
-                op, kind, operands, value, len(self._nodes), varies, tuple(sorted(axes)), bounds, grows, linear
-            )
+            distance = linear if linear and linear.factor else None
+            # Operands know theirs: no question about a graph takes a walk through it for each of its nodes.
+            own = frozenset((str(value),) if op == "input" else ())
+            inputs = own.union(*[x.inputs for x in operands])
+            depends = _OF_DISTANCE if distance else own.union(*[x.depends for x in operands])
+            of_number = len(self._nodes), varies, tuple(sorted(axes)), bounds, grows, linear, distance, inputs, depends
+            self._nodes[key] = Node(op, kind, operands, value, *of_number)
         return self._nodes[key]
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from .distances import in_distance
+from .distances import of_distance_alone
 from .expressions import Node, reachable
 from .linear import DISTANCE
 from .operations import OPERATIONS
@@ -53,14 +53,14 @@ def position_terms_of(result: Node) -> Terms:
     """The largest parts of an expression that depend on one position and cost more than an addition of ints."""
     costly: set[Node] = set()
     for node in reachable([result]):
-        if not node.inputs.isdisjoint(_POSITIONS) and (_costs(node) or not costly.isdisjoint(node.operands)):
+        if node.moves and (_costs(node) or not costly.isdisjoint(node.operands)):
             costly.add(node)
 
     def is_term(node: Node) -> bool:
         return node in costly and len(node.inputs & _POSITIONS) == 1 and not node.varies
 
     def below(node: Node) -> tuple[Node, ...]:
-        return () if is_term(node) or in_distance(node) is not None else node.operands
+        return () if is_term(node) or node.distance else node.operands
 
     found: dict[str, list[Node]] = {"q": [], "k": []}
     for node in reachable([result], operands=below):
@@ -79,7 +79,7 @@ def score_terms_of(roots: Sequence[Node]) -> Terms:
     """
     costly: set[Node] = set()
     for node in reachable(roots):
-        if in_distance(node) is not None or not node.depends.isdisjoint(("score", *_POSITIONS)):
+        if node.distance or not of_distance_alone([node]):
             continue
         is_distance = DISTANCE in node.depends
         if _costs(node) or any(x in costly and (DISTANCE in x.depends) == is_distance for x in node.operands):

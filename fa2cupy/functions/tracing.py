@@ -115,7 +115,7 @@ class Program(Unchanging):
     @functools.cached_property
     def reads_by_position(self) -> bool:
         """True if the result depends on elements of arguments at the query's or the key's position, as documents do."""
-        return any(node.op == "element" and _moves(node) for node in reachable([self.result]))
+        return any(node.op == "element" and node.moves for node in reachable([self.result]))
 
     @functools.cached_property
     def is_short(self) -> bool:
@@ -124,7 +124,7 @@ class Program(Unchanging):
         Besides its terms, it has few operations, no sum, and reads no element that depends on the query or the key.
         """
         nodes = self.terms.besides(self.result)
-        if any(node.op == "sum" or (node.op == "element" and _moves(node)) for node in nodes):
+        if any(node.op == "sum" or (node.op == "element" and node.moves) for node in nodes):
             return False
         return sum(node.op not in ("input", "constant") for node in nodes) <= _SHORT
 
@@ -234,11 +234,6 @@ class Program(Unchanging):
 
 def _cost(node: Node) -> int:
     return 0 if node.op in ("input", "constant", "position") else _COSTS.get(node.op, 1)
-
-
-def _moves(node: Node) -> bool:
-    """True if a node depends on the query or the key."""
-    return not node.inputs.isdisjoint(("q", "k"))
 
 
 class BoundFunction(NamedTuple):
