@@ -11,7 +11,8 @@
     distances.py    expressions of q - k
     places.py       lines of the caller's function, for messages
     evaluation.py   values on NumPy and CuPy arrays
-    text.py         CUDA C++
+    text.py         functions in CUDA C++
+    statements.py   and their statements
 
 An expression has one of three kinds: bool, int (int32) and float (the dtype of lse: float32, or float64 for float64
 data). Kinds follow NumPy's rules: int and float give float, and ``/`` of two ints gives float.

@@ -12,7 +12,7 @@ struct TracedArray {
 
     // Indices are clamped: a function is evaluated for whole tiles, also for pairs that other features hide.
     template <class... Index>
-    __device__ __forceinline__ int64 offset(Index... indices) const {
+    __device__ __forceinline__ Item* at(Index... indices) const {
         static_assert(sizeof...(Index) == kRank, "one index for each axis");
         int64 sum = 0;
         int axis = 0;
@@ -20,18 +20,14 @@ struct TracedArray {
                  static_cast<uint32>(max_of(min_of(indices, static_cast<int32>(layout.lengths[axis]) - 1), 0)),
           ++axis),
          ...);
-        return sum;
-    }
-    template <class... Index>
-    __device__ __forceinline__ Item* at(Index... indices) const {
-        return data + offset(indices...);
+        return data + sum;
     }
 };
 template <class Item>
 struct TracedArray<Item, 0> {
     Item* data;
 
-    __device__ __forceinline__ int64 offset() const { return 0; }
+    __device__ __forceinline__ Item* at() const { return data; }
 };
 
 // q - k in floating point: that of a fragment's first element, and a distance from it that the compiler knows. Each
@@ -56,19 +52,15 @@ __device__ __forceinline__ float unpacked(bfloat16 x) { return to_accum(x); }
 
 template <class Result, class Item, int kRank, class... Index>
 __device__ __forceinline__ Result element(const TracedArray<Item, kRank>& array, Index... indices) {
-    return static_cast<Result>(unpacked(array.data[array.offset(indices...)]));
+    return static_cast<Result>(unpacked(*array.at(indices...)));
 }
 
-template <class Real, int kRank, class... Index>
-__device__ __forceinline__ void add_element(const TracedArray<Real, kRank>& sums, Real x, Index... indices) {
-    atomicAdd(sums.data + sums.offset(indices...), x);
-}
 // Adds the sum over all lanes of a warp, which have the same indices.
 template <class Real, int kRank, class... Index>
 __device__ __forceinline__ void add_element_of_warp(const TracedArray<Real, kRank>& sums, Real x, int32 lane,
                                                     Index... indices) {
     x = row_sum<32>(x);
-    if (lane == 0) add_element(sums, x, indices...);
+    if (lane == 0) atomicAdd(sums.at(indices...), x);
 }
 
 // The sum of gradients of the last scores of a lane that have read the same element; scores follow each other along the

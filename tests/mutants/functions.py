@@ -46,7 +46,13 @@ MUTANTS = (
             ),
             ("the gradient of another head's slope", "backward_dq", "alibi", "sum0, lane, h)", "sum0, lane, 0)"),
             ("the gradient of a slope is that of one lane", "backward_dq", "alibi", "x = row_sum<32>(x);", ""),
-            ("all lanes add the sum of a warp", "backward_dq", "alibi", "lane == 0) add_element", "true) add_element"),
+            (
+                "all lanes add the sum of a warp",
+                "backward_dq",
+                "alibi",
+                "(lane == 0) atomicAdd(sums",
+                "(true) atomicAdd(sums",
+            ),
             ("a lane's sums are not new", "backward_dq", "alibi", "Real sum0 = 0;", "Real sum0 = 1;"),
             (
                 "the gradient of a table in another bucket",
