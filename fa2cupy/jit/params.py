@@ -28,7 +28,7 @@ __all__ = [
 #: The pointer to a persistent kernel's tile counter. It is the last pointer, and not a buffer of the call.
 TILE_COUNTER = "tile_counter"
 #: Pointers to counters, which are zero between launches, and the numbers of ints there. `ARRIVALS` has two for each of
-#: the most blocks of a launch (``kernels/decode/parts.cuh``).
+#: the most blocks of a launch (``kernels/decode/partials.cuh``).
 COUNTERS = {TILE_COUNTER: 2, ARRIVALS: 2 * 1024}
 
 # kind: (C declaration, struct format). `real` is the accumulator type: float, or double for float64 data.

@@ -21,7 +21,7 @@ __all__ = ["plan_decode", "plan_few_queries"]
 
 _MOST_BLOCKS = COUNTERS[ARRIVALS] // 2
 _MOST_STEPS = 2**31 - 1
-_PARTS_OF_BLOCK = 3  # the same as in kernels/decode/parts.cuh
+_PARTIALS_OF_BLOCK = 3  # the same as in kernels/decode/partials.cuh
 
 
 def plan_decode(
@@ -72,8 +72,8 @@ def plan_decode(
     )
     if not cuts_jobs:
         stage = replace(stage, renamed={ARRIVALS: None})
-    part = tile.b_r * (choice.family.padded_head_dim(problem.head_dim) + 1) * itemsize(problem.accumulator_dtype)
-    return Plan((stage,) if blocks else (), (Workspace(PARTIALS, _PARTS_OF_BLOCK * blocks * part),))
+    partial = tile.b_r * (choice.family.padded_head_dim(problem.head_dim) + 1) * itemsize(problem.accumulator_dtype)
+    return Plan((stage,) if blocks else (), (Workspace(PARTIALS, _PARTIALS_OF_BLOCK * blocks * partial),))
 
 
 def plan_few_queries(

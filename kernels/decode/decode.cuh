@@ -1,12 +1,12 @@
 // Attention of a few queries to a cache of keys and values. It is bound by memory: every K and V is read once for all
 // query heads that share it, by asynchronous copies, of which many are under way on each multiprocessor.
 //
-//   block   a piece of the line of all steps (work.cuh): segments of jobs, one after the other
+//   block   a stretch of the line of all steps (work.cuh): segments of jobs, one after the other
 //   warp    16 or 32 keys of each step, against all kBr rows of the job, with an O of its own. Warps copy their keys
 //           themselves, through a ring of kStages slots of their own, so that no barrier of the block is in the main loop
 //
 // At the end of a segment the block merges the warps' O and lse, and stores them as results, or in the workspace if other
-// blocks have steps of the same job: the last of these merges all (parts.cuh). Meanwhile the keys of the next segment are
+// blocks have steps of the same job: the last of these merges all (partials.cuh). Meanwhile the keys of the next segment are
 // on their way, into all slots but the one through which the warps exchange O.
 //
 //   shared memory                         written by             read by
@@ -20,7 +20,7 @@
 // The arithmetic of a warp is that of its family: DecodeWarp of sm80/decode.cuh and simt/decode.cuh.
 #pragma once
 #include "decode/cache.cuh"
-#include "decode/parts.cuh"
+#include "decode/partials.cuh"
 #include "decode/rows.cuh"
 
 namespace fa2::decode {
@@ -33,7 +33,7 @@ struct Decode {
     static constexpr int kThreads = 32 * kWarps, kKeys = Warp::kKeys;
     static constexpr int kRowsAtOnce = min_of(kBr, 16);  // rows of O that warps exchange at once
     using Exchange = ExchangeRows<Accum, Warp::kColumns>;
-    using Parts = decode::Parts<Spec, Warp::kColumns>;
+    using Partials = decode::Partials<Spec, Warp::kColumns>;
     static constexpr int kWarpBytes = kStages * Warp::kSlotBytes + Warp::kScratchBytes;
     static constexpr int kLseBytes = kWarps * kBr * sizeof(Accum);
     static constexpr int kSharedBytes = 2 * Warp::kQueryBytes + kWarps * kWarpBytes + kLseBytes;
@@ -96,7 +96,7 @@ struct Decode {
 #pragma unroll 1
             for (int32 s = 0; s < kStages - 1; ++s) load(segment, segment.begin + s);
         }
-        // Waits for this thread's part of the first copy.
+        // Waits for what this thread copies of the first step.
         __device__ __forceinline__ void wait() const { Warp::template wait<kStages - 2>(); }
         // The slot with the keys of a step, after which the slot of the step before is filled again.
         __device__ __forceinline__ const char* acquire(const Segment& segment, int32 step) {
@@ -175,21 +175,21 @@ struct Decode {
         }
     };
 
-    // Merges the O of the warps, which each leaves at `distance` from its first slot, and stores it; if the segment is a
-    // part of its job, as a part, which may be the last one of the job.
+    // Merges the O of the warps, which each leaves at `distance` from its first slot, and stores it. If the segment is not
+    // all of its job, it is stored as a partial result, which may be the last one of the job.
     __device__ __forceinline__ static void store(const Params& params, const WorkLine<Spec>& line,
                                                  const Segment& segment, int32 worker, Warp& state, char* smem,
                                                  int32 distance) {
         const Job& job = segment.job;
         const int32 first_row = job.row_tile * kBr, warp = threadIdx.x / 32;
-        const Parts parts{params, job, first_row, min_of(line.rows() - first_row, kBr)};
+        const Partials partials{params, job, first_row, min_of(line.rows() - first_row, kBr)};
         const bool is_whole = segment.is_whole();
         Contributors blocks{};
         if (!is_whole) {
             blocks.first = line.worker_of(job.start);
             blocks.count = line.worker_of(job.start + job.steps - 1) - blocks.first + 1;
         }
-        const int32 part = Parts::part_of_block(blocks, worker - blocks.first);
+        const int32 partial = Partials::partial_of_block(blocks, worker - blocks.first);
         Accum* lse = reinterpret_cast<Accum*>(smem + kFirstLse);
         char* exchange = smem + kFirstSlot + distance;
         state.finish(lse + warp * kBr);
@@ -202,12 +202,12 @@ struct Decode {
                 return reinterpret_cast<const Accum*>(exchange + s * kWarpBytes) +
                        Exchange::offset(row - begin, column);
             };
-            parts.template merge_rows<kWarps>(
-                begin, min_of(begin + kRowsAtOnce, parts.num_rows), kWarps,
-                [&](int32 s, int32 row) { return lse[s * kBr + row]; }, columns_of, is_whole, part);
+            partials.template merge_rows<kWarps>(
+                begin, min_of(begin + kRowsAtOnce, partials.num_rows), kWarps,
+                [&](int32 s, int32 row) { return lse[s * kBr + row]; }, columns_of, is_whole, partial);
             if (begin + kRowsAtOnce < kBr) __syncthreads();
         }
-        if (!is_whole) parts.merge(blocks, worker);
+        if (!is_whole) partials.merge(blocks, worker);
     }
 };
 

@@ -1,4 +1,4 @@
-// How the work of a launch is divided. Lengths are known on the device only, so each block finds its part by itself.
+// How the work of a launch is divided. Lengths are known on the device only, so each block finds its work by itself.
 //
 //   row      a query of a query head. The rows of a K/V head of a sequence are [query][head of its group]
 //   job      a tile of kBr of these rows, against all keys that they see
@@ -6,13 +6,13 @@
 //   segment  consecutive steps of a job, which one block computes
 //
 // All steps of all jobs, in the order [sequence][K/V head][row tile][step], form a line of less than 2^31 steps, which is
-// cut into one piece for each working block:
+// cut into one stretch for each working block:
 //
-//   sequences of one length      each job into as many pieces; or, with more jobs than blocks, pieces are whole jobs
-//   others                       the line into pieces of one length: the end of a job, whole jobs, the beginning of one
+//   sequences of one length   each job into as many stretches; or, with more jobs than blocks, stretches are whole jobs
+//   others                    the line into stretches of one length: the end of a job, whole jobs, the beginning of one
 //
-// Cuts between jobs cost nothing. A block that ends one job within its piece and begins another exchanges results twice,
-// and the parts of a job have to be merged.
+// Cuts between jobs cost nothing. A block that ends one job within its stretch and begins another exchanges results
+// twice, and the partial results of a job have to be merged.
 //
 // The cuts depend on the lengths and on the grid alone, so that results are bit-reproducible.
 #pragma once
@@ -59,41 +59,41 @@ class WorkLine {
         }
         total_ = common::row_sum<32>(sum) * jobs_of_sequence;
         span_ = total_;
-        pieces_ = workers_ = min_of<int32>(gridDim.x, total_);
+        stretches_ = workers_ = min_of<int32>(gridDim.x, total_);
         if (__all_sync(common::kFullWarp, is_even)) {
             // Keys wait for these numbers: where each job has blocks of its own, they take one division.
             const int32 jobs = params.batch * jobs_of_sequence, grid = gridDim.x;
             if (jobs <= grid) {
                 span_ = steps_of_first;
-                pieces_ = min_of(min_of(steps_of_first, grid / jobs), worthwhile_parts(steps_of_first));
-                workers_ = jobs * pieces_;
+                stretches_ = min_of(min_of(steps_of_first, grid / jobs), worthwhile_partials(steps_of_first));
+                workers_ = jobs * stretches_;
             } else {
                 const int32 jobs_of_block = ceil_div(jobs, grid);
                 span_ = jobs_of_block * steps_of_first;
-                pieces_ = 1;
+                stretches_ = 1;
                 workers_ = ceil_div(jobs, jobs_of_block);
             }
         }
-        piece_ = span_ / pieces_;
-        longer_ = span_ - piece_ * pieces_;
+        stretch_ = span_ / stretches_;
+        longer_ = span_ - stretch_ * stretches_;
     }
 
     __device__ __forceinline__ int32 rows() const { return rows_; }
-    // The number of working blocks; the others have no piece.
+    // The number of working blocks; the others have no stretch.
     __device__ __forceinline__ int32 workers() const { return workers_; }
-    // The block whose piece has a step of the line, if jobs are cut.
+    // The block whose stretch has a step of the line, if jobs are cut.
     __device__ __forceinline__ int32 worker_of(int32 position) const {
-        const int32 span = position / span_, step = position - span * span_, of_longer = longer_ * (piece_ + 1);
-        const int32 index = step < of_longer ? step / (piece_ + 1) : longer_ + (step - of_longer) / piece_;
-        return span * pieces_ + index;
+        const int32 span = position / span_, step = position - span * span_, of_longer = longer_ * (stretch_ + 1);
+        const int32 index = step < of_longer ? step / (stretch_ + 1) : longer_ + (step - of_longer) / stretch_;
+        return span * stretches_ + index;
     }
 
-    // The first segment of a block's piece, and the one after a segment; without a step if there is none. If jobs are
-    // not cut, a block has those that begin in its piece. All lanes of a warp call these together.
+    // The first segment of a block's stretch, and the one after a segment; without a step if there is none. If jobs are
+    // not cut, a block has those that begin in its stretch. All lanes of a warp call these together.
     __device__ __forceinline__ Segment first(int32 worker, bool cuts_jobs) {
-        const int32 span = worker / pieces_, index = worker - span * pieces_;
-        const int32 position = span * span_ + index * piece_ + min_of(index, longer_);
-        piece_end_ = position + min_of(piece_ + (index < longer_), total_ - position);
+        const int32 span = worker / stretches_, index = worker - span * stretches_;
+        const int32 position = span * span_ + index * stretch_ + min_of(index, longer_);
+        stretch_end_ = position + min_of(stretch_ + (index < longer_), total_ - position);
         Job job = job_at(position);
         const bool has_begun = position > job.start;
         if (has_begun && !cuts_jobs) job = job_after(job);
@@ -115,15 +115,16 @@ class WorkLine {
 
   private:
     __device__ __forceinline__ Segment segment_of(const Job& job, int32 begin, bool cuts_jobs) const {
-        const int32 left = piece_end_ - job.start;
+        const int32 left = stretch_end_ - job.start;
         if (left <= begin) return {job, 0, 0};
         return {job, begin, cuts_jobs ? min_of(job.steps, left) : job.steps};
     }
 
     __device__ __forceinline__ int32 jobs_of_sequence() const { return heads_kv_ * row_tiles_; }
 
-    // Of a job: more parts take longer to merge than they save, since each has as many elements as rows of O, in float32.
-    __device__ __forceinline__ int32 worthwhile_parts(int32 steps) const {
+    // The partials of a job: more take longer to merge than they save, since each has as many elements as rows of O, in
+    // float32.
+    __device__ __forceinline__ int32 worthwhile_partials(int32 steps) const {
         const float keys = static_cast<float>(steps) * Spec::kBc, rows = static_cast<float>(min_of(rows_, Spec::kBr));
         return max_of(__float2int_rn(sqrtf(keys / max_of(rows, 1.0f))), 1);
     }
@@ -193,9 +194,9 @@ class WorkLine {
 
     const Params& params_;
     int32 rows_, row_tiles_, heads_kv_;
-    // The line has spans of `span_` steps, of which the last may have fewer, and each span `pieces_` pieces: the first
-    // `longer_` of them have `piece_` + 1 steps, the others `piece_`.
-    int32 total_, workers_, span_, pieces_, piece_, longer_, piece_end_;
+    // The line has spans of `span_` steps (the last may have fewer), and each span `stretches_` stretches: the first
+    // `longer_` of them have `stretch_` + 1 steps, the others `stretch_`.
+    int32 total_, workers_, span_, stretches_, stretch_, longer_, stretch_end_;
 };
 
 }  // namespace fa2::decode

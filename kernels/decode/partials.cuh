@@ -1,14 +1,14 @@
-// Parts of a job's O and lse, which warps and blocks compute over different keys, and their merge, by
-// common/merged_row.cuh. A thread has an item, adjacent columns of a row, and computes the weights of the row's parts
+// The partial results of a job, O and lse that warps and blocks compute over some of its keys, and their merge, by
+// common/merged_row.cuh. A thread has an item, adjacent columns of a row, and computes the weights of the row's partials
 // itself: it then waits for memory once, and not for other threads.
 //
 //   warps   leave 16 rows at a time in shared memory, [row][column], each in a slot of its own
-//   blocks  leave their segments in a workspace, if jobs are cut. The parts of a job are merged in two levels: groups of
-//           consecutive blocks, then the groups. Whoever arrives last at a counter merges what the others have left
+//   blocks  leave their segments in a workspace, if jobs are cut. The partials of a job are merged in two levels: groups
+//           of consecutive blocks, then the groups. Whoever arrives last at a counter merges what the others have left
 //
-// The workspace has three parts for each block: of the job that its piece begins within, of the job that it begins and
-// does not end, and for a group of blocks from this one on. A part is O [kBr][kD], then lse [kBr]. Counters are zero
-// before and after a launch.
+// The workspace has three partials for each block: of the job that its stretch begins within, of the job that it begins
+// and does not end, and of a group of blocks that begins with this one. A partial is O [kBr][kD], then lse [kBr].
+// Counters are zero before and after a launch.
 #pragma once
 #include "common/merged_row.cuh"
 #include "common/statistics.cuh"
@@ -18,11 +18,11 @@ namespace fa2::decode {
 
 // The most blocks of a launch; the same number is in fa2cupy/plan/decode.py.
 inline constexpr int kMostBlocks = 1024;
-// The most parts of a job that are merged in one level; of blocks, a thread reads as many at once.
-inline constexpr int kPartsOfOneLevel = 16;
+// The most partials of a job that are merged in one level. A thread reads as many of those of blocks at once.
+inline constexpr int kPartialsOfOneLevel = 16;
 
-// 16 rows of O in shared memory. Of eight adjacent rows, chunks of eight columns are permuted, so that the eight lanes
-// of a store that write to the same columns reach different banks.
+// 16 rows of O in shared memory. Chunks of eight columns are permuted within eight adjacent rows, so that the eight
+// lanes of a store that write to the same columns reach different banks.
 template <class Real, int kD>
 struct ExchangeRows {
     static constexpr int kBytes = 16 * kD * sizeof(Real);
@@ -34,14 +34,14 @@ struct ExchangeRows {
     }
 };
 
-// The blocks that have parts of a job: `count` from `first` on.
+// The blocks that have partials of a job: `count` from `first` on.
 struct Contributors {
     int32 first, count;
 
-    // Blocks of a group, of which the last may have fewer, but at least two: the job's last block may be the first one of
-    // the next job, whose first group then has the counter and the part of the groups that begin there.
+    // Blocks of a group. The last group may have fewer, but at least two: the job's last block may be the first one of
+    // the next job, whose first group then has the counter and the partial of the groups that begin there.
     __device__ __forceinline__ int32 group_size() const {
-        if (count <= kPartsOfOneLevel) return count;
+        if (count <= kPartialsOfOneLevel) return count;
         const int32 size = __float2int_ru(sqrtf(static_cast<float>(count)));
         return (count - 1) % size == 0 ? size + 1 : size;  // both cannot divide count - 1 < size (size + 1)
     }
@@ -62,12 +62,12 @@ __device__ __forceinline__ int32 arrive(int32* counter) {
 }
 
 template <class Spec, int kD, class Record = Params>
-struct Parts {
+struct Partials {
     using Element = typename Spec::Element;
     using Accum = typename common::ElementTraits<Element>::Accum;
     static constexpr int kVector = 16 / sizeof(Accum);                // columns of an item
     static constexpr int kItems = ceil_div(Spec::kHeadDim, kVector);  // of a row
-    static constexpr int kPartElements = Spec::kBr * (kD + 1);
+    static constexpr int kPartialElements = Spec::kBr * (kD + 1);
     static constexpr int kThreads = 32 * Spec::kWarps;
     using Columns = Vector<Accum, kVector>;
 
@@ -75,7 +75,7 @@ struct Parts {
     const Job& job;
     int32 first_row, num_rows;  // of the job's row tile among all rows, and the rows that exist
 
-    // The sink of a row, which joins the parts when the last of them are merged; -inf without one.
+    // The sink of a row, which joins the partials when the last of them are merged; -inf without one.
     __device__ __forceinline__ Accum sink_of(int32 row) const {
         if constexpr (Spec::kSink) {
             const int32 head = head_of(first_row + row);
@@ -85,17 +85,17 @@ struct Parts {
         }
     }
 
-    // The part of the block with this index among a job's.
-    __device__ __forceinline__ static int32 part_of_block(const Contributors& blocks, int32 index) {
+    // The partial of the block with this index among a job's.
+    __device__ __forceinline__ static int32 partial_of_block(const Contributors& blocks, int32 index) {
         return 3 * (blocks.first + index) + (index == 0);
     }
 
-    // Merges the parts of the rows from `begin` to `end` of the tile, and stores the results, or a part in the workspace;
-    // all threads of the block take part. `lse_of(s, row)` reads that of part s, and `columns_of(s, row, column)` points
-    // to an item of its O.
+    // Merges the partials of the rows from `begin` to `end` of the tile, and stores the results, or a partial in the
+    // workspace; all threads of the block call this. `lse_of(s, row)` reads the lse of partial s, and
+    // `columns_of(s, row, column)` points to an item of its O.
     template <int kAtOnce, class LseOf, class ColumnsOf>
     __device__ __forceinline__ void merge_rows(int32 begin, int32 end, int32 count, const LseOf& lse_of,
-                                               const ColumnsOf& columns_of, bool is_result, int32 part) const {
+                                               const ColumnsOf& columns_of, bool is_result, int32 partial) const {
 #pragma unroll 1
         for (int32 index = threadIdx.x; index < (end - begin) * kItems; index += kThreads) {
             const int32 row = begin + index / kItems, column = index % kItems * kVector;
@@ -106,29 +106,29 @@ struct Parts {
             if (is_result)
                 store_result(row, column, merged.column);
             else
-                store_part(part, row, column, merged.column);
-            if (column == 0) store_lse(row, merged.lse, is_result, part);
+                store_partial(partial, row, column, merged.column);
+            if (column == 0) store_lse(row, merged.lse, is_result, partial);
         }
     }
 
-    // Called by the blocks with parts of a job when theirs is in the workspace: the last ones merge all of them.
+    // Called by the blocks with partials of a job when theirs is in the workspace: the last ones merge all of them.
     __device__ __forceinline__ void merge(const Contributors& blocks, int32 worker) const {
         const int32 size = blocks.group_size(), groups = ceil_div(blocks.count, size);
         const int32 begin = (worker - blocks.first) / size * size;
-        const int32 part_of_group = 3 * (blocks.first + begin) + 2;
+        const int32 partial_of_group = 3 * (blocks.first + begin) + 2;
         int32 count = min_of(size, blocks.count - begin);
         int32* counter = params.arrivals + blocks.first + begin;
 #pragma unroll 1
         for (bool of_groups = false;; of_groups = true) {
             if (!is_last(counter, count)) return;
             const bool is_all = of_groups || groups == 1;
-            const auto part_of = [&](int32 s) {
-                return part_at(of_groups ? 3 * (blocks.first + s * size) + 2 : part_of_block(blocks, begin + s));
+            const auto partial_of = [&](int32 s) {
+                return partial_at(of_groups ? 3 * (blocks.first + s * size) + 2 : partial_of_block(blocks, begin + s));
             };
-            merge_rows<kPartsOfOneLevel>(
-                0, num_rows, count, [&](int32 s, int32 row) { return part_of(s)[Spec::kBr * kD + row]; },
-                [&](int32 s, int32 row, int32 column) { return part_of(s) + row * kD + column; }, is_all,
-                part_of_group);
+            merge_rows<kPartialsOfOneLevel>(
+                0, num_rows, count, [&](int32 s, int32 row) { return partial_of(s)[Spec::kBr * kD + row]; },
+                [&](int32 s, int32 row, int32 column) { return partial_of(s) + row * kD + column; }, is_all,
+                partial_of_group);
             if (is_all) return;
             count = groups;
             counter = params.arrivals + kMostBlocks + blocks.first;
@@ -139,8 +139,8 @@ struct Parts {
     __device__ __forceinline__ int32 head_of(int32 packed_row) const {
         return job.head_kv * params.heads_per_group + packed_row % params.heads_per_group;
     }
-    __device__ __forceinline__ Accum* part_at(int32 part) const {
-        return params.partials + static_cast<int64>(part) * kPartElements;
+    __device__ __forceinline__ Accum* partial_at(int32 partial) const {
+        return params.partials + static_cast<int64>(partial) * kPartialElements;
     }
 
     __device__ __forceinline__ void store_result(int32 row, int32 column, const Accum (&x)[kVector]) const {
@@ -157,23 +157,24 @@ struct Parts {
                 if (column + c < Spec::kHeadDim) o[c] = common::rounded<Element>(x[c]);
         }
     }
-    __device__ __forceinline__ void store_part(int32 part, int32 row, int32 column, const Accum (&x)[kVector]) const {
+    __device__ __forceinline__ void store_partial(int32 partial, int32 row, int32 column,
+                                                  const Accum (&x)[kVector]) const {
         Columns columns;
 #pragma unroll
         for (int c = 0; c < kVector; ++c) columns.item[c] = x[c];
-        *reinterpret_cast<Columns*>(part_at(part) + row * kD + column) = columns;
+        *reinterpret_cast<Columns*>(partial_at(partial) + row * kD + column) = columns;
     }
 
-    __device__ __forceinline__ void store_lse(int32 row, Accum lse, bool is_result, int32 part) const {
+    __device__ __forceinline__ void store_lse(int32 row, Accum lse, bool is_result, int32 partial) const {
         const int32 packed = first_row + row, query = packed / params.heads_per_group;
         if (is_result)
             params.lse[common::first_statistic<Spec>(params, job.batch, head_of(packed)) + query] = lse;
         else
-            part_at(part)[Spec::kBr * kD + row] = lse;
+            partial_at(partial)[Spec::kBr * kD + row] = lse;
     }
 
-    // True for the block that arrives last at a counter, after what the others have written to the workspace; it resets
-    // the counter. All threads of the block call this.
+    // True for the block that arrives last at a counter: it sees what the others have written to the workspace, and
+    // resets the counter. All threads of the block call this.
     __device__ __forceinline__ static bool is_last(int32* counter, int32 expected) {
         __shared__ bool last;
         __syncthreads();  // all threads have written their items, and have read `last` of the call before
