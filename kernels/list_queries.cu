@@ -1,4 +1,4 @@
-// The query tiles, in all heads of the group, that each key tile meets under a sparse map.
+// The query tiles that each key tile meets under a sparse map, in all query heads of its K/V head.
 #include "common/spec.cuh.j2"
 #include "common/list_tiles.cuh"
 

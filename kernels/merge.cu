@@ -1,4 +1,4 @@
-// O and lse, merged from parts over different keys; the same kernel for every family.
+// O and lse, merged from partial results over different keys; the same kernel for every family.
 #include "common/spec.cuh.j2"
 #include "common/merge_parts.cuh"
 

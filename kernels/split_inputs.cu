@@ -1,4 +1,4 @@
-// The parts of q, k and v, of which kernels of float32 data multiply pairs of float16 numbers.
+// Splits q, k and v into pairs of float16 matrices, which the float32 kernels multiply.
 #include "common/spec.cuh.j2"
 #include "float32_parts/split_inputs.cuh"
 

@@ -1,12 +1,12 @@
-// The gradient of the bias: the gradient of each score belongs to the element of the bias that the score was read from.
-// Of a full bias (kFullDbias), which has an element for each score, it is stored, rounded to the bias's type; the block
-// that owns a query tile also stores zeros for the key tiles that it skips. Along axes on which the bias is broadcast,
-// many scores share one element; a warp then sums its own scores first and adds the sum with one atomic.
+// The gradient of the bias: the gradient of each score belongs to the element of the bias that was added to the score.
+// If the bias has an element for each score (kFullDbias), its gradient is rounded to the bias's type and stored; the
+// block that owns a query tile also stores zeros for the key tiles that it skips. Along axes on which the bias is
+// broadcast, many scores share one element; a warp then sums its own scores first and adds the sum with one atomic.
 //
-// dbias needs the gradient of the scores, dQ that of the products Q K^T. With a cap or a function of the caller's the
+// dbias needs the gradient of the scores, dQ that of the products Q K^T. With a cap or the caller's score function the
 // two differ by the derivatives of these. The weights (weights.cuh) leave these factors out if there is a dbias;
-// `take_derivative` multiplies by them once dbias has been added. In between is the gradient of what the function
-// returns, from which follow those of its arrays (kDscoreArgs), summed in registers first, too.
+// `take_derivative` multiplies by them once dbias has been added. In between it has the gradient of what the function
+// returns. The gradients of the function's arrays (kDscoreArgs) follow from it, and are summed in registers first, too.
 #pragma once
 #include "common/ptx.cuh"
 #include "common/score_mod.cuh"
@@ -175,7 +175,7 @@ __device__ __forceinline__ void store_elements(const QuadFragment<kN8>& ds, T* f
     }
 }
 
-// Stores zeros to the keys [begin, end) of a row, of which `begin` is the first of a key tile; all lanes together.
+// Stores zeros to the keys [begin, end) of a row, all lanes together. A key tile begins with key `begin`.
 template <class T>
 __device__ __forceinline__ void clear_keys(T* row, int64 stride, int32 begin, int32 end, int32 lane) {
     constexpr int32 kWide = 16 / sizeof(T);
@@ -276,8 +276,8 @@ __device__ __forceinline__ void add_elements(const QuadFragment<kN8>& ds, float*
 template <class Spec>
 inline constexpr bool kWritesDbias = Spec::kDbias;
 
-// Adds the gradient of the scores to that of a broadcast bias, of which `sums` is the fragment's first element. Sums
-// over a broadcast axis use the fragment layout: of the lanes that share a row or a column, the first adds the sum.
+// Adds the gradient of the scores to that of a broadcast bias. `sums`: its element of the fragment's first score. Sums
+// over a broadcast axis use the fragment layout: the first of the lanes that share a row or a column adds the sum.
 template <class Spec, class Fragment, class Real>
 __device__ __forceinline__ void add_dbias(const Fragment& ds, Real* sums, const ScoreStrides& strides, int32 queries,
                                           int32 keys, int32 lane) {

@@ -53,8 +53,9 @@ struct Delta {
     }
 
   private:
-    // Stores zeros to a part of a workspace of whole tiles, of which all blocks together clear the whole. The loop is
-    // not unrolled: memory bounds it, and a backward with nothing to clear waits for each instruction that is fetched.
+    // Stores zeros to this block's range of a workspace of whole tiles; all blocks together clear all of it. The loop
+    // is not unrolled: memory bounds it, and a backward with nothing to clear waits for each instruction that is
+    // fetched.
     __device__ static void clear(Accum* workspace, int64 bytes) {
         using Store = Vector<uint32, 4>;
         constexpr int64 kBytes = sizeof(Store);

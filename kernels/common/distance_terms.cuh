@@ -1,5 +1,5 @@
 // The terms of the caller's score function that depend on q - k alone, such as learned relative positions, for the
-// elements of a fragment. Of a function without any nothing is left.
+// elements of a fragment. A function without such terms compiles to nothing.
 #pragma once
 #include "common/fragment.cuh"
 #include "common/functions.cuh.j2"
@@ -10,9 +10,9 @@ namespace fa2::common {
 // True if the function has such terms. A main loop that waits for asynchronous products evaluates them before the wait.
 inline constexpr bool kHasDistanceTerms = !__is_empty(DistanceTerms<float>);
 
-// In the quad layout a warp's 16 rows and 8 kN8 columns have 8 kN8 + 15 distances, of which a lane has about half: each
-// evaluates every 32nd, and receives the others. Distances are numbered by column - row + 15. Rows are queries, or keys
-// with kTransposed.
+// In the quad layout a warp's 16 rows and 8 kN8 columns have 8 kN8 + 15 distances, and a lane has about half of them.
+// It evaluates every 32nd, and receives the others. Distances are numbered by column - row + 15. Rows are queries, or
+// keys with kTransposed.
 template <int kN8, bool kTransposed, class Real>
 class QuadDistances {
     static constexpr int kOwn = ceil_div(8 * kN8 + 15, 32);

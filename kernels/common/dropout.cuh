@@ -1,6 +1,6 @@
 // Decides which probabilities dropout drops, as defined in fa2cupy/problem/philox.py. One call of the generator yields
 // eight draws of 16 bits: those of the elements that one lane holds of a 16 x 16 tile of S in the quad layout
-// (fragment.cuh). Of a tile of S^T a lane needs one half of the draws of two calls, and the lane of the neighbouring key
+// (fragment.cuh). For a tile of S^T a lane needs half of the draws of two calls, and the lane of the neighbouring key
 // needs the other halves. Each of the two lanes makes one of the calls, and they exchange halves.
 #pragma once
 #include "common/math.cuh"
@@ -31,7 +31,7 @@ __device__ __forceinline__ Words philox4x32(uint32 c0, uint32 c1, uint32 c2, uin
 struct Dropout {
     uint64 seed;
     uint32 threshold;         // once in each half
-    uint32 first_query_word;  // that of the call's first query, which may be a later one of the whole problem
+    uint32 first_query_word;  // of the call's first query, which need not be the first of the whole problem
     int32 head, batch;
 
     // True if the element of column `e` of a pair is kept. `pair`: its draws, that of the even column in the lower half.

@@ -1,5 +1,5 @@
-// Heads whose values float16 parts do not represent well (float32_parts/split_inputs.cuh). The kernels that multiply parts
-// leave them to fallback kernels of IEEE arithmetic (Spec::kFallback), which compute no others.
+// Exceptions: heads whose values float16 parts do not represent well (float32_parts/split_inputs.cuh). The kernels that
+// multiply parts leave them to fallback kernels of IEEE arithmetic (Spec::kFallback), which compute no others.
 #pragma once
 #include "common/types.cuh"
 

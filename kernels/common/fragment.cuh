@@ -17,8 +17,8 @@ struct OperandA {
     uint32 reg[4];
 };
 
-// The quad layout: fp32 accumulators of kN8 adjacent m16n8 tensor-core tiles. Of each tile, a lane holds columns 2t and
-// 2t + 1 (t = lane % 4) in rows g and g + 8 (g = lane / 4).
+// The quad layout: fp32 accumulators of kN8 adjacent m16n8 tensor-core tiles. A lane holds columns 2t and 2t + 1 of
+// each tile (t = lane % 4) in rows g and g + 8 (g = lane / 4).
 template <int kN8>
 struct QuadFragment {
     static constexpr int kRows = 2;

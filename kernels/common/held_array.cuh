@@ -1,8 +1,8 @@
 // The score array that a warp holds in shared memory while it computes scores: the bias, the mask, or none.
 //
-// Where each warp copies its own part of an array, it calls these of the class's Tile: `load` starts to copy the part
-// of a tile of scores, `wait` waits for it. An object of the class then reads it: `k16(s)` returns the elements of
-// accumulators 2 s and 2 s + 1, and `set` puts that of register r (see OperandA) and element e into an ArrayTerm.
+// A warp that holds an array calls two functions of the class's Tile: `load` starts to copy the elements of a tile of
+// scores, `wait` waits for them. An object of the class then reads them: `k16(s)` returns those of accumulators 2 s and
+// 2 s + 1, and `set` puts the one of register r (see OperandA) and element e into an ArrayTerm.
 #pragma once
 #include "common/bias_tile.cuh"
 #include "common/mask_tile.cuh"

@@ -3,7 +3,7 @@
 // all are empty. So is a full one that reaches out of the band or past the last key.
 //
 // A warp writes one list. Its lanes take neighbouring candidates, and count before they write: the candidates of each
-// part stay in order.
+// kind stay in order.
 #pragma once
 #include "common/sequence.cuh"
 #include "common/tile_lists.cuh"
@@ -54,7 +54,7 @@ struct ListTiles {
             list[1] = in_both;
             list[kListCounts + in_both] = ceil_div(kOfKeys ? seqlen_q : seqlen_k, kOfKeys ? Spec::kBr : Spec::kBc);
         }
-        int32 next[2] = {0, in_first};  // places of the parts
+        int32 next[2] = {0, in_first};  // places of the two kinds
         for (int32 first = 0; first < candidates; first += 32) {
             const int state = state_of(first + lane, candidates);
 #pragma unroll

@@ -21,8 +21,8 @@ __device__ __forceinline__ void hide_by_position(Fragment& scores, const Mask& m
         mask_scores(scores, mask, position, value);
 }
 
-// The caller's mask function for one sequence and head. Rows are queries and columns keys, or with kTransposed the other
-// way round.
+// The caller's mask function for one sequence and head. Rows are queries and columns are keys; with kTransposed, rows
+// are keys.
 template <bool kTransposed, class Real>
 struct MaskFunction {
     mask_args_arrays args;
@@ -54,7 +54,7 @@ struct MaskFunction {
     }
 };
 
-// The terms of a fragment's columns, of which `first` is the first.
+// The terms of a fragment's columns, from column `first` on.
 template <class Fragment, class Function>
 class ColumnTerms {
   public:
@@ -96,8 +96,8 @@ class ColumnTerms<QuadFragment<kN8>, Function> {
 };
 
 // What the caller's mask function hides of a fragment. The constructor evaluates what depends on a row or a column alone.
-// Positions are a lane's first one, which the compiler is to take as it is, and compile-time distances from it: so it
-// finds what differences of positions have in common.
+// A position is the lane's first one, an opaque value, plus a compile-time distance: the compiler then finds what
+// differences of positions have in common.
 template <bool kTransposed, class Fragment, class Real, bool kIsShort = mask_args_arrays::kIsShort>
 class HiddenByFunction {
     using Function = MaskFunction<kTransposed, Real>;
@@ -136,8 +136,8 @@ class HiddenByFunction {
     decltype(static_cast<const Function*>(nullptr)->of_row(0)) rows_[Fragment::kRows];
 };
 
-// The truth values of a function of which much is left for each pair are collected as bits, in a loop that is unrolled
-// by a few columns only: a fragment leaves few registers for temporaries of the function.
+// If much of the function is left for each pair, its truth values are collected as bits, in a loop that is unrolled by
+// a few columns only: a fragment leaves few registers for temporaries of the function.
 template <bool kTransposed, class Fragment, class Real>
 class HiddenByFunction<kTransposed, Fragment, Real, false> {
     static constexpr int kRows = Fragment::kRows, kCols = Fragment::kCols;

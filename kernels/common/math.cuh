@@ -36,8 +36,8 @@ __device__ __forceinline__ double infinity<double>() {
     return __longlong_as_double(0x7ff0000000000000ll);
 }
 
-// The 64-bit product, by one instruction. Of a product of converted integers the compiler makes a 64-bit multiplication,
-// with an addition more, if the constant's highest bit is set.
+// The 64-bit product, by one instruction. The compiler turns a product of converted integers into a 64-bit
+// multiplication and one more addition if the constant's highest bit is set.
 __device__ __forceinline__ uint64 multiply_wide(uint32 a, uint32 b) {
     uint64 y;
     asm("mul.wide.u32 %0, %1, %2;" : "=l"(y) : "r"(a), "r"(b));
@@ -150,7 +150,7 @@ __device__ __forceinline__ T row_sum(T x) {
     for (int mask = kStep; mask < kStep * kLanes; mask *= 2) x += __shfl_xor_sync(kFullWarp, x, mask);
     return x;
 }
-// Sum over the lanes that share a column: all that differ from each other in what does not tell lanes of a row apart.
+// Sum over the lanes that share a column. They differ in the bits in which the lanes of a row do not.
 template <int kLanes, int kStep = 1, class T>
 __device__ __forceinline__ T column_sum(T x) {
 #pragma unroll

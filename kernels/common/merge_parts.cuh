@@ -1,5 +1,5 @@
-// The caller's parts of O and lse, merged (merged_row.cuh). kLanes lanes share a row; each reads 16 bytes of a part at a
-// time where rows of 16-bit types are whole 16-byte chunks, and one element otherwise.
+// Merges the caller's partial results, o_parts and lse_parts (merged_row.cuh). kLanes lanes share a row; each reads 16
+// bytes of it at a time where rows of 16-bit types are whole 16-byte chunks, and one element otherwise.
 #pragma once
 #include "common/merged_row.cuh"
 #include "common/params.cuh.j2"

@@ -1,8 +1,8 @@
-// A row of O and its lse, merged from parts that were computed over different keys:
+// A row of O and its lse, merged from partial results that were computed over different keys:
 //
 //   lse = log(sum_s exp(lse_s))        O = sum_s exp(lse_s - lse) O_s
 //
-// Parts are summed in their order, so that the result is bit-reproducible.
+// Partials are summed in their order, so that the result is bit-reproducible.
 #pragma once
 #include "common/math.cuh"
 
@@ -14,8 +14,8 @@ struct MergedRow {
     Real column[kColumns];
 };
 
-// Merges kColumns adjacent columns of a row. `lse_of(s)` and `columns_of(s)`, a Vector, read part s: kAtOnce parts are
-// read before any of them is used. `without_values` is the lse of one more part whose O is zero: a sink, or -inf for
+// Merges kColumns adjacent columns of a row. `lse_of(s)` and `columns_of(s)`, a Vector, read partial s: kAtOnce of them
+// are read before any is used. `without_values` is the lse of one more partial whose O is zero: a sink, or -inf for
 // none.
 template <class Real, int kColumns, int kAtOnce, class LseOf, class ColumnsOf>
 __device__ __forceinline__ MergedRow<Real, kColumns> merge_row(int32 num_parts, Real without_values,
@@ -46,7 +46,7 @@ __device__ __forceinline__ MergedRow<Real, kColumns> merge_row(int32 num_parts, 
         for (int i = 0; i < kAtOnce; ++i) {
             const Real weight = exp_accurate(lse[i] - shift);
             total += weight;
-            // A part without a visible key is left out: V of hidden keys may have made its O NaN.
+            // A partial without a visible key is left out: V of hidden keys may have made its O NaN.
             const bool visible = lse[i] != -infinity<Real>();
 #pragma unroll
             for (int c = 0; c < kColumns; ++c)

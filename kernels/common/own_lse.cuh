@@ -1,4 +1,5 @@
-// The lse of a backward that is given one of other arithmetic (Spec::kGivenLse), which its forward kernel computes again.
+// If a backward gets an lse that other arithmetic computed (Spec::kGivenLse), its forward kernel recomputes lse in its
+// own.
 #pragma once
 #include "common/types.cuh"
 
@@ -8,10 +9,10 @@ namespace fa2::common {
 template <class Spec>
 inline constexpr bool kHasOutput = !Spec::kGivenLse;
 
-// The lse for P = exp(S - lse), where `own` belongs to the S of this kernel, and `index` is that of the given one.
+// The lse for P = exp(S - lse). `own` belongs to the S of this kernel; `index`: where the given lse is.
 //
 // The lse of kernels that multiply parts (float32_parts/parts.cuh) differs from `own` by less than 2^-20 (1 + |own|), the
-// error of their S. Where it is larger, the given lse is one of more keys than those of this call, and is kept.
+// error of their S. Where they differ by more, the given lse is over more keys than those of this call, and is kept.
 template <class Spec, class Record, class Real>
 __device__ __forceinline__ Real own_lse(const Record& params, int64 index, Real own) {
     if constexpr (Spec::kGivenLse) {

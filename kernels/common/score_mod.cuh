@@ -1,7 +1,7 @@
 // Score modification: what features do to scores and to P between the two matrix products, in the order of
 // fa2cupy/problem/features.py. Calls without features use nothing here, and their main loops contain no trace of it.
 //
-//   product x -> scale x -> function of the caller's                   `ScoreMod::call`, and its slope
+//   product x -> scale x -> the caller's score function                `ScoreMod::call`, and its slope
 //   -> cap tanh(. / cap)                                               `Softcap::cap`, and its `derivative`
 //   -> - slope |distance| -> + bias -> -inf where a mask hides         `ScoreMod::score`
 //   P = 2^(score - lse)        O = (keep P) V        dS = P (keep dP - delta), times the derivatives of cap and
@@ -48,7 +48,7 @@ template <class Spec>
 inline constexpr bool kScalesInExponent = kNaturalInExponent<Spec> || kUnscaledScores<Spec>;
 
 // True if the backward may start the accumulators of Q K^T from -lse, which saves the subtraction. Scores must then be
-// products plus added terms: a cap is not linear, nor are most functions of the caller's.
+// products plus added terms: a cap is not linear, nor are most score functions.
 template <class Spec>
 inline constexpr bool kProductsFromLse =
     !kTakesWeights<Spec> || (kScalesInExponent<Spec> && !Spec::kSoftcap && !Spec::kBias &&
@@ -73,7 +73,7 @@ inline constexpr double kScoreUnit = kNaturalScores<Spec> ? 1.0 : kLog2e;
 template <class Spec>
 inline constexpr double kTermUnit = kNaturalInExponent<Spec> ? 1.0 : kScoreUnit<Spec>;
 
-// The factor from products to scores in these units. A function of the caller's returns natural scores.
+// The factor from products to scores in these units. The caller's function returns natural scores.
 template <class Spec, class Record>
 __device__ __forceinline__ auto product_scale(const Record& params) {
     if constexpr (Spec::kScoreMod)

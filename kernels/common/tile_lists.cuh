@@ -4,13 +4,13 @@
 // A list is made for the tiles of one kernel, and holds all that hides pairs by position: the map, the band of causal
 // masks and windows, and the ends of the sequences. Tiles are full, and run without a mask, or mixed. A list is
 //
-//   [tiles in the first part][tiles in both parts][entry] ...
+//   [tiles of the first kind][tiles of both kinds][entry] ...
 //
-// where the first part has the full key tiles of a query tile, or the mixed query tiles of a key tile: the masked tiles
-// lie where those of a causal mask do. Each part is in ascending order, so that sums have a fixed order. An entry is a
-// key tile; or a query tile, with its head's number in the group in the bits from kTileBits on, because the query tiles
-// of all heads of a group are one list. Behind the entries of a list is the tile after the last, of which all is hidden:
-// kernels that must visit a tile visit it where there is none.
+// where the first kind are the full key tiles of a query tile, or the mixed query tiles of a key tile: the masked tiles
+// lie where those of a causal mask do. Tiles of one kind are in ascending order, so that sums have a fixed order. An
+// entry is a key tile; or a query tile, with its head's number in the group in the bits from kTileBits on, because the
+// query tiles of all heads of a group are one list. Behind the entries of a list is the tile after the last one, which
+// is hidden as a whole: kernels that must visit a tile visit this one if the list is empty.
 #pragma once
 #include "common/schedule.cuh"
 #include "common/tile_range.cuh"

@@ -1,8 +1,8 @@
 // A sparse map: which tiles of the scores the caller's mask function hides as a whole (0), in part (1) or not at all (2).
 //
-// A block evaluates the function for all pairs of a tile; the mask is not formed. A lane has a few keys at a time and takes
-// a warp's share of the queries with them, so that what depends on a key alone, or on a query alone, is computed once for
-// several pairs.
+// A block evaluates the function for all pairs of a tile; the mask is not formed. A lane combines a few keys with all
+// queries of its warp before it goes on to others, so that what depends on a key alone, or on a query alone, is
+// computed once for several pairs.
 #pragma once
 #include "common/functions.cuh.j2"
 

@@ -31,8 +31,8 @@ struct TracedArray<Item, 0> {
 };
 
 // q - k in floating point: that of a fragment's first element, and a distance from it that the compiler knows. Each
-// element so costs an addition; a conversion of its own would take an integer addition and run at half the rate. Exact
-// up to 2^24 in float.
+// element then costs one addition. Converting each one would cost an integer addition and a conversion at half the
+// rate. Exact up to 2^24 in float.
 template <class Real>
 struct RealDistance {
     Real first;
@@ -147,8 +147,8 @@ __device__ __forceinline__ int32 wrapped_product(int32 a, int32 b) {
     return static_cast<int32>(static_cast<uint32>(a) * static_cast<uint32>(b));
 }
 
-// Cut off towards 0; the nearest int for a number out of range, and 0 for NaN, of which the instruction for double makes
-// the smallest int.
+// Cut off towards 0; the nearest int for a number out of range, and 0 for NaN. The instruction for double would convert
+// NaN to the smallest int.
 __device__ __forceinline__ int32 truncated(float x) { return __float2int_rz(x); }
 __device__ __forceinline__ int32 truncated(double x) { return x == x ? __double2int_rz(x) : 0; }
 
@@ -180,14 +180,14 @@ __device__ __forceinline__ int32 floor_modulo(int32 a, int32 b) {
     return b == 0 || b == -1 ? 0 : wrapped_difference(a, wrapped_product(floor_divide(a, b), b));
 }
 
-// A lane receives x of another lane, of whose number the five lowest bits count.
+// Returns x of lane `lane % 32`.
 template <class T>
 __device__ __forceinline__ T from_lane(T x, int lane) {
     return __shfl_sync(0xffffffff, x, lane);
 }
 __device__ __forceinline__ bool from_lane(bool x, int lane) { return from_lane(static_cast<int32>(x), lane) != 0; }
 
-// The t-th lane of each quad receives x of the t-th lane of one quad.
+// Returns x of the lane of `quad` that has this lane's place in its quad.
 __device__ __forceinline__ int32 from_quad(int32 x, int quad) {
     // Segment mask 3 takes the two lowest bits of the source lane from the lane itself.
     int32 y;

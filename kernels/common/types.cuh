@@ -37,7 +37,7 @@ struct ScoreStrides {
     }
 };
 
-// Element strides and lengths of the axes of an array that a function of the caller's reads.
+// Element strides and lengths of the axes of an array that the caller's function reads.
 template <int kRank>
 struct ArrayLayout {
     int64 strides[kRank], lengths[kRank];

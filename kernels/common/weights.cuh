@@ -14,11 +14,11 @@ __device__ __forceinline__ float exponential(float score, float scale, float lse
         return exp2_approx(at_most_zero(fma(score, scale, -lse)));
 }
 
-// True if weights are multiplied by the derivative of the caller's function: not of one that only adds to the score.
+// True if weights are multiplied by the derivative of the caller's function. One that only adds has the derivative 1.
 template <class Spec>
 inline constexpr bool kTakesSlope = Spec::kScoreMod && !score_args_arrays::kAdds && !kDerivesLater<Spec>;
 
-// A weight with a mark where dropout drops its element: the sign bit. A function of the caller's may have a negative
+// A weight with a mark where dropout drops its element: the sign bit. The caller's function may have a negative
 // derivative; the mark is then the lowest bit, and a weight of zero, which dropout does not change, has none.
 template <class Spec, class Real>
 __device__ __forceinline__ Real marked(Real weight, bool keep) {

@@ -38,8 +38,8 @@ struct FragmentParts {
                 for (int part = 0; part < kParts; ++part) word[part][n][i] = take_part(even, odd);
             }
     }
-    // x = factor times the sum of the parts. The sign of the high parts is turned twice: from the same words as
-    // `set_scaled` the compiler would keep their numbers in registers in the meantime, as many as x has.
+    // x = factor times the sum of the parts. The sign of the high parts is turned twice: otherwise the compiler would
+    // see the words of `set_scaled` and keep their numbers in registers in the meantime, as many as x has.
     __device__ __forceinline__ void unite(QuadFragment<kN8>& x, float factor) const {
 #pragma unroll
         for (int n = 0; n < kN8; ++n)

@@ -68,9 +68,9 @@ __device__ __forceinline__ void take_probabilities(QuadFragment<kN8>& x, P&& p, 
 //
 //   dP - delta = unit * accumulator - rest
 //
-// if the accumulator has started from `start`: minus half of delta, or zero where that is far beyond all products. If
-// there are kChains chains, each adds about its share of delta, starts from minus half of that, and is brought back there
-// for the next one.
+// if the accumulator has started from `start`: minus half of delta, or zero where that is far beyond all products. Each
+// of kChains chains adds about delta / kChains: the first starts from minus half of that, and the accumulator is
+// brought back there for the next one.
 template <int kChains = 1>
 struct Comparand {
     float start, rest;
@@ -123,7 +123,7 @@ __device__ __forceinline__ void take_gradients(QuadFragment<kN8>& weights, const
         }
 }
 
-// lse and delta of a query; of rows that are not there, or that see no key, those that make P zero.
+// lse and delta of a query. In rows that are not there, or that see no key, they make P zero.
 struct RowStatistics {
     float lse, delta;
 };

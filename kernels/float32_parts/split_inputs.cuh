@@ -9,9 +9,9 @@
 // take products of two units out of the range of float32. Infinities and NaN have no parts. A row or a column of zeros
 // loses nothing.
 //
-// Nor are heads left to parts whose scores may have a term above kLargestTerm, that of one column of Q and K. A part's
-// last bit is 2^-23 of a number. In a score of many terms such errors are lost among those of the sum; one that a single
-// term makes has no others.
+// A head is also marked if its scores may have a term, the product of one column of Q and K, above kLargestTerm. The
+// last bit of the parts is 2^-23 of a number. In a score of many terms such errors are lost among those of the sum;
+// where a single term makes the score, nothing hides its error.
 #pragma once
 #include "common/ptx.cuh"
 #include "common/statistics.cuh"

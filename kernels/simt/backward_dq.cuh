@@ -171,7 +171,7 @@ struct BackwardDq {
     static constexpr bool kAddsVectors = false;
 #endif
 
-    // Adds scale * posted^T rows to the block's share of dK or dV, the rows of global memory from `first_key` on.
+    // Adds scale * posted^T rows to the rows of dK or dV in global memory from `first_key` on.
     __device__ __forceinline__ static void add_to_keys(const Real* posted, const Real* rows, Real scale, Real* gmem,
                                                        int64 row_stride, int32 first_key, int32 num_keys) {
         const int32 lane = threadIdx.x % 32, warp = threadIdx.x / 32, own = warp / kSharers * Keys::kOwn;

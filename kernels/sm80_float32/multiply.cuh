@@ -89,8 +89,8 @@ __device__ __forceinline__ void multiply_columns(QuadFragment<kN8>& x, const Lef
     if constexpr (kLast > 0) add_chain<kLast, !kRowsAreKeys>(x, left, right, kSteps - kLast, one);
 }
 
-// The same from what start(n8, x) sets the elements to: about minus half of the product. Each chain starts from a share
-// of that. Shares are powers of two, so that they add up exactly.
+// The same from what start(n8, x) sets the elements to: about minus half of the product. Each chain starts from a
+// fraction of that, a power of two, so that the fractions add up exactly.
 template <int kSteps, bool kRowsAreKeys, int kN8, class Left, class Right, class Start>
 __device__ __forceinline__ void multiply_columns_from(QuadFragment<kN8>& x, const Left& left, const Right& right,
                                                       const Start& start) {

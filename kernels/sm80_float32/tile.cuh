@@ -45,7 +45,7 @@ struct HeadParts {
     int32 first_row, num_blocks;  // see PartsLayout
     int32 first_block;            // of all blocks that have a unit
 
-    // Starts to copy the tile of which row `row` is the first.
+    // Starts to copy the tile that begins with row `row`.
     template <class Tile, int kThreads>
     __device__ __forceinline__ void load_async(uint32 smem, int32 row) const {
         constexpr int kChunks = Tile::Panel::kBytes / 16;  // of a panel

@@ -134,7 +134,7 @@ class BackwardGroup {
     }
 
     // Replaces S^T - lse / scale by P^T. Masked elements and queries without a visible key have -inf, and thus P = 0.
-    // Of large scores, rounding may leave a difference above zero. P is 1 then.
+    // With large scores, rounding may leave a difference above zero. P is then 1.
     template <bool kMasked, class MaskAhead>
     __device__ __forceinline__ void exponentiate(Scores& x, const QueryStep& step, int32 first_key,
                                                  const MaskAhead& ahead) const {

@@ -1,4 +1,5 @@
-// Sizes, shared-memory map, barriers and order of steps that producer and consumers of the backward by key tiles share.
+// For the backward by key tiles: the sizes, shared-memory map, barriers and order of steps that producer and consumers
+// share.
 #pragma once
 #include "common/held_array.cuh"
 #include "common/shares.cuh"

@@ -18,9 +18,9 @@ struct ForwardShape : QueryTileShape<Spec, 1> {
     static constexpr bool kHoldsArray =
         common::kMayHoldArray<Spec> && kWithoutArray + kQueryBytes + kHeldBytes <= kMaxSharedBytes;
     static constexpr int kBesidesQueries = kWithoutArray + (kHoldsArray ? kHeldBytes : 0);
-    // O has its own buffer if that fits, or one of two panels, through which it passes piece by piece: Q of the next
-    // query tile is loaded meanwhile. Else O is stored through Q's buffer. If a second Q buffer fits beside all of O, Q
-    // is loaded one query tile ahead.
+    // O has its own buffer if that fits, or one of two panels, through which it passes two panels at a time: Q of the
+    // next query tile is loaded meanwhile. Else O is stored through Q's buffer. If a second Q buffer fits beside all of
+    // O, Q is loaded one query tile ahead.
     static constexpr int kFreeBytes = kMaxSharedBytes - kBesidesQueries - kQueryBytes;
     static constexpr int kOutputPanels = kFreeBytes >= kQueryBytes                           ? kPanels
                                          : kPanels > 2 && kFreeBytes >= 2 * kQueryPanelBytes ? 2

@@ -1,5 +1,5 @@
-// Query tiles of the kernels whose blocks own them: their records in shared memory, the scheduler that hands them to
-// blocks, and the key tiles that a warp group sees.
+// For kernels whose blocks own query tiles: the records of these tiles in shared memory, the scheduler that hands them
+// to blocks, and the key tiles that a warp group sees.
 #pragma once
 #include "common/output_shares.cuh"
 #include "common/tile_lists.cuh"
@@ -135,8 +135,8 @@ __device__ __forceinline__ void publish_tile(const Memory& memory, RingPosition<
     tiles.advance();
 }
 
-// The key tiles of a warp group: it processes [begin, end), of which [full_begin, full_end) need no mask, after it has
-// skipped `skipped` tiles from `end` on. Those of a share are counted from its first, so that loops end at the constant
+// The key tiles of a warp group: it skips `skipped` tiles from `end` on, then processes [begin, end). Those of
+// [full_begin, full_end) need no mask. Those of a share are counted from its first, so that loops end at the constant
 // 0, which takes no register.
 struct GroupKeys {
     int32 skipped, end, full_end, full_begin, begin;

@@ -1,7 +1,7 @@
-// Sizes, shared-memory map and barriers that producer and consumers of a kernel share whose blocks own query tiles.
-// kOperands: the number of operands with the query tile's rows, 1 (Q) or 2 (Q and dO). kParts: the number of matrices
-// that stand for one operand; their panels lie one after the other. kSharers: the number of consumer warp groups that
-// have the same 64 rows, and take turns at their key tiles.
+// For kernels whose blocks own query tiles: the sizes, shared-memory map and barriers that producer and consumers
+// share. kOperands: the number of operands with the query tile's rows, 1 (Q) or 2 (Q and dO). kParts: the number of
+// matrices that stand for one operand; their panels lie one after the other. kSharers: the number of consumer warp
+// groups that have the same 64 rows, and take turns at their key tiles.
 #pragma once
 #include "common/held_array.cuh"
 #include "sm90/query_tile.cuh"

@@ -1,5 +1,5 @@
 // Writes a warp's 16 rows of accumulators, rounded, to shared memory: one box per panel of 64 columns, with the
-// 128-byte swizzle with which TMA stores them from there. Of the panels, `panels` from `first` on.
+// 128-byte swizzle with which TMA stores them from there. Writes `panels` panels, starting with panel `first`.
 #pragma once
 #include "sm90/ptx.cuh"
 

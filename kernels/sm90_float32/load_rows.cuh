@@ -1,4 +1,4 @@
-// How tiles of parts come to shared memory: by bulk copies, which leave panels as they are.
+// Copies tiles of parts to shared memory, by bulk copies, which leave panels as they are.
 #pragma once
 #include "float32_parts/parts.cuh"
 #include "sm90/layout.cuh"

@@ -16,8 +16,8 @@ __device__ __forceinline__ void issue_part(Scores& x, uint64 left, uint64 right,
          right + part_of_product<kRowsAreKeys>(t) * (kRightPart / 16));
 }
 
-// Products left right^T over columns. The operands have panels of kLeftRows and kRightRows rows, of which the left
-// descriptor points to the warp group's 64. kPanels: panels of one part.
+// Products left right^T over columns. The operands have panels of kLeftRows and kRightRows rows; the left descriptor
+// points to the warp group's 64 rows. kPanels: panels of one part.
 template <int kSteps, int kPanels, int kLeftRows, int kRightRows, bool kRowsAreKeys, class Scores>
 struct ColumnProducts {
     // The k-steps of the first of two chains, or of the only one.
@@ -110,9 +110,9 @@ __device__ __forceinline__ void multiply_chunk(Output& x, const Operand& p, uint
     multiply_chunk<kPanels, kRows>(x, p, rows, chunk,
                                    [](Output& y, const OperandA& a, uint64 b) { wgmma_first_output(y, a, b); });
 }
-// The same for one of several panels that are added up one after the other. `never`: false, what the compiler does not
-// know: it would add one product while the next one is computed, and spill what their registers have held. It cannot
-// know that this one does not start from the other.
+// The same for one of several panels that are added up one after the other. `never`: false, which the compiler does not
+// know, so that this product might start from the one before. Otherwise it would add one product while the next one is
+// computed, and spill registers.
 template <int kPanels, int kRows, class Panel, class Operand>
 __device__ __forceinline__ void multiply_panel(Panel& x, const Operand& p, uint64 rows, int panel, bool never) {
     multiply_chunk<kPanels, kRows>(x, p, rows, 0, [&](Panel& y, const OperandA& a, uint64 b) {

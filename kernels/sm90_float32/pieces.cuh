@@ -1,6 +1,6 @@
-// Products whose right operand passes through shared memory in pieces: those beyond head_dim 128. Every piece gives a
-// product of 64 rows by 64 columns, so that few registers are needed beside the sums. A warp group waits for each product
-// before it goes on; the other one's fill the gaps.
+// Beyond head_dim 128, the right operand of a product passes through shared memory in pieces. Every piece gives a
+// product of 64 rows by 64 columns, so that few registers are needed beside the sums. A warp group waits for each
+// product before it goes on; the products of the other group fill the gaps.
 #pragma once
 #include "sm90_float32/multiply.cuh"
 

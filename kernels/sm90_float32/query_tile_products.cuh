@@ -1,4 +1,4 @@
-// The products of the kernels whose blocks own query tiles, with K and V from shared memory: whole tiles, or pieces.
+// For kernels whose blocks own query tiles: the products with K and V from shared memory, as whole tiles or in pieces.
 #pragma once
 #include "sm90_float32/query_tile_consumer.cuh"
 

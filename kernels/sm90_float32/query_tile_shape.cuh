@@ -1,4 +1,4 @@
-// Sizes and shared-memory map of the kernels whose blocks own query tiles: parts of the operands, whose panels lie one
+// For kernels whose blocks own query tiles: sizes and the shared-memory map. The panels of an operand's parts lie one
 // after the other. kOperands: those with the query tile's rows, 1 (Q) or 2 (Q and dO).
 //
 // Where K and V pass through shared memory in pieces, a stage holds one piece. With Q alone, one ring has those of K, and
