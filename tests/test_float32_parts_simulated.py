@@ -330,7 +330,7 @@ def test_parts_are_scaled_and_lie_as_they_should(monkeypatch, head_dim):
     def look(launch: Launch) -> None:
         if launch.spec.operation == "split_inputs":
             for name in ("q", "k", "v"):
-                blocks = launch.values["q_blocks" if name == "q" else "k_blocks"]
+                blocks = launch.values["q_strips" if name == "q" else "k_strips"]
                 expected = split_parts(launch.array(name), blocks)
                 for kind, wanted in zip(("parts", "units"), expected, strict=True):
                     found[name, kind] = launch.array(f"{name}_{kind}").copy(), wanted.ravel()

@@ -211,7 +211,7 @@ def parts_plan(method: str | None, **changes) -> Plan:
 
 
 @pytest.mark.parametrize(
-    ("changes", "q_blocks", "k_blocks"),
+    ("changes", "q_strips", "k_strips"),
     [
         ({}, 3 * 8 * 6, 3 * 2 * 8),  # 300 queries fill three tiles of 128 rows, and 500 keys four
         ({"seqlen_q": 384, "seqlen_k": 513}, 3 * 8 * 6, 3 * 2 * 10),
@@ -221,10 +221,10 @@ def parts_plan(method: str | None, **changes) -> Plan:
     ],
 )
 @pytest.mark.parametrize("method", (None, "single_pass", "two_pass"))
-def test_parts_have_blocks_of_64_rows_that_fill_whole_tiles(method, changes, q_blocks, k_blocks):
+def test_parts_have_strips_of_64_rows_that_fill_whole_tiles(method, changes, q_strips, k_strips):
     plan = parts_plan(method, **changes)
     sizes, of_block = workspace_sizes(plan), 2 * 64 * 128 * 2  # two parts of 64 rows of two panels of float16 numbers
-    blocks = {"q": q_blocks, "k": k_blocks, "v": k_blocks, **({"dout": q_blocks} if method else {})}
+    blocks = {"q": q_strips, "k": k_strips, "v": k_strips, **({"dout": q_strips} if method else {})}
     for name, number in blocks.items():
         assert (sizes[f"{name}_parts"], sizes[f"{name}_units"]) == (number * of_block, number * 4)
     batch = changes.get("batch", BASE.batch)
@@ -232,9 +232,9 @@ def test_parts_have_blocks_of_64_rows_that_fill_whole_tiles(method, changes, q_b
     split = next(stage for stage in plan.stages if stage.spec.operation.startswith("split_"))
     assert split.blocks == sum(blocks.values())
     own = {
-        name: record(stage)[name] for stage in plan.stages for name in ("q_blocks", "k_blocks") if name in record(stage)
+        name: record(stage)[name] for stage in plan.stages for name in ("q_strips", "k_strips") if name in record(stage)
     }
-    assert own == {"q_blocks": q_blocks // (8 * batch), "k_blocks": k_blocks // (2 * batch)}
+    assert own == {"q_strips": q_strips // (8 * batch), "k_strips": k_strips // (2 * batch)}
 
 
 def test_there_are_blocks_of_parts_for_sequences_of_any_lengths():
@@ -242,7 +242,7 @@ def test_there_are_blocks_of_parts_for_sequences_of_any_lengths():
     most = 0
     for total in (*range(1, 67), 128, 129, 300):
         plan = parts_plan(None, **packed(num_sequences=3), seqlen_q=total, seqlen_k=total)
-        blocks = next(record(stage)["q_blocks"] for stage in plan.stages if stage.spec.operation == "split_inputs")
+        blocks = next(record(stage)["q_strips"] for stage in plan.stages if stage.spec.operation == "split_inputs")
         for first, second in itertools.combinations_with_replacement(sorted({0, 1, 63, 64, 65, total - 1, total}), 2):
             ends = [0, min(first, total), min(second, total), total]
             for number, (begin, end) in enumerate(itertools.pairwise(ends)):

@@ -55,7 +55,7 @@ _SHARED_RESULTS = ("o", "lse", "dk", "dv")
 LENGTHS = ("num_heads", "heads_per_group", "seqlen_q", "seqlen_k")
 SCHEDULE = ("num_tiles", "scheduled_heads", "batch", "heads_per_section")
 #: Of kernels that read parts of float32 data: blocks of rows that share a unit, for each head of queries and of keys.
-PARTS = ("q_blocks", "k_blocks")
+PARTS = ("q_strips", "k_strips")
 #: The workspace that begins with a number for each K/V head, not 0 if kernels that multiply parts leave it to the
 #: fallback.
 EXCEPTIONS = "exceptions"

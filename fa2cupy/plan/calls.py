@@ -145,7 +145,7 @@ def _with_parts(
     all_blocks, workspaces = 0, []
     for name, side in sides.items():
         heads = problem.num_heads if side == "queries" else problem.num_heads_kv
-        blocks = problem.batch * heads * layout.num_part_blocks(side)
+        blocks = problem.batch * heads * layout.num_strips(side)
         workspaces.append(Workspace(f"{name}_parts", 2 * blocks * PART_ROWS * columns * itemsize("float16")))
         workspaces.append(Workspace(f"{name}_units", blocks * itemsize("float32")))
         all_blocks += blocks

@@ -76,8 +76,8 @@ class StageLayout:
         sequences = problem.score_shape[0]
         return total // rows + sequences if total and sequences else 0
 
-    def num_part_blocks(self, side: str) -> int:
-        """Blocks of rows that share a unit, for the parts of a head (kernels/float32_parts/parts.cuh).
+    def num_strips(self, side: str) -> int:
+        """The strips, rows that share a unit, of the parts of a head (kernels/float32_parts/parts.cuh).
 
         They fill whole tiles, and at least one: a query tile that sees no key reads one all the same.
         """
@@ -182,8 +182,8 @@ class StageLayout:
             "seqlen_q": problem.seqlen_q,
             "seqlen_k": problem.seqlen_k,
             "batch": problem.batch,
-            "q_blocks": self.num_part_blocks("queries"),
-            "k_blocks": self.num_part_blocks("keys"),
+            "q_strips": self.num_strips("queries"),
+            "k_strips": self.num_strips("keys"),
             **problem.feature_values,
             **values,
         }

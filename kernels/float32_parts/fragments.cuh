@@ -5,8 +5,8 @@
 // the level of ordinary float32 sums:
 //
 //   - The smallest of the three products of parts comes first, so that only D / 16 sums have the full magnitude.
-//   - Sums over the sequence are cut into chunks of kUnitRows rows. Each starts from zero on the tensor core, and
-//     is then added in ordinary float32 arithmetic, by an FMA whose factor is the chunk's unit.
+//   - Sums over the sequence are cut into strips of kUnitRows rows. Each sum starts from zero on the tensor core,
+//     and is then added in ordinary float32 arithmetic, by an FMA whose factor is the strip's unit.
 //   - Sums over many columns are made in several chains, which are added in ordinary float32 arithmetic.
 //   - dP starts from minus half of delta, which it is compared to. Where all products have one sign, the sum then passes
 //     zero on half its way, and the cuts before and behind that cancel.
@@ -111,11 +111,11 @@ __device__ __forceinline__ void multiply_rows(PanelFragment<kPanels>& x, const f
     for (int n = 0; n < kPanels; ++n) multiply_rows(x.panel[n], factor);
 }
 
-// The chunk of kUnitRows columns that column j of a lane belongs to.
-__device__ __forceinline__ constexpr int chunk_of(int j) { return j / 2 * 8 / kUnitRows; }
-// Multiplies each chunk by its unit.
-template <int kN8, int kChunks>
-__device__ __forceinline__ void multiply_chunks(QuadFragment<kN8>& x, const float (&unit)[kChunks]) {
+// The strip, kUnitRows columns of the fragment, that column j of a lane belongs to.
+__device__ __forceinline__ constexpr int strip_of(int j) { return j / 2 * 8 / kUnitRows; }
+// Multiplies each strip by its unit.
+template <int kN8, int kStrips>
+__device__ __forceinline__ void multiply_strips(QuadFragment<kN8>& x, const float (&unit)[kStrips]) {
 #pragma unroll
     for (int n = 0; n < kN8; ++n)
 #pragma unroll
@@ -123,12 +123,12 @@ __device__ __forceinline__ void multiply_chunks(QuadFragment<kN8>& x, const floa
 }
 // Turns products of scaled parts into products, or (kToScores) into scores. Scores are rounded before a row maximum or
 // lse is subtracted: where one score dominates its row, forward and backward then both find that P is 1.
-template <bool kToScores, int kN8, int kChunks, class Record>
-__device__ __forceinline__ void scale_products(QuadFragment<kN8>& x, float (&unit)[kChunks], const Record& params) {
+template <bool kToScores, int kN8, int kStrips, class Record>
+__device__ __forceinline__ void scale_products(QuadFragment<kN8>& x, float (&unit)[kStrips], const Record& params) {
     if constexpr (kToScores)
 #pragma unroll
-        for (int c = 0; c < kChunks; ++c) unit[c] *= params.softmax_scale;
-    multiply_chunks(x, unit);
+        for (int c = 0; c < kStrips; ++c) unit[c] *= params.softmax_scale;
+    multiply_strips(x, unit);
 }
 
 // Stores a warp's 16 rows of a result from column `first_column` on; the row stride is in elements.

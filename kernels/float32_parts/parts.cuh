@@ -12,8 +12,8 @@
 // A tile is thus one copy of contiguous bytes for each part and panel, and needs no tensor map. Rows and columns beyond
 // the matrix are zeros.
 //
-// The rows of a head form blocks of kUnitRows. Packed sequences start with a block each: sequence n has the block indices
-// from first_row / kUnitRows + n on, as tiles do (common/sequence.cuh). One unit belongs to each block.
+// The rows of a head form strips of kUnitRows, each with one unit. Packed sequences start with a strip each: sequence n
+// has the strips from first_row / kUnitRows + n on, as tiles do (common/sequence.cuh).
 #pragma once
 #include "common/panel.cuh"
 #include "common/sequence.cuh"
@@ -45,11 +45,11 @@ struct PartsLayout {
     // in pieces.
     static constexpr bool kInPieces = kPanels > 2;
 
-    // Rows from one panel of a head, which has `num_blocks` blocks, to the next one; those of the parts follow each other.
-    __device__ __forceinline__ static int32 panel_rows(int32 num_blocks) { return num_blocks * kUnitRows; }
+    // Rows from one panel of a head, which has `num_strips` strips, to the next; those of the parts follow each other.
+    __device__ __forceinline__ static int32 panel_rows(int32 num_strips) { return num_strips * kUnitRows; }
     // A row in the first panel of a head's high parts.
-    __device__ __forceinline__ static int32 row_of(int32 head, int32 num_blocks, int32 row) {
-        return head * kParts * kPanels * panel_rows(num_blocks) + row;
+    __device__ __forceinline__ static int32 row_of(int32 head, int32 num_strips, int32 row) {
+        return head * kParts * kPanels * panel_rows(num_strips) + row;
     }
     template <class Element>
     __device__ __forceinline__ static Element* address(Element* parts, int32 row) {

@@ -64,7 +64,7 @@ __device__ __forceinline__ void take_probabilities(QuadFragment<kN8>& x, P&& p, 
     }
 }
 
-// What dP is compared to, in a chunk of keys or queries with one unit, which is a power of two:
+// What dP is compared to, in a strip of keys or queries, which has one unit:
 //
 //   dP - delta = unit * accumulator - rest
 //
@@ -83,7 +83,7 @@ struct Comparand {
     }
 };
 
-// Sets the accumulators of dP to start(n, c), for the n-th query of a lane and chunk c of the columns. All lanes of the
+// Sets the accumulators of dP to start(n, c), for the n-th query of a lane and strip c of the columns. All lanes of the
 // warp call it together.
 template <bool kTransposed, int kN8, class Start>
 __device__ __forceinline__ void start_dp(QuadFragment<kN8>& dp, const Start& start) {
@@ -91,7 +91,7 @@ __device__ __forceinline__ void start_dp(QuadFragment<kN8>& dp, const Start& sta
 #pragma unroll
     for (int j = 0; j < Fragment::kCols; ++j)
 #pragma unroll
-        for (int i = 0; i < Fragment::kRows; ++i) dp(i, j) = start(kTransposed ? j : i, chunk_of(j));
+        for (int i = 0; i < Fragment::kRows; ++i) dp(i, j) = start(kTransposed ? j : i, strip_of(j));
 }
 
 // Brings the accumulators back to about start(n, c) after a chain that has added minus twice as much.
@@ -102,21 +102,21 @@ __device__ __forceinline__ void start_next_chain(QuadFragment<kN8>& dp, const St
     for (int j = 0; j < Fragment::kCols; ++j)
 #pragma unroll
         for (int i = 0; i < Fragment::kRows; ++i)
-            dp(i, j) = fma(2.0f, start(kTransposed ? j : i, chunk_of(j)), dp(i, j));
+            dp(i, j) = fma(2.0f, start(kTransposed ? j : i, strip_of(j)), dp(i, j));
 }
 
 // Replaces weights by dS. `dp`: products of scaled parts from `start_dp` on, to be multiplied by the unit of their
-// chunk. rest(n, c): like start(n, c) above. delta(n): like lse(n).
-template <bool kTransposed, class Spec, int kN8, int kChunks, class Record, class Rest, class Delta>
+// strip. rest(n, c): like start(n, c) above. delta(n): like lse(n).
+template <bool kTransposed, class Spec, int kN8, int kStrips, class Record, class Rest, class Delta>
 __device__ __forceinline__ void take_gradients(QuadFragment<kN8>& weights, const QuadFragment<kN8>& dp,
-                                               const float (&unit)[kChunks], const Record& params, const Rest& rest,
+                                               const float (&unit)[kStrips], const Record& params, const Rest& rest,
                                                const Delta& delta) {
     using Fragment = QuadFragment<kN8>;
 #pragma unroll
     for (int j = 0; j < Fragment::kCols; ++j)
 #pragma unroll
         for (int i = 0; i < Fragment::kRows; ++i) {
-            const int n = kTransposed ? j : i, c = chunk_of(j);
+            const int n = kTransposed ? j : i, c = strip_of(j);
             const float own = common::kProductsFromDelta<Spec> ? 0.0f : delta(n);
             const float difference = fma(dp(i, j), unit[c], own - rest(n, c));  // dP - delta, or dP
             weights(i, j) = common::weighted<Spec>(weights(i, j), difference, -own, params);

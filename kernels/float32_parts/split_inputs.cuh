@@ -1,10 +1,10 @@
 // Splits the inputs of a call into parts (parts.cuh), and finds the heads whose values the parts do not represent well.
 //
-// A block splits kUnitRows rows of one head. It reads them once; a thread holds a quarter of a row, in chunks of eight
+// A block splits one strip of a head. It reads the strip once; a thread holds a quarter of a row, in chunks of eight
 // columns, because a chunk is what it can store.
 //
 // The block also marks its K/V head in `exceptions` if parts would lose accuracy there: the head is then left to kernels
-// of IEEE arithmetic (common/exceptions.cuh). Parts have an absolute error of 2^-39 of the largest element of a block. A
+// of IEEE arithmetic (common/exceptions.cuh). Parts have an absolute error of 2^-39 of the largest element of a strip. A
 // row, or a column, whose largest element is smaller than 2^-kSpread of that loses bits. Magnitudes beyond 2^+-50 could
 // take products of two units out of the range of float32. Infinities and NaN have no parts. A row or a column of zeros
 // loses nothing.
@@ -37,19 +37,19 @@ struct SplitInputs {
         Strides strides;
         float16* parts;
         float* units;
-        int32 num_heads, num_blocks;
+        int32 num_heads, num_strips;
         int32 heads_per_group;  // heads of the matrix for a K/V head
     };
 
     __device__ static void run(const Params& params) {
         const int32 num_heads_kv = params.num_heads / params.heads_per_group;
         const Matrix q{params.q,         params.q_strides, params.q_parts,        params.q_units,
-                       params.num_heads, params.q_blocks,  params.heads_per_group};
-        const Matrix k{params.k, params.k_strides, params.k_parts, params.k_units, num_heads_kv, params.k_blocks, 1};
-        const Matrix v{params.v, params.v_strides, params.v_parts, params.v_units, num_heads_kv, params.k_blocks, 1};
+                       params.num_heads, params.q_strips,  params.heads_per_group};
+        const Matrix k{params.k, params.k_strides, params.k_parts, params.k_units, num_heads_kv, params.k_strips, 1};
+        const Matrix v{params.v, params.v_strides, params.v_parts, params.v_units, num_heads_kv, params.k_strips, 1};
         int32 block = blockIdx.x;
-        const int32 of_q = params.batch * params.num_heads * params.q_blocks;
-        const int32 of_k = params.batch * num_heads_kv * params.k_blocks;
+        const int32 of_q = params.batch * params.num_heads * params.q_strips;
+        const int32 of_k = params.batch * num_heads_kv * params.k_strips;
         if (block < of_q)
             split<false, true>(params, q, block);
         else if (block < of_q + of_k)
@@ -59,7 +59,7 @@ struct SplitInputs {
         else if constexpr (kWithDout)
             split<false, false>(params,
                                 {params.dout, params.dout_strides, params.dout_parts, params.dout_units,
-                                 params.num_heads, params.q_blocks, params.heads_per_group},
+                                 params.num_heads, params.q_strips, params.heads_per_group},
                                 block - of_q - 2 * of_k);
     }
 
@@ -67,15 +67,15 @@ struct SplitInputs {
     static constexpr int32 kExponentBias = 127, kNoNumber = 255;  // of a float's exponent
     // The largest shift whose unit is not subnormal after the smallest float16 numbers are multiplied by it.
     static constexpr int32 kLargestShift = 134;
-    // Exponents of the largest element of a block, so that the product of two units is a normal number.
+    // Exponents of the largest element of a strip, so that the product of two units is a normal number.
     static constexpr int32 kSmallest = kExponentBias - 50, kLargest = kExponentBias + 50;
 
     // kOfScores: the matrix is Q or K.
     template <bool kOfKeys, bool kOfScores>
     __device__ static void split(const Params& params, const Matrix& matrix, int32 index) {
-        const int32 block = index % matrix.num_blocks, head_index = index / matrix.num_blocks;
+        const int32 strip = index % matrix.num_strips, head_index = index / matrix.num_strips;
         const int32 batch = head_index / matrix.num_heads, head = head_index % matrix.num_heads;
-        const auto rows = common::workspace_rows<Spec, kOfKeys>(params, block);
+        const auto rows = common::workspace_rows<Spec, kOfKeys>(params, strip);
         const int32 row = threadIdx.x / kThreadsPerRow, lane = threadIdx.x % kThreadsPerRow;
 
         float value[kChunks][8];
@@ -87,7 +87,7 @@ struct SplitInputs {
         }
         load(value, matrix.x + matrix.strides.offset(batch, valid ? rows.first + row : 0, head), valid, lane);
         const int32 head_kv = head_index / matrix.heads_per_group;
-        const uint32 largest = largest_of_block<kOfScores>(value, params, head_kv, kOfKeys);
+        const uint32 largest = largest_of_strip<kOfScores>(value, params, head_kv, kOfKeys);
         if constexpr (kOfScores) check_terms(params, head_kv);
 
         const int32 exponent = static_cast<int32>(largest >> 23);
@@ -96,7 +96,7 @@ struct SplitInputs {
         // 1 / unit may lie outside the range of float32. Its two factors do not.
         const float scale[2] = {power_of_two(shift / 2), power_of_two(shift - shift / 2)};
         if (threadIdx.x == 0) matrix.units[index] = power_of_two(-(shift / 2)) * power_of_two(shift / 2 - shift);
-        const int32 first_row = Layout::row_of(head_index, matrix.num_blocks, block * kUnitRows + row);
+        const int32 first_row = Layout::row_of(head_index, matrix.num_strips, strip * kUnitRows + row);
 #pragma unroll
         for (int c = 0; c < kChunks; ++c) {
             const int32 column = (c * kThreadsPerRow + lane) * 8;
@@ -108,7 +108,7 @@ struct SplitInputs {
 #pragma unroll
                 for (int w = 0; w < 4; ++w) word[w] = take_part(value[c][2 * w], value[c][2 * w + 1]);
                 const int32 panel = part * Layout::kPanels + column / kPanelColumns;
-                const int32 panel_row = first_row + panel * Layout::panel_rows(matrix.num_blocks);
+                const int32 panel_row = first_row + panel * Layout::panel_rows(matrix.num_strips);
                 common::store_global(Layout::address(matrix.parts, panel_row) + Layout::chunk(column, row), word);
             }
         }
@@ -141,7 +141,7 @@ struct SplitInputs {
     // The bits of the largest magnitude, which have the order of magnitudes; NaN is the largest. Marks the K/V head if
     // its values are an exception. kOfScores: the largest of the head's columns are updated.
     template <bool kOfScores>
-    __device__ static uint32 largest_of_block(const float (&value)[kChunks][8], const Params& params, int32 head_kv,
+    __device__ static uint32 largest_of_strip(const float (&value)[kChunks][8], const Params& params, int32 head_kv,
                                               bool of_keys) {
         __shared__ uint32 of_columns[Spec::kWarps][kColumns];
         __shared__ uint32 of_warps[Spec::kWarps];
@@ -195,8 +195,8 @@ struct SplitInputs {
         __threadfence();
         __syncthreads();
         if (threadIdx.x == 0) {
-            const uint32 num_blocks = params.heads_per_group * params.q_blocks + params.k_blocks;
-            is_last = atomicAdd(of_queries + 2 * kColumns, 1u) == num_blocks - 1;
+            const uint32 num_strips = params.heads_per_group * params.q_strips + params.k_strips;
+            is_last = atomicAdd(of_queries + 2 * kColumns, 1u) == num_strips - 1;
         }
         __syncthreads();
         if (!is_last) return;
@@ -213,9 +213,9 @@ struct SplitInputs {
     __device__ static float power_of_two(int32 exponent) {
         return __uint_as_float(static_cast<uint32>(kExponentBias + exponent) << 23);
     }
-    // True if the largest element of a row or a column is not zero, but small beside that of the block.
-    __device__ static bool loses_bits(uint32 own, uint32 of_block) {
-        return own != 0 && static_cast<int32>(own >> 23) + kSpread < static_cast<int32>(of_block >> 23);
+    // True if the largest element of a row or a column is not zero, but small beside that of the strip.
+    __device__ static bool loses_bits(uint32 own, uint32 of_strip) {
+        return own != 0 && static_cast<int32>(own >> 23) + kSpread < static_cast<int32>(of_strip >> 23);
     }
     // The largest over the lanes whose numbers differ in the bits from kFirst up to, but without, kEnd.
     template <int kFirst, int kEnd>

@@ -33,7 +33,7 @@ struct BackwardDkdv {
     static constexpr bool kByKeys = true, kFindsSequences = false;
     static constexpr int kBr = Spec::kBr, kBc = Spec::kBc, kHeadDim = Spec::kHeadDim, kThreads = 32 * Spec::kWarps;
     static constexpr int kD = common::round_up(kHeadDim, 16), kStages = Spec::kStages;
-    static constexpr int kChunks = ceil_div(kBr, kUnitRows), kChunkSteps = kBr / kChunks / 16;
+    static constexpr int kStrips = ceil_div(kBr, kUnitRows), kStripSteps = kBr / kStrips / 16;
     static_assert(kBc == 16 * Spec::kWarps && kStages <= 2 && 2 * kBr <= kThreads);
 
     using KeyTile = PartsTile<kBc, kHeadDim>;
@@ -128,9 +128,9 @@ struct BackwardDkdv {
         const auto queries = head_parts<Spec, false>(params, params.q_parts, params.q_units, where.batch, step.head);
         const auto douts =
             head_parts<Spec, false>(params, params.dout_parts, params.dout_units, where.batch, step.head);
-        float query_unit[kChunks], dout_unit[kChunks], score_unit[kChunks], dp_unit[kChunks];
+        float query_unit[kStrips], dout_unit[kStrips], score_unit[kStrips], dp_unit[kStrips];
 #pragma unroll
-        for (int c = 0; c < kChunks; ++c) {
+        for (int c = 0; c < kStrips; ++c) {
             query_unit[c] = queries.unit(first_query + c * kUnitRows);
             dout_unit[c] = douts.unit(first_query + c * kUnitRows);
             score_unit[c] = key_unit * query_unit[c];
@@ -149,11 +149,11 @@ struct BackwardDkdv {
         const float probability_scale[2] = {kProbabilityScale, kProbabilityScale};
         parts.set_scaled(p, probability_scale);
 #pragma unroll
-        for (int c = 0; c < kChunks; ++c) {
+        for (int c = 0; c < kStrips; ++c) {
             const float unit[2] = {dout_unit[c] / kProbabilityScale, dout_unit[c] / kProbabilityScale};
-            add_chain<kChunkSteps, true>(
+            add_chain<kStripSteps, true>(
                 dv, [&](int part, int s) { return parts.k16(part, s); },
-                [&](int part, int n, int s) { return ldmatrix_x4<true>(dout_columns.at(part, s, n)); }, c * kChunkSteps,
+                [&](int part, int n, int s) { return ldmatrix_x4<true>(dout_columns.at(part, s, n)); }, c * kStripSteps,
                 unit);
         }
 
@@ -165,7 +165,7 @@ struct BackwardDkdv {
                 float own[2];
                 load_shared(statistic_address(delta) + n8 * 32, own);
 #pragma unroll
-                for (int e = 0; e < 4; ++e) x[e] = Comparand(own[e % 2], dp_unit[chunk_of(2 * n8)]).start;
+                for (int e = 0; e < 4; ++e) x[e] = Comparand(own[e % 2], dp_unit[strip_of(2 * n8)]).start;
             });
         after_dp();
         take_gradients(scores, dp, delta, dp_unit);
@@ -173,11 +173,11 @@ struct BackwardDkdv {
         row_scales(scores, scale, inverse);
         parts.set_scaled(scores, scale);
 #pragma unroll
-        for (int c = 0; c < kChunks; ++c) {
+        for (int c = 0; c < kStrips; ++c) {
             const float unit[2] = {inverse[0] * query_unit[c], inverse[1] * query_unit[c]};
-            add_chain<kChunkSteps, true>(
+            add_chain<kStripSteps, true>(
                 dk, [&](int part, int s) { return parts.k16(part, s); },
-                [&](int part, int n, int s) { return ldmatrix_x4<true>(q_columns.at(part, s, n)); }, c * kChunkSteps,
+                [&](int part, int n, int s) { return ldmatrix_x4<true>(q_columns.at(part, s, n)); }, c * kStripSteps,
                 unit);
         }
     }
@@ -224,7 +224,7 @@ struct BackwardDkdv {
     }
 
     __device__ __forceinline__ void take_gradients(Scores& weights, const Scores& dp, uint32 delta,
-                                                   const float (&unit)[kChunks]) const {
+                                                   const float (&unit)[kStrips]) const {
         const Statistics of = statistics_at(delta);
         float32_parts::take_gradients<true, Spec>(
             weights, dp, unit, params, [&](int j, int c) { return Comparand(of(j), unit[c]).rest; }, of);

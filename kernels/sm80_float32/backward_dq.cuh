@@ -30,7 +30,7 @@ struct BackwardDq {
     static constexpr bool kByKeys = false, kFindsSequences = false;
     static constexpr int kBr = Spec::kBr, kBc = Spec::kBc, kHeadDim = Spec::kHeadDim, kThreads = 32 * Spec::kWarps;
     static constexpr int kD = common::round_up(kHeadDim, 16), kStages = Spec::kStages;
-    static constexpr int kChunks = ceil_div(kBc, kUnitRows), kChunkSteps = kBc / kChunks / 16;
+    static constexpr int kStrips = ceil_div(kBc, kUnitRows), kStripSteps = kBc / kStrips / 16;
     static_assert(kBr == 16 * Spec::kWarps && kStages <= 2);
 
     using QueryTile = PartsTile<kBr, kHeadDim>;
@@ -96,9 +96,9 @@ struct BackwardDq {
             const uint32 slot = smem + key_slot(tile);
             const PartsAddress<KeyTile, MatrixOrder::kChunksFirst> k_rows(slot, 0, lane);
             const PartsAddress<KeyTile, MatrixOrder::kRowsFirst> k_columns(slot, 0, lane);
-            float key_unit[kChunks], score_unit[kChunks], dp_unit[kChunks];
+            float key_unit[kStrips], score_unit[kStrips], dp_unit[kStrips];
 #pragma unroll
-            for (int c = 0; c < kChunks; ++c) {
+            for (int c = 0; c < kStrips; ++c) {
                 key_unit[c] = keys.unit(tile * kBc + c * kUnitRows);
                 score_unit[c] = query_unit * key_unit[c];
                 dp_unit[c] = dout_unit * values.unit(tile * kBc + c * kUnitRows);
@@ -112,7 +112,7 @@ struct BackwardDq {
                 [&](int part, int n, int s) { return ldmatrix_x4<false>(v_address.at(part, n, s)); },
                 [&](int n8, float (&x)[4]) {
 #pragma unroll
-                    for (int e = 0; e < 4; ++e) x[e] = Comparand(delta[e / 2], dp_unit[chunk_of(2 * n8)]).start;
+                    for (int e = 0; e < 4; ++e) x[e] = Comparand(delta[e / 2], dp_unit[strip_of(2 * n8)]).start;
                 });
             __syncthreads();
             if (tile > tiles.begin) load_value(tile - 1);
@@ -135,12 +135,12 @@ struct BackwardDq {
             FragmentParts<kBc / 8> ds;
             ds.set_scaled(scores, scale);
 #pragma unroll
-            for (int c = 0; c < kChunks; ++c) {
+            for (int c = 0; c < kStrips; ++c) {
                 const float unit[2] = {inverse[0] * key_unit[c], inverse[1] * key_unit[c]};
-                add_chain<kChunkSteps, true>(
+                add_chain<kStripSteps, true>(
                     dq, [&](int part, int s) { return ds.k16(part, s); },
                     [&](int part, int n, int s) { return ldmatrix_x4<true>(k_columns.at(part, s, n)); },
-                    c * kChunkSteps, unit);
+                    c * kStripSteps, unit);
             }
             if constexpr (kStages == 1) {
                 __syncthreads();

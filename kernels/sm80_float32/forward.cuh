@@ -30,7 +30,7 @@ struct Forward {
     static constexpr bool kByKeys = false, kFindsSequences = false;
     static constexpr int kBr = Spec::kBr, kBc = Spec::kBc, kHeadDim = Spec::kHeadDim, kThreads = 32 * Spec::kWarps;
     static constexpr int kD = common::round_up(kHeadDim, 16);
-    static constexpr int kChunks = ceil_div(kBc, kUnitRows), kChunkSteps = kBc / kChunks / 16;
+    static constexpr int kStrips = ceil_div(kBc, kUnitRows), kStripSteps = kBc / kStrips / 16;
     static_assert(kBr == 16 * Spec::kWarps && Spec::kStages == 1);
 
     using QueryTile = PartsTile<kBr, kHeadDim>;
@@ -76,9 +76,9 @@ struct Forward {
             __syncthreads();  // K is there
             values.template load_async<KeyTile, kThreads>(smem + kV, tile * kBc);
             cp_async_commit();
-            float score_unit[kChunks], value_unit[kChunks];
+            float score_unit[kStrips], value_unit[kStrips];
 #pragma unroll
-            for (int c = 0; c < kChunks; ++c) {
+            for (int c = 0; c < kStrips; ++c) {
                 score_unit[c] = query_unit * keys.unit(tile * kBc + c * kUnitRows);
                 value_unit[c] = values.unit(tile * kBc + c * kUnitRows) / kProbabilityScale;
             }
@@ -105,15 +105,15 @@ struct Forward {
             if (tile > tiles.begin) keys.template load_async<KeyTile, kThreads>(smem + kK, (tile - 1) * kBc);
             cp_async_commit();
 #pragma unroll
-            for (int c = 0; c < kChunks; ++c) {
+            for (int c = 0; c < kStrips; ++c) {
                 const float unit[2] = {value_unit[c], value_unit[c]};
                 const auto value_block = [&](int part, int n, int s) {
                     // Keeps the compiler from loading the blocks of all columns ahead, for lack of registers.
-                    if (part == 0 && s % kChunkSteps == 0) __syncwarp();
+                    if (part == 0 && s % kStripSteps == 0) __syncwarp();
                     return ldmatrix_x4<true>(v_address.at(part, s, n));
                 };
-                add_chain<kChunkSteps, true>(
-                    output, [&](int part, int s) { return p.k16(part, s); }, value_block, c * kChunkSteps, unit);
+                add_chain<kStripSteps, true>(
+                    output, [&](int part, int s) { return p.k16(part, s); }, value_block, c * kStripSteps, unit);
             }
         }
         store(params, where, softmax, output, first_row + warp_row, lane);

@@ -42,8 +42,8 @@ struct HeadParts {
 
     const float16* parts;
     const float* units;
-    int32 first_row, num_blocks;  // see PartsLayout
-    int32 first_block;            // of all blocks that have a unit
+    int32 first_row, num_strips;  // see PartsLayout
+    int32 first_strip;            // among the strips of all heads
 
     // Starts to copy the tile that begins with row `row`.
     template <class Tile, int kThreads>
@@ -52,7 +52,7 @@ struct HeadParts {
         static_assert(kChunks % kThreads == 0);
         const int32 thread = threadIdx.x;
         const float16* panel = Layout::address(parts, first_row + row) + thread * 8;
-        const int64 panel_elements = static_cast<int64>(Layout::panel_rows(num_blocks)) * kPanelColumns;
+        const int64 panel_elements = static_cast<int64>(Layout::panel_rows(num_strips)) * kPanelColumns;
 #pragma unroll
         for (int i = 0; i < kParts * Tile::kPanels; ++i) {
 #pragma unroll
@@ -61,8 +61,8 @@ struct HeadParts {
             panel += panel_elements;
         }
     }
-    // The unit of a row's block.
-    __device__ __forceinline__ float unit(int32 row) const { return units[first_block + row / kUnitRows]; }
+    // The unit of a row's strip.
+    __device__ __forceinline__ float unit(int32 row) const { return units[first_strip + row / kUnitRows]; }
 };
 
 // The parts of a head of queries or of keys, of the sequence or batch number `batch`.
@@ -70,11 +70,11 @@ template <class Spec, bool kOfKeys, class Record>
 __device__ __forceinline__ HeadParts<Spec::kHeadDim> head_parts(const Record& params, const float16* parts,
                                                                 const float* units, int32 batch, int32 head) {
     const int32 num_heads = kOfKeys ? params.num_heads / params.heads_per_group : params.num_heads;
-    const int32 num_blocks = kOfKeys ? params.k_blocks : params.q_blocks;
+    const int32 num_strips = kOfKeys ? params.k_strips : params.q_strips;
     const int32 index = head_with_parts<Spec>(batch, num_heads, head);
     const int32 first = first_part_row<Spec, kOfKeys>(params, batch);
-    return {parts, units, PartsLayout<Spec::kHeadDim>::row_of(index, num_blocks, first), num_blocks,
-            index * num_blocks + first / kUnitRows};
+    return {parts, units, PartsLayout<Spec::kHeadDim>::row_of(index, num_strips, first), num_strips,
+            index * num_strips + first / kUnitRows};
 }
 
 }  // namespace fa2::sm80_float32

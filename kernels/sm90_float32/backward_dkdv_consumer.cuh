@@ -90,7 +90,7 @@ class DkdvConsumer : DkdvGroup<Spec, Shape> {
         const RowFactors dv_units = {dv_unit, dv_unit};
         if constexpr (kOverlaps) {
             Panel product;
-            multiply_chunk<kPanels, kBr>(product, parts, douts, 0);
+            multiply_strip<kPanels, kBr>(product, parts, douts, 0);
             wgmma_wait<1>();
             pin(dp);
             take_ds();
@@ -116,7 +116,7 @@ class DkdvConsumer : DkdvGroup<Spec, Shape> {
         const RowFactors dk_units = {inverse[0] * units.query[0], inverse[1] * units.query[0]};
         if constexpr (kOverlaps && kWithDq) {
             Panel product;
-            multiply_chunk<kPanels, kBr>(product, parts, queries, 0);
+            multiply_strip<kPanels, kBr>(product, parts, queries, 0);
             add_dq(params_, head, tile, ds_unit, [&] {
                 wgmma_wait<1>();
                 pin(product);

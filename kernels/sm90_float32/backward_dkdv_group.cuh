@@ -14,12 +14,12 @@ class DkdvGroup {
   protected:
     using Memory = DkdvMemory<Shape>;
     static constexpr int kBr = Shape::kBr, kBc = Shape::kBc, kD = Shape::kD, kPanels = Shape::kPanels;
-    static constexpr int kChunks = kBr / kUnitRows;
+    static constexpr int kStrips = kBr / kUnitRows;
     using Scores = QuadFragment<kBr / 8>;
     using Gradient = PanelFragment<kPanels>;
     using Parts = FragmentParts<kBr / 8>;
     using Compared = Comparand<Shape::kInPieces ? kPanels : 1>;
-    static_assert(kChunks == 1);
+    static_assert(kStrips == 1);
 
     // `group` counts the keys of the tile.
     __device__ DkdvGroup(const Params& params, const Memory& memory, const common::TileCoordinates& where, int32 group)
@@ -34,8 +34,8 @@ class DkdvGroup {
         const int32 num_heads_kv = params.num_heads / params.heads_per_group;
         const int32 head = head_with_parts<Spec>(where.batch, num_heads_kv, where.head);
         const int32 row = first_part_row<Spec, true>(params, where.batch) + where.tile * kBc + group * kGroupRows;
-        key_unit_ = params.k_units[head * params.k_blocks + row / kUnitRows];
-        value_unit_ = params.v_units[head * params.k_blocks + row / kUnitRows];
+        key_unit_ = params.k_units[head * params.k_strips + row / kUnitRows];
+        value_unit_ = params.v_units[head * params.k_strips + row / kUnitRows];
     }
 
     // Waits for K and V, and calls step(head, tile, masked) for each query tile.
@@ -52,17 +52,17 @@ class DkdvGroup {
 
     // The units of a query tile, and those of its products with the keys.
     struct Units {
-        float query[kChunks], dout[kChunks], score[kChunks], dp[kChunks];
+        float query[kStrips], dout[kStrips], score[kStrips], dp[kStrips];
     };
     __device__ __forceinline__ Units units_of(int32 head, int32 tile) const {
         const int32 first_query = tile * kBr;
-        const int32 first_block = head_with_parts<Spec>(where_.batch, params_.num_heads, head) * params_.q_blocks +
+        const int32 first_strip = head_with_parts<Spec>(where_.batch, params_.num_heads, head) * params_.q_strips +
                                   (first_part_row<Spec, false>(params_, where_.batch) + first_query) / kUnitRows;
         Units units;
 #pragma unroll
-        for (int c = 0; c < kChunks; ++c) {
-            units.query[c] = params_.q_units[first_block + c];
-            units.dout[c] = params_.dout_units[first_block + c];
+        for (int c = 0; c < kStrips; ++c) {
+            units.query[c] = params_.q_units[first_strip + c];
+            units.dout[c] = params_.dout_units[first_strip + c];
             units.score[c] = key_unit_ * units.query[c];
             units.dp[c] = value_unit_ * units.dout[c];
         }
@@ -88,16 +88,16 @@ class DkdvGroup {
         }
         return of;
     }
-    __device__ __forceinline__ void start_dp(Scores& dp, uint32 delta, const float (&unit)[kChunks]) const {
+    __device__ __forceinline__ void start_dp(Scores& dp, uint32 delta, const float (&unit)[kStrips]) const {
         const Statistics of = statistics_at(delta);
         float32_parts::start_dp<true>(dp, [&](int j, int c) { return Compared(of(j), unit[c]).start; });
     }
-    __device__ __forceinline__ void start_next_chain(Scores& dp, uint32 delta, const float (&unit)[kChunks]) const {
+    __device__ __forceinline__ void start_next_chain(Scores& dp, uint32 delta, const float (&unit)[kStrips]) const {
         const Statistics of = statistics_at(delta);
         float32_parts::start_next_chain<true>(dp, [&](int j, int c) { return Compared(of(j), unit[c]).start; });
     }
     __device__ __forceinline__ void take_gradients(Scores& weights, const Scores& dp, uint32 delta,
-                                                   const float (&unit)[kChunks]) const {
+                                                   const float (&unit)[kStrips]) const {
         const Statistics of = statistics_at(delta);
         float32_parts::take_gradients<true, Spec>(
             weights, dp, unit, params_, [&](int j, int c) { return Compared(of(j), unit[c]).rest; }, of);

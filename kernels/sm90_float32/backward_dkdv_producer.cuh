@@ -34,9 +34,9 @@ class DkdvProducer {
         const int32 num_heads_kv = params_.num_heads / params_.heads_per_group;
         const int32 first_key = first_part_row<Spec, true>(params_, where_.batch) + where_.tile * kBc;
         const int32 keys =
-            Layout::row_of(head_with_parts<Spec>(where_.batch, num_heads_kv, where_.head), params_.k_blocks, first_key);
-        load_rows<kBc, Spec::kHeadDim>(params_.k_parts, keys, params_.k_blocks, memory_.key(), memory_.full_key());
-        load_rows<kBc, Spec::kHeadDim>(params_.v_parts, keys, params_.k_blocks, memory_.value(), memory_.full_value());
+            Layout::row_of(head_with_parts<Spec>(where_.batch, num_heads_kv, where_.head), params_.k_strips, first_key);
+        load_rows<kBc, Spec::kHeadDim>(params_.k_parts, keys, params_.k_strips, memory_.key(), memory_.full_key());
+        load_rows<kBc, Spec::kHeadDim>(params_.v_parts, keys, params_.k_strips, memory_.value(), memory_.full_value());
         if constexpr (Shape::kInPieces)
             copy_pieces(tiles);
         else
@@ -45,7 +45,7 @@ class DkdvProducer {
 
     // The row of a query tile, in the first panel of its head's high parts.
     __device__ __forceinline__ int32 row_of(int32 head, int32 tile) const {
-        return Layout::row_of(head_with_parts<Spec>(where_.batch, params_.num_heads, head), params_.q_blocks,
+        return Layout::row_of(head_with_parts<Spec>(where_.batch, params_.num_heads, head), params_.q_strips,
                               first_part_row<Spec, false>(params_, where_.batch) + tile * kBr);
     }
 
@@ -57,10 +57,10 @@ class DkdvProducer {
             const int32 row = row_of(head, tile);
             const uint32 query = queries.slot(), dout = douts.slot();
             mbarrier_wait(memory_.empty_query(query), queries.parity() ^ 1);
-            load_rows<kBr, Spec::kHeadDim>(params_.q_parts, row, params_.q_blocks, memory_.query(query),
+            load_rows<kBr, Spec::kHeadDim>(params_.q_parts, row, params_.q_strips, memory_.query(query),
                                            memory_.full_query(query));
             mbarrier_wait(memory_.empty_dout(dout), douts.parity() ^ 1);
-            load_rows<kBr, Spec::kHeadDim>(params_.dout_parts, row, params_.q_blocks, memory_.dout(dout),
+            load_rows<kBr, Spec::kHeadDim>(params_.dout_parts, row, params_.q_strips, memory_.dout(dout),
                                            memory_.full_dout(dout));
             queries.advance();
             douts.advance();
@@ -76,7 +76,7 @@ class DkdvProducer {
             const int32 row = row_of(head, tile);
             const auto load = [&](Writer& ring, const float16* parts) {
 #pragma unroll 1
-                for (int32 panel = 0; panel < Shape::kPanels; ++panel) ring.load(parts, row, params_.q_blocks, panel);
+                for (int32 panel = 0; panel < Shape::kPanels; ++panel) ring.load(parts, row, params_.q_strips, panel);
             };
             load(queries, params_.q_parts);
             load(douts, params_.dout_parts);

@@ -1,7 +1,7 @@
 // The consumers of the dQ kernel:
 //
 //   S = Q K^T, dP = dO V^T     -> P while dP is in flight; release V's stage; dS -> dbias; dS, in parts
-//   for each chunk of 64 keys:  T = dS K   -> dQ += unit T
+//   for each strip of 64 keys:  T = dS K   -> dQ += unit T
 //                              -> release K's stage
 //
 // With K and V in pieces, dP follows P, and K is read again for dQ. Two warp groups take turns at the key tiles of the
@@ -17,9 +17,9 @@ template <class Spec>
 class BackwardDqConsumer : QueryTileProducts<Spec, PartsShape<Spec, 2>> {
     using Shape = PartsShape<Spec, 2>;
     using Base = QueryTileProducts<Spec, Shape>;
-    using Base::add_keys, Base::first_key_block, Base::first_row, Base::query_block, Base::score_tile, Base::store_rows;
+    using Base::add_keys, Base::first_key_strip, Base::first_row, Base::query_strip, Base::score_tile, Base::store_rows;
     using Base::group_, Base::lane_, Base::memory_, Base::params_, Base::queries_, Base::turn_;
-    using Base::kBc, Base::kChunks, Base::kPanels;
+    using Base::kBc, Base::kStrips, Base::kPanels;
     using typename Base::Memory, typename Base::Output, typename Base::Scores;
     static constexpr bool kInPieces = Shape::kInPieces;
     using Compared = Comparand<kInPieces ? kPanels : 1>;
@@ -46,22 +46,22 @@ class BackwardDqConsumer : QueryTileProducts<Spec, PartsShape<Spec, 2>> {
             delta_[i] = row.delta;
         }
         output_.fill(0.0f);
-        const int32 block = query_block(tile);
+        const int32 block = query_strip(tile);
         query_unit_ = params_.q_units[block];
         dout_unit_ = params_.dout_units[block];
-        first_key_block_ = first_key_block(tile);
+        first_key_strip_ = first_key_strip(tile);
         mbarrier_wait(memory_.full_query(0), queries_.parity());
         mbarrier_wait(memory_.full_dout(0), queries_.parity());
     }
 
     __device__ __forceinline__ void step(const TileInSlot& tile, int32 block, bool masked, bool is_last) {
-        float key_unit[kChunks], score_unit[kChunks], dp_unit[kChunks];
+        float key_unit[kStrips], score_unit[kStrips], dp_unit[kStrips];
 #pragma unroll
-        for (int c = 0; c < kChunks; ++c) {
-            const int32 key_block = first_key_block_ + block * kChunks + c;
-            key_unit[c] = params_.k_units[key_block];
+        for (int c = 0; c < kStrips; ++c) {
+            const int32 key_strip = first_key_strip_ + block * kStrips + c;
+            key_unit[c] = params_.k_units[key_strip];
             score_unit[c] = query_unit_ * key_unit[c];
-            dp_unit[c] = dout_unit_ * params_.v_units[key_block];
+            dp_unit[c] = dout_unit_ * params_.v_units[key_strip];
         }
         Scores scores, dp;
         const auto start = [&](int i, int c) { return Compared(delta_[i], dp_unit[c]).start; };
@@ -151,7 +151,7 @@ class BackwardDqConsumer : QueryTileProducts<Spec, PartsShape<Spec, 2>> {
     const uint64 dout_operand_;
     Output output_;
     float lse_[2], delta_[2], query_unit_, dout_unit_;
-    int32 first_key_block_;
+    int32 first_key_strip_;
 };
 
 }  // namespace fa2::sm90_float32

@@ -2,7 +2,7 @@
 // Three products of parts take so much longer than the softmax that the other warp group's products fill the gaps.
 //
 //   S = Q K^T         -> release K's stage; P = exp(S - row_max), in parts
-//   for each chunk of 64 keys, or for each piece of V:  T = P V   -> O += unit T
+//   for each strip of 64 keys, or for each piece of V:  T = P V   -> O += unit T
 //                     -> release V's stage
 #pragma once
 #include "common/online_softmax.cuh"
@@ -15,9 +15,9 @@ template <class Spec>
 class ForwardConsumer : QueryTileProducts<Spec, PartsShape<Spec, 1>> {
     using Shape = PartsShape<Spec, 1>;
     using Base = QueryTileProducts<Spec, Shape>;
-    using Base::add_values, Base::first_key_block, Base::first_row, Base::query_block, Base::score_tile,
+    using Base::add_values, Base::first_key_strip, Base::first_row, Base::query_strip, Base::score_tile,
         Base::store_rows, Base::take_scores;
-    using Base::kBc, Base::kChunks;
+    using Base::kBc, Base::kStrips;
     using Base::lane_, Base::memory_, Base::params_, Base::queries_;
     using typename Base::Memory, typename Base::Output, typename Base::Scores;
     using Softmax = common::OnlineSoftmax<float, 2, 4, common::exp_approx, true>;
@@ -32,18 +32,18 @@ class ForwardConsumer : QueryTileProducts<Spec, PartsShape<Spec, 1>> {
     __device__ __forceinline__ void begin(const TileInSlot& tile, const GroupKeys&) {
         softmax_.reset();
         output_.fill(0.0f);
-        query_unit_ = params_.q_units[query_block(tile)];
-        first_key_block_ = first_key_block(tile);
+        query_unit_ = params_.q_units[query_strip(tile)];
+        first_key_strip_ = first_key_strip(tile);
         mbarrier_wait(memory_.full_query(0), queries_.parity());
     }
 
     __device__ __forceinline__ void step(const TileInSlot& tile, int32 block, bool masked, bool is_last) {
-        float key_unit[kChunks], value_unit[kChunks];
+        float key_unit[kStrips], value_unit[kStrips];
 #pragma unroll
-        for (int c = 0; c < kChunks; ++c) {
-            const int32 key_block = first_key_block_ + block * kChunks + c;
-            key_unit[c] = query_unit_ * params_.k_units[key_block];
-            value_unit[c] = params_.v_units[key_block] / kProbabilityScale;
+        for (int c = 0; c < kStrips; ++c) {
+            const int32 key_strip = first_key_strip_ + block * kStrips + c;
+            key_unit[c] = query_unit_ * params_.k_units[key_strip];
+            value_unit[c] = params_.v_units[key_strip] / kProbabilityScale;
         }
         Scores scores;
         take_scores(scores);
@@ -83,7 +83,7 @@ class ForwardConsumer : QueryTileProducts<Spec, PartsShape<Spec, 1>> {
     Output output_;
     Softmax softmax_;
     float query_unit_;
-    int32 first_key_block_;
+    int32 first_key_strip_;
 };
 
 }  // namespace fa2::sm90_float32

@@ -10,14 +10,14 @@ using namespace fa2::sm90;
 
 // Copies the parts of a tile of kRows rows to shared memory, one panel after the other.
 template <int kRows, int kHeadDim>
-__device__ __forceinline__ void load_rows(const float16* parts, int32 row, int32 num_blocks, uint32 smem, uint32 full) {
+__device__ __forceinline__ void load_rows(const float16* parts, int32 row, int32 num_strips, uint32 smem, uint32 full) {
     using Layout = PartsLayout<kHeadDim>;
     constexpr int kBytes = kRows * kPanelRowBytes, kPanels = kParts * Layout::kPanels;
     mbarrier_arrive_expect(full, kPanels * kBytes);
 #pragma unroll
     for (int i = 0; i < kPanels; ++i) {
         bulk_load(smem + i * kBytes, Layout::address(parts, row), kBytes, full);
-        row += Layout::panel_rows(num_blocks);
+        row += Layout::panel_rows(num_strips);
     }
 }
 
@@ -43,13 +43,13 @@ class PieceWriter {
     __device__ explicit PieceWriter(const PieceRing<kSlots>& ring) : ring_(ring) {}
 
     // `row`: the tile's first row in the first panel of its head's high parts.
-    __device__ __forceinline__ void load(const float16* parts, int32 row, int32 num_blocks, int32 panel) {
+    __device__ __forceinline__ void load(const float16* parts, int32 row, int32 num_strips, int32 panel) {
         const uint32 slot = position_.slot(), full = ring_.full(slot);
         mbarrier_wait(ring_.empty(slot), position_.parity() ^ 1);
         mbarrier_arrive_expect(full, kPieceBytes);
 #pragma unroll
         for (int part = 0; part < kParts; ++part) {
-            const int32 from = row + (part * Layout::kPanels + panel) * Layout::panel_rows(num_blocks);
+            const int32 from = row + (part * Layout::kPanels + panel) * Layout::panel_rows(num_strips);
             bulk_load(ring_.slots + slot * kPieceBytes + part * kPiecePartBytes, Layout::address(parts, from),
                       kPiecePartBytes, full);
         }

@@ -84,20 +84,20 @@ struct ColumnProducts {
     Scores first_, second_;
 };
 
-// Issues x = p rows, for chunk number `chunk` of the rows of a tile of kRows; `rows` is the tile's MN-major descriptor.
+// Issues x = p rows, for strip number `strip` of the rows of a tile of kRows; `rows` is the tile's MN-major descriptor.
 // first_step(x, a, b) is the first k-step, which overwrites x.
 template <int kPanels, int kRows, class Output, class Operand, class FirstStep>
-__device__ __forceinline__ void multiply_chunk(Output& x, const Operand& p, uint64 rows, int chunk,
+__device__ __forceinline__ void multiply_strip(Output& x, const Operand& p, uint64 rows, int strip,
                                                const FirstStep& first_step) {
     constexpr int kPartBytes = kPanels * kRows * kPanelRowBytes, kSteps = kUnitRows / 16;
     wgmma_fence();
 #pragma unroll
     for (int t = 0; t < kProducts; ++t)
 #pragma unroll
-        for (int s = chunk * kSteps; s < (chunk + 1) * kSteps; ++s) {
+        for (int s = strip * kSteps; s < (strip + 1) * kSteps; ++s) {
             const OperandA a = p.k16(part_of_product<true>(t), s);
             const uint64 b = rows + part_of_product<false>(t) * kPartBytes / 16 + along_rows(s);
-            if (t == 0 && s == chunk * kSteps)
+            if (t == 0 && s == strip * kSteps)
                 first_step(x, a, b);
             else
                 wgmma_output(x, a, b);
@@ -106,8 +106,8 @@ __device__ __forceinline__ void multiply_chunk(Output& x, const Operand& p, uint
     pin(x);
 }
 template <int kPanels, int kRows, class Output, class Operand>
-__device__ __forceinline__ void multiply_chunk(Output& x, const Operand& p, uint64 rows, int chunk) {
-    multiply_chunk<kPanels, kRows>(x, p, rows, chunk,
+__device__ __forceinline__ void multiply_strip(Output& x, const Operand& p, uint64 rows, int strip) {
+    multiply_strip<kPanels, kRows>(x, p, rows, strip,
                                    [](Output& y, const OperandA& a, uint64 b) { wgmma_first_output(y, a, b); });
 }
 // The same for one of several panels that are added up one after the other. `never`: false, which the compiler does not
@@ -115,7 +115,7 @@ __device__ __forceinline__ void multiply_chunk(Output& x, const Operand& p, uint
 // computed, and spill registers.
 template <int kPanels, int kRows, class Panel, class Operand>
 __device__ __forceinline__ void multiply_panel(Panel& x, const Operand& p, uint64 rows, int panel, bool never) {
-    multiply_chunk<kPanels, kRows>(x, p, rows, 0, [&](Panel& y, const OperandA& a, uint64 b) {
+    multiply_strip<kPanels, kRows>(x, p, rows, 0, [&](Panel& y, const OperandA& a, uint64 b) {
         if (panel > 0)
             wgmma_output_in_place(y, a, b, never);
         else

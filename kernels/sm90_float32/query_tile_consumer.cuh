@@ -14,7 +14,7 @@ class QueryTileConsumer {
     using Memory = QueryTileMemory<Shape>;
     static constexpr bool kLeftLimit = common::kLeftLimit<Spec>;
     static constexpr int kBr = Shape::kBr, kBc = Shape::kBc, kD = Shape::kD, kPanels = Shape::kPanelsOfPart;
-    static constexpr int kChunks = kBc / kUnitRows;
+    static constexpr int kStrips = kBc / kUnitRows;
     static constexpr int kMaxSkipped = ceil_div(kBr - kGroupRows, kBc);
 
     using Scores = QuadFragment<kBc / 8>;
@@ -49,16 +49,16 @@ class QueryTileConsumer {
         }
     }
 
-    // The block of rows that share a unit, counted through all heads: of the warp group's queries, of a tile's first key.
-    __device__ __forceinline__ int32 query_block(const TileInSlot& tile) const {
+    // The strip, counted through all heads, of the warp group's queries and of a tile's first key.
+    __device__ __forceinline__ int32 query_strip(const TileInSlot& tile) const {
         const int32 head = head_with_parts<Spec>(tile.batch(), params_.num_heads, tile.head());
         const int32 row = first_part_row<Spec, false>(params_, tile.batch()) + tile.first_row() + group_ * kGroupRows;
-        return head * params_.q_blocks + row / kUnitRows;
+        return head * params_.q_strips + row / kUnitRows;
     }
-    __device__ __forceinline__ int32 first_key_block(const TileInSlot& tile) const {
+    __device__ __forceinline__ int32 first_key_strip(const TileInSlot& tile) const {
         const int32 num_heads_kv = params_.num_heads / params_.heads_per_group;
         const int32 head = head_with_parts<Spec>(tile.batch(), num_heads_kv, tile.head() / params_.heads_per_group);
-        return head * params_.k_blocks + first_part_row<Spec, true>(params_, tile.batch()) / kUnitRows;
+        return head * params_.k_strips + first_part_row<Spec, true>(params_, tile.batch()) / kUnitRows;
     }
 
     __device__ __forceinline__ common::ScoreTile score_tile(const TileInSlot& tile, int32 block) const {

@@ -21,11 +21,11 @@ class KeyLoader<Spec, Shape, false> {
     __device__ __forceinline__ void load(int32 row, int32) {
         const uint32 key = keys_.slot(), value = values_.slot();
         mbarrier_wait(memory_.empty_key(key), keys_.parity() ^ 1);
-        load_rows<Shape::kBc, Spec::kHeadDim>(params_.k_parts, row, params_.k_blocks, memory_.key(key),
+        load_rows<Shape::kBc, Spec::kHeadDim>(params_.k_parts, row, params_.k_strips, memory_.key(key),
                                               memory_.full_key(key));
         keys_.advance();
         mbarrier_wait(memory_.empty_value(value), values_.parity() ^ 1);
-        load_rows<Shape::kBc, Spec::kHeadDim>(params_.v_parts, row, params_.k_blocks, memory_.value(value),
+        load_rows<Shape::kBc, Spec::kHeadDim>(params_.v_parts, row, params_.k_strips, memory_.value(value),
                                               memory_.full_value(value));
         values_.advance();
     }
@@ -57,8 +57,8 @@ class KeyLoader<Spec, Shape, true> {
                 const float16* parts = product == 1 ? params_.v_parts : params_.k_parts;
 #pragma unroll 1
                 for (int32 panel = 0; panel < Shape::kPanelsOfPart; ++panel) {
-                    first_.load(parts, row, params_.k_blocks, panel);
-                    if (num_tiles > 1) second_.load(parts, row - Shape::kBc, params_.k_blocks, panel);
+                    first_.load(parts, row, params_.k_strips, panel);
+                    if (num_tiles > 1) second_.load(parts, row - Shape::kBc, params_.k_strips, panel);
                 }
             }
         }
@@ -69,7 +69,7 @@ class KeyLoader<Spec, Shape, true> {
 
     __device__ __forceinline__ void load(Writer& ring, const float16* parts, int32 row) {
 #pragma unroll 1
-        for (int32 panel = 0; panel < Shape::kPanelsOfPart; ++panel) ring.load(parts, row, params_.k_blocks, panel);
+        for (int32 panel = 0; panel < Shape::kPanelsOfPart; ++panel) ring.load(parts, row, params_.k_strips, panel);
     }
 
     const Params& params_;
@@ -95,7 +95,7 @@ class QueryTileProducer {
             load_queries(tile);
             const int32 num_heads_kv = params_.num_heads / params_.heads_per_group;
             const int32 head = head_with_parts<Spec>(tile.batch, num_heads_kv, tile.head / params_.heads_per_group);
-            const int32 first = Layout::row_of(head, params_.k_blocks, first_part_row<Spec, true>(params_, tile.batch));
+            const int32 first = Layout::row_of(head, params_.k_strips, first_part_row<Spec, true>(params_, tile.batch));
             const int32 begin = kHasBegin<Spec> ? tile.first_key_tile : 0;
             int32 block = tile.key_tiles - 1;
             load_down_to(first, begin, block, begin + kDrawnAhead);
@@ -128,13 +128,13 @@ class QueryTileProducer {
     __device__ void load_queries(const Tile& tile) {
         const int32 head = head_with_parts<Spec>(tile.batch, params_.num_heads, tile.head);
         const int32 row =
-            Layout::row_of(head, params_.q_blocks, first_part_row<Spec, false>(params_, tile.batch) + tile.first_row);
+            Layout::row_of(head, params_.q_strips, first_part_row<Spec, false>(params_, tile.batch) + tile.first_row);
         mbarrier_wait(memory_.empty_query(0), queries_.parity() ^ 1);
-        load_rows<Shape::kBr, Spec::kHeadDim>(params_.q_parts, row, params_.q_blocks, memory_.query(0),
+        load_rows<Shape::kBr, Spec::kHeadDim>(params_.q_parts, row, params_.q_strips, memory_.query(0),
                                               memory_.full_query(0));
         if constexpr (Shape::kOperands == 2) {
             mbarrier_wait(memory_.empty_dout(0), queries_.parity() ^ 1);
-            load_rows<Shape::kBr, Spec::kHeadDim>(params_.dout_parts, row, params_.q_blocks, memory_.dout(0),
+            load_rows<Shape::kBr, Spec::kHeadDim>(params_.dout_parts, row, params_.q_strips, memory_.dout(0),
                                                   memory_.full_dout(0));
         }
         queries_.advance();

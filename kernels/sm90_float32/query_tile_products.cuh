@@ -11,7 +11,7 @@ template <class Spec, class Shape>
 class QueryTileProducts<Spec, Shape, false> : protected QueryTileConsumer<Spec, Shape> {
   protected:
     using Base = QueryTileConsumer<Spec, Shape>;
-    using Base::kBc, Base::kBr, Base::kChunks, Base::kD, Base::kPanels;
+    using Base::kBc, Base::kBr, Base::kStrips, Base::kD, Base::kPanels;
     using Base::lane_, Base::memory_, Base::query_operand_;
     using typename Base::Memory, typename Base::Scores;
     using Products = ColumnProducts<kD / 16, kPanels, kBr, kBc, false, Scores>;
@@ -41,7 +41,7 @@ class QueryTileProducts<Spec, Shape, false> : protected QueryTileConsumer<Spec, 
         release_key();
     }
     // output += unit P V, and releases V's stage; or += unit dS K, and releases K's. unit(c, i) is that of the product of
-    // chunk c of the keys, in a lane's row i.
+    // strip c of the keys, in a lane's row i.
     template <class Operand, class Unit>
     __device__ __forceinline__ void add_values(Output& output, const Operand& p, const Unit& unit) {
         mbarrier_wait(memory_.full_value(values_.slot()), values_.parity());
@@ -74,17 +74,17 @@ class QueryTileProducts<Spec, Shape, false> : protected QueryTileConsumer<Spec, 
         values_.advance();
     }
 
-    // Chunk by chunk. When all have been multiplied, release() is called.
+    // Strip by strip. When all have been multiplied, release() is called.
     template <class Operand, class Unit, class Release>
     __device__ __forceinline__ static void add_product(Output& output, const Operand& p, uint64 rows, const Unit& unit,
                                                        const Release& release) {
 #pragma unroll
-        for (int c = 0; c < kChunks; ++c) {
+        for (int c = 0; c < kStrips; ++c) {
             Output part;
-            multiply_chunk<kPanels, kBc>(part, p, rows, c);
+            multiply_strip<kPanels, kBc>(part, p, rows, c);
             wgmma_wait<0>();
             pin(part);
-            if (c == kChunks - 1) release();
+            if (c == kStrips - 1) release();
             const float factor[2] = {unit(c, 0), unit(c, 1)};
             add_rows(output, part, factor);
         }

@@ -121,8 +121,8 @@ MUTANTS = (
     Mutant(
         "parts: chunks have the first one's unit",
         "forward",
-        "first_key_block_ + block * kChunks + c;",
-        "first_key_block_ + block * kChunks;",
+        "first_key_strip_ + block * kStrips + c;",
+        "first_key_strip_ + block * kStrips;",
         "numbers",
         PARTS_OF_UNITS,
     ),

@@ -43,7 +43,7 @@ class _Formulas:
 
     def _split_inputs(self, names: tuple[str, ...] = ("q", "k", "v")) -> None:
         for name in names:
-            blocks = self.launch.values["k_blocks" if name in ("k", "v") else "q_blocks"]
+            blocks = self.launch.values["k_strips" if name in ("k", "v") else "q_strips"]
             parts, units = split_parts(self.launch.array(name), blocks)
             self.launch.array(f"{name}_parts")[...] = parts.ravel()
             self.launch.array(f"{name}_units")[...] = units.ravel()
