@@ -25,7 +25,7 @@ from fa2cupy.testing import Expectation, make_inputs
 pytestmark = pytest.mark.simulated
 
 H100 = DeviceInfo.named("sm_90")
-#: A device with so few blocks that each has pieces of several jobs, and jobs are cut.
+#: A device with so few blocks that each has steps of several jobs, and jobs are cut.
 FEW = dataclasses.replace(H100, multiprocessors=2)
 #: A device with more blocks than parts that are merged at once.
 MANY = dataclasses.replace(H100, multiprocessors=23)
@@ -207,7 +207,7 @@ def test_many_jobs_have_small_blocks(launched, head_dim):
 
 @pytest.mark.matrix
 def test_without_counters_no_job_is_cut(monkeypatch):
-    """Calls captured after all counters are taken have none: each block has the jobs that begin in its piece."""
+    """Calls captured after all counters are taken have none: each block has the jobs that begin in its stretch."""
     for device in (FEW, MANY):
         with monkeypatch.context() as patch, simulated_gpu(patch, device, with_counter=False):
             check(on_device, Case("float16", (0, 5, 200, 64), page_size=16, num_new=1))

@@ -103,18 +103,19 @@ class DecodeWarp {
     // Starts the copy of rows from anywhere: 16 bytes at a time where a row begins on them, else one element.
     template <int kThreads, int kCount, class SourceOf>
     __device__ __forceinline__ static void copy_rows(char* to, int32 thread, const SourceOf& source_of) {
-        constexpr int kVector = Rows::kVector, kPieces = Rows::kColumns / kVector;
+        constexpr int kVector = Rows::kVector, kVectors = Rows::kColumns / kVector;
         Real* rows = reinterpret_cast<Real*>(to);
-        for (int32 index = thread; index < kCount * kPieces; index += kThreads) {
-            const int32 row = index / kPieces, column = index % kPieces * kVector;
+        for (int32 index = thread; index < kCount * kVectors; index += kThreads) {
+            const int32 row = index / kVectors, column = index % kVectors * kVector;
             const Real* source = source_of(row);
-            Real* piece = rows + row * Rows::kRowLength + column;
+            Real* target = rows + row * Rows::kRowLength + column;
             if (Rows::in_vectors(source, 0)) {
-                Rows::template copy_piece<kVector>(piece, source + column, source && column < Spec::kHeadDim);
+                Rows::template copy_vector<kVector>(target, source + column, source && column < Spec::kHeadDim);
             } else {
 #pragma unroll
                 for (int v = 0; v < kVector; ++v)
-                    Rows::template copy_piece<1>(piece + v, source + column + v, source && column + v < Spec::kHeadDim);
+                    Rows::template copy_vector<1>(target + v, source + column + v,
+                                                  source && column + v < Spec::kHeadDim);
             }
         }
     }

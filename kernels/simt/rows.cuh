@@ -52,9 +52,9 @@ struct SharedRows {
         gmem += first_row * row_stride;
         num_rows -= first_row;
         if (in_vectors(gmem, row_stride))
-            copy_pieces<kThreads, kRows, kVector>(rows, gmem, row_stride, num_rows);
+            copy_vectors<kThreads, kRows, kVector>(rows, gmem, row_stride, num_rows);
         else
-            copy_pieces<kThreads, kRows, 1>(rows, gmem, row_stride, num_rows);
+            copy_vectors<kThreads, kRows, 1>(rows, gmem, row_stride, num_rows);
     }
 
     // Stores zeros to the rows for which is_hidden(row), by all threads of the block.
@@ -65,31 +65,32 @@ struct SharedRows {
             if (is_hidden(index / kColumns)) rows[index / kColumns * kRowLength + index % kColumns] = 0;
     }
 
-    // Copies a piece, or writes zeros if it does not exist.
+    // Copies kElements elements, or writes zeros if they do not exist.
     template <int kElements>
-    __device__ __forceinline__ static void copy_piece(Real* smem, const Real* gmem, bool exists) {
-        using Piece = Vector<Real, kElements>;
+    __device__ __forceinline__ static void copy_vector(Real* smem, const Real* gmem, bool exists) {
+        using Copied = Vector<Real, kElements>;
         if constexpr (kAsynchronous) {
-            cp_async<sizeof(Piece)>(common::shared_address(smem), gmem, exists);
+            cp_async<sizeof(Copied)>(common::shared_address(smem), gmem, exists);
         } else {
-            Piece piece = {};
-            if (exists) piece = *reinterpret_cast<const Piece*>(gmem);
-            *reinterpret_cast<Piece*>(smem) = piece;
+            Copied copied = {};
+            if (exists) copied = *reinterpret_cast<const Copied*>(gmem);
+            *reinterpret_cast<Copied*>(smem) = copied;
         }
     }
 
   private:
-    // The same in pieces of kElements. Where copies are asynchronous, no thread waits for a piece, and a loop that is
+    // The same for rows. Where copies are asynchronous, no thread waits for one, and a loop that is
     // not unrolled saves registers.
     template <int kThreads, int kRows, int kElements>
-    __device__ __forceinline__ static void copy_pieces(Real* rows, const Real* gmem, int64 row_stride, int32 num_rows) {
-        constexpr int kPieces = kColumns / kElements;  // of a row
+    __device__ __forceinline__ static void copy_vectors(Real* rows, const Real* gmem, int64 row_stride,
+                                                        int32 num_rows) {
+        constexpr int kVectors = kColumns / kElements;  // of a row
         constexpr int kUnroll = kAsynchronous ? 1 : 4;
 #pragma unroll kUnroll
-        for (int32 index = threadIdx.x; index < kRows * kPieces; index += kThreads) {
-            const int32 row = index / kPieces, column = index % kPieces * kElements;
-            copy_piece<kElements>(rows + row * kRowLength + column, gmem + row * row_stride + column,
-                                  row < num_rows && column < kHeadDim);
+        for (int32 index = threadIdx.x; index < kRows * kVectors; index += kThreads) {
+            const int32 row = index / kVectors, column = index % kVectors * kElements;
+            copy_vector<kElements>(rows + row * kRowLength + column, gmem + row * row_stride + column,
+                                   row < num_rows && column < kHeadDim);
         }
     }
 };

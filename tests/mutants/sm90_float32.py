@@ -103,7 +103,7 @@ MUTANTS = (
         PARTS,
     ),
     Mutant(
-        "parts: a chunk of O is read in flight",
+        "parts: a strip of O is read in flight",
         "forward",
         "            wgmma_wait<0>();\n            pin(part);",
         "            pin(part);",
@@ -119,7 +119,7 @@ MUTANTS = (
         PARTS,
     ),
     Mutant(
-        "parts: chunks have the first one's unit",
+        "parts: strips have the first one's unit",
         "forward",
         "first_key_strip_ + block * kStrips + c;",
         "first_key_strip_ + block * kStrips;",
