@@ -198,9 +198,9 @@ def _drift(costs: Costs, problem: AttentionProblem, device: DeviceInfo, splits: 
     heads = problem.heads_per_group / splits
     of_head = _bytes_of_head(problem, problem.seqlen_q)
     left, right = problem.band
-    # But for the last, and for those at the ends of a window.
     is_short = 2 * of_head * problem.heads_per_group <= device.l2_bytes
     keys = (_EQUAL_BLOCKS_OF_SHORT_HEADS if is_short else _EQUAL_BLOCKS) * problem.seqlen_q
+    # With a window, or far more keys than queries, all blocks but the outer ones are equally long.
     has_equal_blocks = right is None or left is not None or problem.seqlen_k >= keys
     harmless = 1 if of_head > device.l2_bytes else 2
     if has_equal_blocks or heads <= harmless or of_head * problem.batch * problem.num_heads <= device.l2_bytes:

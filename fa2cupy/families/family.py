@@ -88,11 +88,11 @@ class Family(ABC):
         The tiles that the blocks of ``backward`` own. With ``"queries"`` they add dK and dV to the results in place;
         with ``"keys"`` they add dQ to a float32 workspace, which ``convert_dq`` reads.
     tiles : mapping of operation to tuple of TileRow
-        Default tiles. The first row is taken that applies, is legal on the device, and whose blocks fit the
+        Default tiles. A kernel takes the first row that applies, is legal on the device, and whose blocks fit the
         multiprocessor's shared memory as often as the tile's `blocks_per_sm` says.
     default_methods : tuple of str
-        Methods of the backward, of which the one with the shortest estimated time is the default; without costs, the
-        first that takes the call.
+        Methods of the backward. The default is the one with the shortest estimated time; without costs, the first that
+        takes the call.
     clears_unlisted_keys : bool
         True if, under a sparse map, its kernels write no dk and dv of key tiles without a query: plans clear them.
     split_operations : tuple of str

@@ -1,4 +1,4 @@
-"""What families have in common whose kernels multiply pairs of float16 matrices (``kernels/float32_parts``)."""
+"""What families that multiply pairs of float16 matrices have in common (``kernels/float32_parts``)."""
 
 from __future__ import annotations
 

@@ -148,7 +148,7 @@ OPERATIONS = {
                 "lse:input_accum delta:input_accum dsink:output_accum", (), (), ("num_heads", "seqlen_q", "batch")
             ),
         ),
-        # dQ, converted from the workspace in which families whose blocks own keys sum it.
+        # dQ, converted from its workspace: families whose blocks own keys sum it there.
         Operation(
             "convert_dq",
             ("cu_seqlens",),
@@ -170,7 +170,7 @@ OPERATIONS = {
                 ("num_heads", "seqlen_q", "num_tiles", "num_splits"),
             ),
         ),
-        # Parts of O and lse over different keys, merged for the caller.
+        # The caller's partial results over different keys, merged.
         Operation(
             "merge",
             (),
@@ -184,7 +184,7 @@ OPERATIONS = {
                 ("part_stride",),
             ),
         ),
-        # dK and dV, summed over the shares of a split kernel, of which the workspace has one or several copies.
+        # dK and dV of a split kernel, summed over the copies in the workspace: one for all shares, or one for each.
         Operation(
             "sum_dkdv",
             ("dropout_p", "cu_seqlens"),

@@ -12,7 +12,7 @@ __all__ = ["SM80_FLOAT32", "Sm80Float32"]
 #: For each kernel, the side whose rows its warps own, and the other side.
 _SIDES = {"forward": ("b_r", "b_c"), "backward_dq": ("b_r", "b_c"), "backward_dkdv": ("b_c", "b_r")}
 _WARP_ROWS = 16
-_ROWS = (32, 64, 128)  # of a tile: the units of parts are those of 64 rows, and parts fill tiles of 128
+_ROWS = (32, 64, 128)  # of a tile: strips of parts have 64 rows, and fill tiles of 128
 _CHAIN = 64  # columns whose products are added in one chain
 
 
@@ -52,7 +52,7 @@ class Sm80Float32(Float32Parts):
     }
 
     def is_default_on(self, device: DeviceInfo) -> bool:
-        # By the rates of the hardware: nobody has measured it yet.
+        # Decided by the rates of the hardware: nobody has measured it yet.
         return device.float16_rate > PRODUCTS_OF_PARTS
 
     def shared_memory_bytes(self, operation: str, dtype: str, head_dim: int, tile: TileConfig) -> int:

@@ -21,7 +21,7 @@ _H100, _H100_LATER = "NVIDIA H100 80GB HBM3, 2026-11-21", "NVIDIA H100 80GB HBM3
 #: Features that need registers in the inner loop, so that the backward with more queries at a time would spill. (With a
 #: window it would not spill, but compute more scores outside the window.)
 _IN_REGISTERS, _IN_MANY_REGISTERS = features_in_registers(1), features_in_registers(2)
-#: Functions of the caller's, of which the compiler evaluates several elements side by side.
+#: The caller's functions, which the compiler evaluates for several elements side by side.
 _FUNCTIONS = ("score_mod", "mask_mod")
 
 _SHARED_BYTES = 227 * 1024  # the most that a block can have

@@ -25,7 +25,7 @@ _SIDES = {
     "backward_dkdv": ("b_c", "b_r"),
 }
 
-#: Of these kernels, persistent blocks draw query tiles from a counter.
+#: The kernels whose persistent blocks draw query tiles from a counter.
 _PERSISTENT = ("forward", "backward_dq")
 
 

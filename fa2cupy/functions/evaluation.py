@@ -15,7 +15,7 @@ from .tracing import Program
 
 __all__ = ["Evaluation", "GradientPart", "add_elements", "reduced"]
 
-#: The most nodes of a program of which all values are held for a tile, for its derivatives.
+#: For programs of up to so many nodes, all values of a tile are kept for the derivatives.
 _MANY = 1000
 
 

@@ -1,9 +1,9 @@
 """What a function computes with besides its arguments.
 
-A function is traced again when something has changed that it reads. Of a plain function, that are its code, its
-defaults and the values of names from its closure and its module, and those of the functions among them. Where all of
-these are numbers, strings, or tuples, lists and dicts of them, they are compared at each call. A bound method, a
-callable object, or a function that reads an attribute of an object has no such state and is traced in each call.
+A function is traced again when something that it reads has changed. A plain function reads its code, its defaults and
+the values of names from its closure and its module, and the functions among these read theirs. Where all of these are
+numbers, strings, or tuples, lists and dicts of them, they are compared at each call. A bound method, a callable object,
+or a function that reads an attribute of an object has no such state and is traced in each call.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _MOST, _LONGEST = 100, 4096
 
 
 class Unchanging:
-    """Base of objects that never change, and of which equal ones compute the same."""
+    """Base of objects that never change; equal ones compute the same."""
 
 
 class _UnknownError(Exception):

@@ -1,4 +1,4 @@
-"""Calls a function of the caller's with symbols, and gives what it computes as a `Program`."""
+"""Calls the caller's function with symbols, and returns what it computes as a `Program`."""
 
 from __future__ import annotations
 

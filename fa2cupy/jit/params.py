@@ -56,7 +56,7 @@ _KINDS = {
     "int": ("int32 {name}", "i"),
     "word": ("uint32 {name}", "I"),
 }
-#: C++ types of the elements of arrays that functions of the caller's read, by dtype.
+#: C++ types of the elements of arrays that the caller's functions read, by dtype.
 ITEMS = {
     "float16": "float16", "bfloat16": "bfloat16", "float32": "float", "float64": "double", "bool": "bool",
     "int8": "signed char", "int16": "short", "int32": "int32", "int64": "int64",

@@ -166,7 +166,7 @@ def _with_parts(
 
 
 def _with_own_lse(tiled: Iterable[Stage]) -> list[Stage]:
-    """The tiled kernels of a backward, of which the first, a forward, computes lse again for the others."""
+    """The tiled kernels of a backward. The first, a forward, recomputes lse for the others."""
     of_forward: dict[str, str | None] = {"given_lse": "lse", "lse": _OWN_LSE, "o": None}
     of_others: dict[str, str | None] = {"lse": _OWN_LSE}
     return [replace(stage, renamed=of_forward if stage.spec.operation == "forward" else of_others) for stage in tiled]
