@@ -27,7 +27,7 @@ from .problem.array_types import Array
 
 __all__ = ["run_scaleout", "two_hosts"]
 
-_SCHEMES = ("heads", "gather", "ring", "hybrid")
+_SCHEMES = ("heads", "gather", "hybrid")
 #: Largest error of a result over its largest value, by dtype. Shares of gradients are rounded before they are summed.
 _ALLOWED = {"float64": 1e-12, "bfloat16": 2e-2}
 _ITERATIONS = 5

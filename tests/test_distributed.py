@@ -18,8 +18,7 @@ from fa2cupy.distributed.copies import word_layout
 from fa2cupy.distributed.threads import ThreadTransport
 from fa2cupy.testing import make_inputs
 
-SCHEMES = ("heads", "gather", "ring", "hybrid")
-WITH_FEATURES = ("heads", "gather", "hybrid")
+SCHEMES = ("heads", "gather", "hybrid")
 SIZES = {"batch": 2, "seqlen_q": 48, "seqlen_k": 48, "num_heads": 8, "num_heads_kv": 4, "head_dim": 8}
 TILE = TileConfig(16, 16, 1)
 METHODS = ("single_pass", "two_pass")
@@ -41,7 +40,7 @@ class TestAgainstOneCall:
         assert_close(ranks.on_ranks(size, inputs, causal=causal, how={"scheme": scheme, "order": order}), expected)
 
     @pytest.mark.parametrize("groups", [1, 2, 4])
-    @pytest.mark.parametrize("scheme", WITH_FEATURES)
+    @pytest.mark.parametrize("scheme", SCHEMES)
     def test_groups_of_heads(self, scheme, groups):
         inputs = inputs_of(num_heads=16, num_heads_kv=8)
         how = {"scheme": scheme, "head_groups": groups}
@@ -49,13 +48,13 @@ class TestAgainstOneCall:
 
     @pytest.mark.parametrize("causal", [False, True])
     @pytest.mark.parametrize(("rows", "keys"), [(24, 48), (48, 24), (8, 64), (64, 8)])
-    @pytest.mark.parametrize("scheme", WITH_FEATURES)
+    @pytest.mark.parametrize("scheme", SCHEMES)
     def test_queries_and_keys_of_other_lengths(self, scheme, rows, keys, causal):
         inputs = inputs_of(seqlen_q=rows, seqlen_k=keys)
         expected = ranks.whole_call(inputs, causal=causal)
         assert_close(ranks.on_ranks(4, inputs, causal=causal, how={"scheme": scheme}), expected)
 
-    @pytest.mark.parametrize("scheme", WITH_FEATURES)
+    @pytest.mark.parametrize("scheme", SCHEMES)
     def test_without_sequences(self, scheme):
         found = ranks.on_ranks(4, inputs_of(batch=0), how={"scheme": scheme})
         assert {name: x.shape for name, x in found.items()} == {
@@ -166,7 +165,7 @@ class TestFeatures:
     @pytest.mark.sample(size=(4,))
     @pytest.mark.parametrize("causal", [False, True])
     @pytest.mark.parametrize("size", [2, 4])
-    @pytest.mark.parametrize("scheme", WITH_FEATURES)
+    @pytest.mark.parametrize("scheme", SCHEMES)
     @pytest.mark.parametrize("name", FEATURES)
     def test_each(self, name, scheme, size, causal):
         if name.startswith("alibi") and scheme != "heads" and not causal:
@@ -177,7 +176,7 @@ class TestFeatures:
             ranks.on_ranks(size, inputs, how={"scheme": scheme}, **options), ranks.whole_call(inputs, **options)
         )
 
-    @pytest.mark.parametrize("scheme", WITH_FEATURES)
+    @pytest.mark.parametrize("scheme", SCHEMES)
     def test_all_together(self, scheme):
         inputs = inputs_of()
         options = {"causal": True, "dlse": numbers((2, 8, 48), "float64", seed=3)}
@@ -185,7 +184,7 @@ class TestFeatures:
             options |= options_of(name, "float64", SIZES)
         assert_close(ranks.on_ranks(4, inputs, how={"scheme": scheme}, **options), ranks.whole_call(inputs, **options))
 
-    @pytest.mark.parametrize("scheme", WITH_FEATURES)
+    @pytest.mark.parametrize("scheme", SCHEMES)
     @pytest.mark.parametrize(("rows", "keys"), [(24, 64), (64, 24)])
     @pytest.mark.parametrize("window", [(5, 0), (5, 9), (None, 7), (11, None), (0, 0)])
     def test_windows_of_other_lengths(self, window, rows, keys, scheme):
@@ -211,11 +210,6 @@ class TestFeatures:
         # on the same rank as chunk 3. k and v take 6 messages each.
         assert sent == [(1, 8, 4, 8)] * 12
 
-    def test_the_ring_takes_soft_caps(self):
-        inputs = inputs_of()
-        options = {"causal": True, "softcap": 0.8}
-        assert_close(ranks.on_ranks(4, inputs, how={"scheme": "ring"}, **options), ranks.whole_call(inputs, **options))
-
     @pytest.mark.parametrize("causal", [False, True])
     def test_packed_sequences(self, causal):
         inputs = tuple(x[0] for x in inputs_of(batch=1, seqlen_q=64, seqlen_k=64))
@@ -233,7 +227,7 @@ class TestFeatures:
         options["window"] = (9, 4)
         assert_close(ranks.on_ranks(2, inputs, **options), ranks.whole_call(inputs, **options))
 
-    @pytest.mark.parametrize("scheme", WITH_FEATURES)
+    @pytest.mark.parametrize("scheme", SCHEMES)
     def test_functions_of_scores_know_where_they_are(self, scheme):
         inputs = inputs_of()
         table, ids = numbers((8, 48), "float64"), np.repeat([0, 1, 2], 16)[None].repeat(2, axis=0)
@@ -279,7 +273,7 @@ class TestBits:
 
     @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
     @pytest.mark.parametrize("name", ["plain", "window", "window left", "sink", "dropout", "bias", "mask"])
-    @pytest.mark.parametrize("scheme", WITH_FEATURES)
+    @pytest.mark.parametrize("scheme", SCHEMES)
     def test_o_and_lse_of_one_call(self, scheme, name, dtype):
         sizes = SIZES | {"seqlen_q": 128, "seqlen_k": 128}
         inputs = make_inputs(dtype, **sizes)
@@ -308,7 +302,7 @@ class TestBits:
             ours, theirs = (np.linalg.norm(x[name].astype("float64") - truth[name]) for x in (found, one))
             assert ours <= 1.6 * theirs, name
 
-    @pytest.mark.parametrize("scheme", WITH_FEATURES)
+    @pytest.mark.parametrize("scheme", SCHEMES)
     def test_dropout_drops_the_same_elements_for_any_number_of_ranks(self, scheme):
         ones = np.ones((1, 64, 8, 8))
         identity = np.broadcast_to(np.eye(64)[None, :, None], (1, 64, 8, 64)).copy()
@@ -411,12 +405,6 @@ class TestRefusals:
 
         refused(ValueError, "pad the whole sequence to a multiple of 4, that is to 48 rows", change=odd)
 
-    @pytest.mark.parametrize("name", ["window", "alibi", "bias", "mask", "padding", "sink", "dropout"])
-    def test_features_of_the_ring(self, name):
-        given = options_of(name, "float64", SIZES)
-        rows = {n: x[:, :, :24] if n in ("bias", "mask") else x for n, x in given.items()}
-        refused(UnsupportedProblemError, "take 'heads' or 'gather'", scheme="ring", **rows)
-
     @pytest.mark.parametrize("scheme", ["gather", "hybrid"])
     def test_what_gather_has_not(self, scheme):
         slopes, takes = np.linspace(0.1, 0.8, 8), f"alibi_slopes: scheme={scheme!r} takes them with"
@@ -427,10 +415,10 @@ class TestRefusals:
     @pytest.mark.parametrize(
         ("options", "match"),
         [
-            ({"scheme": "rings"}, "scheme: expected None, 'heads', 'gather', 'ring', 'hybrid'"),
+            ({"scheme": "rings"}, "scheme: expected None, 'heads', 'gather', 'hybrid', got 'rings'"),
+            ({"scheme": "ring"}, "scheme: there is no 'ring' any more; take 'gather'"),
             ({"order": "striped"}, "order: expected 'zigzag' or 'contiguous'"),
             ({"head_groups": 3}, "head_groups: expected a divisor of the 2 K/V heads"),
-            ({"scheme": "ring", "head_groups": 2}, "head_groups: scheme='ring' has no groups"),
             ({"layout": "sbhd"}, "layout: expected"),
             ({"window": (-1, 0)}, "window (left)"),
             ({"bias": np.zeros((48, 48))}, "shard(comm, bias, axis=0)"),
@@ -675,7 +663,7 @@ class TestRows:
 def calls(draw):
     """Draws a number of ranks, sizes that it divides, a scheme, and options."""
     size, order = draw(st.integers(2, 5)), draw(st.sampled_from(["zigzag", "contiguous"]))
-    scheme = draw(st.sampled_from(WITH_FEATURES))
+    scheme = draw(st.sampled_from(SCHEMES))
     unit = size * (2 if order == "zigzag" else 1)
     with_heads = {"heads": size, "gather": 1, "hybrid": ranks.ranks_per_host(size)}[scheme]
     per_rank = draw(st.integers(1, 2 if scheme == "heads" else 3))

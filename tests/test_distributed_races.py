@@ -21,7 +21,7 @@ from fa2cupy.distributed import run as run_module
 from fa2cupy.testing import make_inputs
 
 #: "copies" stands for ranks that write each other's memory.
-SCHEMES = ("heads", "heads copies", "gather", "gather copies", "ring", "hybrid")
+SCHEMES = ("heads", "heads copies", "gather", "gather copies", "hybrid")
 
 
 def windows_of(scheme: str, monkeypatch, window: type = ranks.ThreadWindow):
@@ -39,7 +39,7 @@ def case(size: int, ratio: int = 1) -> tuple[tuple, dict, dict]:
     heads = 4 * size
     inputs = make_inputs("float32", seqlen_q=8 * size, num_heads=ratio * heads, num_heads_kv=heads, head_dim=4)
     groups = {"heads": 4, "heads copies": 4, "gather": 4, "gather copies": 4, "hybrid": 2}
-    return inputs, {"causal": True}, {name: {"head_groups": count} for name, count in groups.items()} | {"ring": {}}
+    return inputs, {"causal": True}, {name: {"head_groups": count} for name, count in groups.items()}
 
 
 def check(scheme: str, seed: int, size: int, inputs: tuple, options: dict, groups: dict, monkeypatch) -> None:
@@ -233,7 +233,6 @@ CASES = {
     "gather copies window": {"how": {"scheme": "gather copies"}, "heads": 2, "window": (3, 0)},
     "gather bias": {"how": {"scheme": "gather"}, "heads": 2, "bias": numbers((1, 1, 32, 32), "float32")},
     "gather bias of keys": {"how": {"scheme": "gather"}, "heads": 2, "bias": numbers((32,), "float32")},
-    "ring": {"how": {"scheme": "ring"}, "heads": 1},
     "hybrid": {"how": {"scheme": "hybrid", "head_groups": 4}, "heads": 8},
 }
 

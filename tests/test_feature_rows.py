@@ -33,7 +33,7 @@ _RESULTS = {"families/", "gpu/", "jit/", "plan/", "problem/"}
 OTHERS = {
     "score_mod": {*_FUNCTIONS, "jit/params", "mods", "testing"},
     "window": {"distributed/", "families/sm90", "plan/layout"},
-    "softcap": {"distributed/", "mods", "problem/function_checks", "problem/softcap"},
+    "softcap": {"mods", "problem/function_checks", "problem/softcap"},
     "alibi_slopes": {"families/tile_choice"},
     "bias": {"distributed/", "families/sm90", "gpu/", "jit/params", "plan/specs", "testing"},
     "wide_bias": {"jit/params"},

@@ -50,7 +50,7 @@ def test_from_checks_to_files(tmp_path, capsys):
     assert keys == [(n, scheme, op) for n in (64, 128) for scheme in schemes for op in OPERATIONS]
     for row in rows:
         assert row["check"] == ("one call" if row["seqlen"] == "64" else "samples")
-        assert row["equal"] == ("0" if (row["check"], row["scheme"]) == ("one call", "ring") else "1")
+        assert row["equal"] == "1"
         assert float(row["error"]) < 1e-12
         ratio = float(row["alone_ms_median"]) / float(row["ms_median"])
         assert float(row["efficiency"]) == pytest.approx(ratio, rel=1e-3)
@@ -87,7 +87,7 @@ def test_a_wrong_result_is_reported_and_not_timed(rows, place, name, tmp_path, m
     assert simulate(tmp_path, "--rows", str(rows)) == 1
     told = capsys.readouterr().out
     assert f"WRONG: gather on 2 ranks, float64 d=16 seqlen={rows}" in told and "1e-12 is allowed" in told
-    assert {row["scheme"] for row in measure.read_csv(tmp_path / "scaleout.csv")} == {"heads", "ring"}
+    assert {row["scheme"] for row in measure.read_csv(tmp_path / "scaleout.csv")} == {"heads"}
 
 
 def test_a_result_that_is_not_a_number_is_wrong(tmp_path, monkeypatch, capsys):
@@ -99,8 +99,8 @@ def test_a_result_that_is_not_a_number_is_wrong(tmp_path, monkeypatch, capsys):
         return results
 
     monkeypatch.setattr(dist, "backward", wrong)
-    assert simulate(tmp_path, "--rows", "64", "--schemes", "ring") == 1
-    assert "WRONG: ring on 2 ranks" in capsys.readouterr().out
+    assert simulate(tmp_path, "--rows", "64", "--schemes", "gather") == 1
+    assert "WRONG: gather on 2 ranks" in capsys.readouterr().out
     assert not (tmp_path / "scaleout.csv").exists()
 
 
@@ -125,11 +125,11 @@ def test_a_job_that_fails_leaves_the_others(tmp_path, monkeypatch, capsys):
         return right(comm, *arrays, scheme=scheme, **options)
 
     monkeypatch.setattr(dist, "forward", failing)
-    assert simulate(tmp_path, "--rows", "64", "--schemes", "heads", "ring") == 1
+    assert simulate(tmp_path, "--rows", "64", "--schemes", "heads", "gather") == 1
     assert "FAILED: heads on 2 ranks, float64 d=16 seqlen=64 batch=1 heads=4/2 causal: MemoryError" in (
         capsys.readouterr().out
     )
-    assert {row["scheme"] for row in measure.read_csv(tmp_path / "scaleout.csv")} == {"ring"}
+    assert {row["scheme"] for row in measure.read_csv(tmp_path / "scaleout.csv")} == {"gather"}
 
 
 # --- the command line -------------------------------------------------------------------------------------------------
@@ -173,8 +173,8 @@ def test_jobs_are_all_that_the_ranks_divide(monkeypatch):
     assert {one.ranks for one in jobs} == {2, 4, 8}
     assert {one.problem.seqlen for one in jobs} == {32768, 131072, 524288, 1048576}
     narrow = [one.scheme for one in jobs if one.ranks == 8 and one.problem.heads_kv == 4]
-    assert narrow == ["gather", "ring", "hybrid"] * 4
-    assert len(jobs) == 4 * (3 * 3 + 3 * 4 + (3 * 4 - 1))  # two ranks have no hybrid
+    assert narrow == ["gather", "hybrid"] * 4
+    assert len(jobs) == 4 * (3 * 2 + 3 * 3 + (3 * 3 - 1))  # two ranks have no hybrid
     assert scaleout.ranks_of(6) == [2, 4, 6]
 
 
@@ -215,14 +215,14 @@ def test_plot_only(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(scaleout, "can_plot", lambda: True)
     draw = scaleout.line_panels
     monkeypatch.setattr(scaleout, "line_panels", lambda *all_of: drawn.append(all_of[-1]) or draw(*all_of))
-    rows = [row for n in (4, 2) for scheme in ("heads", "ring") for s in (128, 64) for row in made_up(scheme, s, n)]
+    rows = [row for n in (4, 2) for scheme in ("heads", "gather") for s in (128, 64) for row in made_up(scheme, s, n)]
     measure.write_csv(tmp_path / "some.csv", scaleout.COLUMNS, rows)
     assert scaleout.main(["--plot-only", str(tmp_path / "some.csv")]) == 0
     assert (tmp_path / "some.png").read_bytes().startswith(b"\x89PNG")
     assert capsys.readouterr().out == f"{tmp_path / 'some.png'}\n"
     (panels,) = drawn
     assert list(panels) == [("2 ranks", "heads 4/2"), ("4 ranks", "heads 4/2")]
-    assert panels["2 ranks", "heads 4/2"]["ring"] == pytest.approx({64: 90.0, 128: 90.0})
+    assert panels["2 ranks", "heads 4/2"]["gather"] == pytest.approx({64: 90.0, 128: 90.0})
 
 
 @needs_matplotlib
@@ -275,10 +275,10 @@ def ranks(monkeypatch):
 
 
 def test_ranks_measure_job_by_job(ranks):
-    jobs = [job("heads"), job("ring")]
+    jobs = [job("heads"), job("gather")]
     found = list(processes.on_gpus(jobs))
     assert [one for one, _ in found] == jobs
-    assert all([one.equal for one in by_rank] in ([True, True], [False, False]) for _, by_rank in found)
+    assert all([one.equal for one in by_rank] == [True, True] for _, by_rank in found)
     assert all(len(one.times["training"]) == 2 for _, by_rank in found for one in by_rank)
     assert len(ranks) == 1
 
@@ -292,7 +292,7 @@ def test_other_processes_go_on_after_a_failure(ranks, monkeypatch, capsys):
         return right(self, one)
 
     monkeypatch.setattr(rank.Rank, "measure", failing)
-    jobs = [job("heads"), job("gather"), job("ring")]
+    jobs = [job("heads"), job("gather"), job("heads", 64)]
     found = dict(processes.on_gpus(jobs))
     assert list(found) == jobs
     assert found[jobs[1]].startswith("rank ")
@@ -330,12 +330,12 @@ def test_a_process_that_dies_is_an_error():
 
 def test_without_torch_is_one_line(ranks, monkeypatch, tmp_path, capsys):
     monkeypatch.setitem(sys.modules, "torch", None)
-    jobs = [job("heads"), job(scaleout.PEER), job("ring"), job(scaleout.PEER)]
+    jobs = [job("heads"), job(scaleout.PEER), job("gather"), job(scaleout.PEER)]
     _, failed = scaleout.run(jobs, processes.on_gpus, {}, tmp_path / "scaleout.csv")
     assert failed == 0
     told = [line for line in capsys.readouterr().out.splitlines() if line.startswith("without")]
     assert len(told) == 1 and told[0].startswith("without torch ring on 2 ranks") and "torch" in told[0]
-    assert {row["scheme"] for row in measure.read_csv(tmp_path / "scaleout.csv")} == {"heads", "ring"}
+    assert {row["scheme"] for row in measure.read_csv(tmp_path / "scaleout.csv")} == {"heads", "gather"}
 
 
 @pytest.mark.parametrize("is_right", [True, False])
@@ -355,7 +355,7 @@ def test_the_ring_of_torch_is_checked_and_timed(is_right, ranks, monkeypatch, tm
 
     class RingWork(rank.Work):
         def __init__(self, ring, arrays):
-            calls = [partial(call, ring.comm, scheme="ring") for call in (dist.forward, dist.backward)]
+            calls = [partial(call, ring.comm, scheme="gather") for call in (dist.forward, dist.backward)]
             super().__init__(*calls, arrays)
 
         def arrays(self):

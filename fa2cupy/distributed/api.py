@@ -16,7 +16,7 @@ from ..problem.feature_checks import extra_gradients
 from ..problem.function_checks import traced_now
 from ..problem.keywords import check_keywords, takes_features
 from ..problem.options import CallOptions, hashable_config
-from . import gather, gather_by_copies, heads, heads_by_copies, hybrid, ring
+from . import gather, gather_by_copies, heads, heads_by_copies, hybrid
 from .agreement import collective
 from .by_copies import groups_of_copies, takes
 from .communicator import Communicator, Stage
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 __all__ = ["attention", "backward", "forward"]
 
-_SCHEMES: dict[str, ModuleType] = {"heads": heads, "gather": gather, "ring": ring, "hybrid": hybrid}
+_SCHEMES: dict[str, ModuleType] = {"heads": heads, "gather": gather, "hybrid": hybrid}
 _BY_COPIES: dict[str, ModuleType] = {"heads": heads_by_copies, "gather": gather_by_copies}
 
 
@@ -71,10 +71,9 @@ def forward(
         As for `fa2cupy.forward`, of the whole sequence.
     out : tuple of (ndarray or None), optional
         Arrays ``(o, lse)`` to write this rank's results to.
-    scheme : {None, "heads", "gather", "ring", "hybrid"}, optional
+    scheme : {None, "heads", "gather", "hybrid"}, optional
         ``"heads"``: each rank gets all rows of its share of the heads (all-to-all); the number of K/V heads must be a
         multiple of the number of ranks. ``"gather"``: each rank gets the keys that its queries see (all-gather).
-        ``"ring"``: each rank meets the keys of one other rank at a time, and results are merged in float32.
         ``"hybrid"``: ``"heads"`` among the ranks of a host, and ``"gather"`` among those of all hosts that have the
         same heads; the number of K/V heads must be a multiple of ``comm.ranks_per_host``. None is ``"hybrid"`` with
         several hosts of several ranks, where it is possible, else ``"heads"`` where that is, and else ``"gather"``.
@@ -109,9 +108,8 @@ def forward(
         the ranks cannot divide the rows, or the heads for ``"heads"`` and ``"hybrid"``. All ranks raise an error if one
         of them does, and can go on.
     UnsupportedProblemError
-        ``"ring"`` has no features but soft caps, and as many queries as keys under a causal mask. ``"gather"`` and
-        ``"hybrid"`` have no packed sequences, no `block_mask`, and ALiBi only with causal or a window without keys on
-        the right; on a GPU, dropout only in chunks of a multiple of 16 rows.
+        ``"gather"`` and ``"hybrid"`` have no packed sequences, no `block_mask`, and ALiBi only with causal or a window
+        without keys on the right; on a GPU, dropout only in chunks of a multiple of 16 rows.
     CommunicationError
         Another rank has failed or does not answer in time, or an earlier call on the communicator has failed. It cannot
         be used any more, as after any other exception that ends a call: ``KeyboardInterrupt``, or a lack of memory.
@@ -120,23 +118,21 @@ def forward(
 
     Notes
     -----
-    In ``"heads"``, ``"gather"`` and ``"hybrid"`` o and lse are those of one call on the whole sequence, bit for bit,
-    and so is what dropout drops: each row is computed by one call, which has the same tiles of keys. In ``"gather"``
-    and ``"hybrid"``, where a call has a chunk of the rows, this needs chunks of whole tiles of queries: on a GPU of a
-    multiple of 128 rows, on NumPy by default of 256 rows divided by the query heads of a group (`config` has other
-    ones), and a BLAS whose products do not depend on the number of rows. In other chunks a block of rows may begin
-    elsewhere, and the key tiles that need a mask for some of its rows are computed in another way than others. Calls on
-    a GPU have the `num_splits` of one call on the whole sequence.
-    ``"ring"`` merges results in float32 (float64 for float64 data).
+    o and lse are those of one call on the whole sequence, bit for bit, and so is what dropout drops: each row is
+    computed by one call, which has the same tiles of keys. In ``"gather"`` and ``"hybrid"``, where a call has a
+    chunk of the rows, this needs chunks of whole tiles of queries: on a GPU of a multiple of 128 rows, on NumPy by
+    default of 256 rows divided by the query heads of a group (`config` has other ones), and a BLAS whose products
+    do not depend on the number of rows. In other chunks a block of rows may begin elsewhere, and the key tiles that
+    need a mask for some of its rows are computed in another way than others. Calls on a GPU have the `num_splits`
+    of one call on the whole sequence.
 
     Memory beyond inputs and results, but for the kernels' own, with e bytes an element, N rows of all ranks, W ranks, H
     query heads, h K/V heads of d columns and G groups of heads: ``"heads"`` N / W (4 H + 6 h) d e; ``"gather"`` at most
     2 N h d e, with G groups of one size 2 N h d e min(2, G) / G, and in a backward two to three times that for shares
-    of gradients besides; ``"ring"`` 3 slots of 2 N / W h d e, and o in float32; ``"hybrid"`` as much as ``"heads"``,
-    and with R ranks in a host that of ``"gather"`` for h / R heads and W / R ranks. Where messages of a batch of
-    several sequences travel by NCCL, they have memory besides, in ``"heads"`` half as much again, in ``"gather"`` twice
-    as much. By MPI, messages are copied on both ranks. What the ranks write for each other stays allocated as long as
-    the communicator (``comm.window_bytes``).
+    of gradients besides; ``"hybrid"`` as much as ``"heads"``, and with R ranks in a host that of ``"gather"`` for h / R
+    heads and W / R ranks. Where messages of a batch of several sequences travel by NCCL, they have memory besides, in
+    ``"heads"`` half as much again, in ``"gather"`` twice as much. By MPI, messages are copied on both ranks. What the
+    ranks write for each other stays allocated as long as the communicator (``comm.window_bytes``).
 
     On GPUs of one host, the ranks of ``"heads"`` and ``"gather"`` write each other's memory (CUDA IPC) with copy
     engines, beside the kernels; in ``"heads"``, a kernel writes the first rows and the last results. In ``"heads"``
@@ -151,11 +147,10 @@ def forward(
     All ranks together can capture a call into a CUDA graph, after a call of the same kind: its host time is then that
     of a launch. The memory of captured calls beyond their results is kept as long as the communicator, and launches
     have no timeout. Launches and calls of ``"heads"`` and ``"gather"`` write the same memory: make them on one stream,
-    or let streams wait for each other. ``"ring"`` and functions of scores cannot be captured.
+    or let streams wait for each other. Functions of scores cannot be captured.
 
-    Sources: DeepSpeed-Ulysses, Jacobs et al. 2023 (``"heads"``); the all-gather of Llama 3, 2024 (``"gather"``); Ring
-    Attention, Liu et al. 2023 (``"ring"``); two levels, Fang and Zhao 2024, USP (``"hybrid"``); the zigzag order of
-    Zhu's ring-flash-attention, 2024.
+    Sources: DeepSpeed-Ulysses, Jacobs et al. 2023 (``"heads"``); the all-gather of Llama 3, 2024 (``"gather"``);
+    two levels, Fang and Zhao 2024, USP (``"hybrid"``); the zigzag order of Zhu's ring-flash-attention, 2024.
 
     Examples
     --------
@@ -253,13 +248,11 @@ def backward(
 
     dq, dk and dv of ``"heads"`` are those of one call bit for bit, if the method is reproducible. ``"gather"`` rounds
     each rank's share of dk and dv to their dtype and sums the shares once, in float32, in the order of the ranks;
-    ``"hybrid"`` does so with the shares of each host, and ``"ring"`` with those of each rank; ``"ring"`` sums dq over
-    its steps. With ``deterministic=True`` results are equal from run to run.
+    ``"hybrid"`` does so with the shares of each host. With ``deterministic=True`` results are equal from run to run.
 
     Memory beyond inputs and results, as for `forward`: ``"heads"`` twice q, k, v, do, dq, dk and dv of a rank;
     ``"gather"`` that of the forward, and ``4 N h d e min(2, G) / G`` for shares and what comes of other ranks;
-    ``"ring"`` that of the forward, 8 N / W h d e for shares, and dq, dk and dv in float32; ``"hybrid"`` the sum of both
-    levels' as in the forward.
+    ``"hybrid"`` the sum of both levels' as in the forward.
     """
     if keywords:
         check_keywords(backward, keywords)
@@ -393,7 +386,7 @@ def _results(comm: Communicator, arguments: CallArguments) -> tuple[Array, ...]:
     q = arguments.arrays["q"]
     if is_captured(q):
         comm.stage = Stage.REFUSED  # all ranks capture a call together
-        check_capture(request.scheme, request.keywords)
+        check_capture(request.keywords)
         comm.stage = Stage.TOGETHER
     names = tuple(result.name for result in request.results)
     given = unpack_out(arguments.out, names)

@@ -82,7 +82,7 @@ class Request:
         The problem of the whole sequence, with the axes of the caller's arrays.
     results : tuple of Result
         The results of this rank.
-    scheme : {"heads", "gather", "ring", "hybrid"}
+    scheme : {"heads", "gather", "hybrid"}
     queries, keys : RowOrder
         The ranks' rows of q and of k.
     head_groups : int or None

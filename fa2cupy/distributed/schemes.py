@@ -2,7 +2,6 @@
 
 heads     each rank gets all rows of its share of the heads (all-to-all), makes one call, and sends the results back
 gather    each rank gets the keys that its queries see (all-gather), and makes a call for each of its two chunks
-ring      each rank meets the keys of one other rank at a time, and merges the results in float32
 hybrid    heads among the ranks of a host, and gather among those of all hosts that have the same heads
 
 What travels are messages, or in ``heads`` and ``gather`` on GPUs of one host copies to each other's memory
@@ -32,10 +31,8 @@ __all__ = [
     "scheme_of",
 ]
 
-SCHEMES = ("heads", "gather", "ring", "hybrid")
+SCHEMES = ("heads", "gather", "hybrid")
 
-#: The features that need neither positions nor arrays of the whole sequence.
-_OF_RING = ("softcap",)
 #: Keys from which on messages of one group pass while another group is computed.
 _MANY_KEYS = 65536
 _DROPOUT_BLOCK = 16
@@ -48,6 +45,8 @@ def scheme_of(scheme: object, problem: AttentionProblem, size: int, ranks_per_ho
         if several_hosts and _divides(problem, ranks_per_host) and _not_in_gather(problem) is None:
             return "hybrid"
         return "heads" if _divides(problem, size) else "gather"
+    if scheme == "ring":
+        raise ValueError("scheme: there is no 'ring' any more; take 'gather', which is faster and needs less memory")
     if scheme not in SCHEMES:
         raise ValueError(f"scheme: expected None, {', '.join(map(repr, SCHEMES))}, got {scheme!r}")
     return str(scheme)
@@ -75,8 +74,6 @@ def check_scheme(scheme: str, problem: AttentionProblem, queries: RowOrder, rank
     if scheme in ("gather", "hybrid"):
         rows = queries if scheme == "gather" else queries.of_hosts(ranks)
         _check_gather(problem, rows, on_gpu, queries.size, scheme)
-    elif scheme == "ring":
-        _check_ring(problem)
 
 
 def _not_in_gather(problem: AttentionProblem) -> str | None:
@@ -106,23 +103,8 @@ def _check_gather(problem: AttentionProblem, queries: RowOrder, on_gpu: bool, si
         )
 
 
-def _check_ring(problem: AttentionProblem) -> None:
-    refused = [name for name in problem.features if name not in _OF_RING]
-    if refused:
-        raise UnsupportedProblemError(
-            f"{refused[0]}: scheme='ring' takes causal, softmax_scale and softcap; take 'heads' or 'gather'"
-        )
-    if problem.causal and problem.seqlen_q != problem.seqlen_k:
-        raise UnsupportedProblemError(
-            f"causal: scheme='ring' takes as many queries as keys, got {problem.seqlen_q} and {problem.seqlen_k}; "
-            "take 'heads' or 'gather'"
-        )
-
-
-def check_capture(scheme: str, keywords: Mapping[str, Any]) -> None:
-    """Raises unless a CUDA graph can capture a call with this scheme and these features."""
-    if scheme == "ring":
-        raise UnsupportedProblemError("scheme='ring' cannot be captured into a CUDA graph; take 'heads' or 'gather'")
+def check_capture(keywords: Mapping[str, Any]) -> None:
+    """Raises unless a CUDA graph can capture a call with these features."""
     for name in ("score_mod", "mask_mod"):
         if name in keywords:
             raise UnsupportedProblemError(f"{name}: calls on several GPUs cannot be captured into a CUDA graph with it")
@@ -144,9 +126,7 @@ def groups_of(scheme: str, problem: AttentionProblem, ranks: int, given: object,
             raise TypeError(f"head_groups: expected None or an int, got {type(given).__name__}")
         if int(given) < 1 or heads % int(given):
             raise ValueError(f"head_groups: expected a divisor of the {heads} K/V heads of a rank, got {given}")
-        if scheme == "ring" and int(given) > 1:
-            raise ValueError("head_groups: scheme='ring' has no groups of heads")
-    if has_extras or scheme == "ring":
+    if has_extras:
         count = 1
     elif given is not None:
         count = int(given)

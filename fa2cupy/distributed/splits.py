@@ -58,5 +58,5 @@ def _has_bits_of_whole(call: str, options: CallOptions, scheme: str) -> bool:
     Gradients are only in ``"heads"``, and only if the order of sums is the same from run to run.
     """
     if call == "forward":
-        return scheme != "ring"
+        return True
     return scheme == "heads" and requested_method(options.method, options.deterministic) == "two_pass"

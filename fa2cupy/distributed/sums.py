@@ -1,17 +1,16 @@
-"""The arithmetic between attention calls: sums of shares, in the dtype of lse and in a fixed order, and merges."""
+"""The arithmetic between attention calls: sums of shares, in the dtype of lse and in a fixed order."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from types import ModuleType
 from typing import Any
 
 from ..problem.array_types import Array
 from .copies import in_words
 from .messages import is_on_host
 
-__all__ = ["add", "clear", "merge_into", "store", "subtract", "sum_into"]
+__all__ = ["add", "clear", "store", "subtract", "sum_into"]
 
 
 #: Most shares of one kernel, whose arguments have 4 KiB.
@@ -83,29 +82,3 @@ def _sum_kernel(count: int, wide: str) -> Any:
     """
     shares = ", ".join(f"W {name}" for name in names)
     return _kernel(f"raw T like, {shares}", "W target", body, f"fa2cupy_sum_of_{count}")
-
-
-def merge_into(xp: ModuleType, total: Array, total_lse: Array, o: Array, lse: Array) -> None:
-    """Merges the results for further keys into those so far.
-
-    Parameters
-    ----------
-    xp : module
-    total, o : ndarray, shape (batch, row, head, column)
-        `total` is in the dtype of lse.
-    total_lse, lse : ndarray, shape (batch, head, row)
-    """
-    top = xp.maximum(total_lse, lse)
-    # Without a visible key, 0 is subtracted instead: exp(-inf - -inf) would be NaN.
-    shift = xp.where(top == -xp.inf, 0, top).astype(top.dtype, copy=False)
-    old, new = xp.exp(total_lse - shift), xp.exp(lse - shift)
-    both = old + new
-    inverse = 1 / xp.where(both == 0, 1, both).astype(top.dtype, copy=False)
-    for_total, for_o = ((weight * inverse).swapaxes(1, 2)[..., None] for weight in (old, new))
-    if is_on_host(total):
-        total *= for_total
-        total += o.astype(total.dtype, copy=False) * for_o
-    else:
-        merged = "total = total * for_total + static_cast<W>(o) * for_o"
-        _kernel("T o, W for_total, W for_o", "W total", merged, "fa2cupy_merge")(o, for_total, for_o, total)
-    total_lse[...] = xp.where(both == 0, -xp.inf, shift + xp.log(xp.where(both == 0, 1, both)))

@@ -11,10 +11,10 @@ from fa2cupy.scaleout import two_hosts
 
 from .torch_ring import TorchRing
 
-SCHEMES, PEER = ("heads", "gather", "ring", "hybrid"), TorchRing.name
+SCHEMES, PEER = ("heads", "gather", "hybrid"), TorchRing.name
 OPERATIONS = ("forward", "backward", TRAINING)
-#: ``training`` as a CUDA graph, whose baseline is that of ``training``; `GRAPH_SCHEMES` can be captured.
-GRAPH, GRAPH_SCHEMES = "graph", ("heads", "gather", "hybrid")
+#: ``training`` as a CUDA graph, whose baseline is that of ``training``.
+GRAPH = "graph"
 
 #: Largest error over the largest value. Shares of gradients are rounded before they are summed.
 ALLOWED = {"float64": 1e-12, "bfloat16": 2e-2}

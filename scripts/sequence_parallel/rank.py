@@ -11,7 +11,7 @@ import numpy as np
 import fa2cupy
 import fa2cupy.distributed as dist
 
-from .jobs import GRAPH, GRAPH_SCHEMES, OPERATIONS, PEER, Job, Measurement, part_of, share_of
+from .jobs import GRAPH, OPERATIONS, PEER, SCHEMES, Job, Measurement, part_of, share_of
 from .torch_ring import TorchRing, TorchRingWork
 
 #: Rows of a rank that are compared with float64.
@@ -160,7 +160,7 @@ class Rank:
         calls = self._warm_up(list(works.values()))
         timed = {(name, op): getattr(one, op) for op in OPERATIONS for name, one in works.items()}
         # Beyond this length the host's time does not count, and the memory of a graph would be kept.
-        if job.scheme in GRAPH_SCHEMES and job.problem.seqlen <= self.device.whole_rows:
+        if job.scheme in SCHEMES and job.problem.seqlen <= self.device.whole_rows:
             launch = self.device.captured(work.training)
             timed |= {} if launch is None else {("work", GRAPH): launch}
         work.forward()  # keeps the GPU busy while the first turn is queued
