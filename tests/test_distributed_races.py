@@ -125,8 +125,7 @@ class PickyLane(ranks.SlowLane):
 
     def wait(self, mark) -> None:
         frame = sys._getframe(1)
-        # All schemes share the wait in `begin`, so that the place of its caller counts.
-        site = place_of(frame.f_back if frame.f_code.co_name == "begin" else frame)
+        site = place_of(frame)
         if "windows" in frame.f_code.co_filename:  # for the call before, which has ended here: see TestFollowingCalls
             super().wait(mark)
             return
@@ -146,7 +145,10 @@ class PickyWindow(ranks.ThreadWindow):
 
 
 def place_of(frame) -> str:
-    return f"{Path(frame.f_code.co_filename).stem}.{frame.f_code.co_name}, line {frame.f_lineno}"
+    """Returns the lines of a wait: all schemes share those of the movers, so that the scheme's own line counts."""
+    file = Path(frame.f_code.co_filename)
+    place = f"{file.stem}.{frame.f_code.co_name}, line {frame.f_lineno}"
+    return f"{place}, for {place_of(frame.f_back)}" if file.parent.name == "movers" else place
 
 
 def one_slow_lane(slow: int, late_rank: int | None, delay: float) -> Callable[[int, int], Callable[[], float]]:

@@ -439,14 +439,11 @@ def test_gradients_of_features_where_copies_have_groups_of_several_sizes(scheme,
     monkeypatch.setattr(by_copies, "_LONG_KERNELS", 1 << 40)
     groups = []
     of_copies = by_copies.groups_of_copies
-    monkeypatch.setattr(
-        "fa2cupy.distributed.api.groups_of_copies", lambda request: groups.append(of_copies(request)) or groups[-1]
-    )
+    monkeypatch.setattr(by_copies, "groups_of_copies", lambda request: groups.append(of_copies(request)) or groups[-1])
     with ranks.thread_windows(monkeypatch):
         found = ranks.on_ranks(2, inputs, how={"scheme": scheme}, **options)
     assert_close(found, ranks.whole_call(inputs, **options))
-    if scheme == "gather" or not gradients:
-        assert {len(one) for one in groups} == ({1, 3} if gradients else {3})
+    assert {len(one) for one in groups} == ({1, 3} if gradients else {3})
 
 
 class TestBiasesOfOneRow:

@@ -1,4 +1,4 @@
-"""The scheme "heads" on GPUs that write each other's memory: copies as matrices, fake GPUs, and what is refused."""
+"""Calls on GPUs that write each other's memory: copies as matrices, fake GPUs, and what is refused."""
 
 from __future__ import annotations
 
@@ -284,20 +284,40 @@ def test_arrays_that_are_many_matrices_are_copied_first(strides, gpus):
     Expectation(*inputs).check(dq=dq, dk=dk, dv=dv)
 
 
+@pytest.mark.parametrize("heads", [4, 1])
+def test_arrays_over_the_scores_and_their_gradients(heads, gpus, monkeypatch):
+    """The stages of the fake GPU know no bias: one that gives it back as its gradient takes the place of the kernel."""
+    _, _, nccl, sharing = gpus
+    inputs = make_inputs("float16", seqlen_q=64, num_heads=4, num_heads_kv=4, head_dim=16)
+    bias = numbers((heads, 64, 64), "float16")
+    found = {}
+
+    def backward(run, lane, inputs, delta, out, keywords) -> None:
+        found[run.rank] = np.array(keywords["bias"])
+        lane(np.copyto, out[3], keywords["bias"])
+
+    def work(comm):
+        q, k, v, do = shards(comm, inputs)
+        own = place(bias[:, dist.positions(comm, 64)])
+        o, backprop = dist.attention(comm, q, k, v, bias=own, scheme="heads", return_dbias=True)
+        np.testing.assert_array_equal(backprop(do)[3], own if heads > 1 else own * comm.size)
+
+    monkeypatch.setattr(run_module.Run, "backward", backward)
+    run_all(nccl, work)
+    for rank in range(SIZE):
+        np.testing.assert_array_equal(found[rank], bias[None, rank : rank + 1] if heads > 1 else bias[None])
+    assert {kind for kind, _ in sharing.log} > {"copy by kernel"}
+    assert {count for _, _, _, count, _, _ in nccl.log} <= set(range(8, 4096))  # no array is a message
+
+
 class TestMessages:
     """Calls that do not write each other's memory travel by NCCL."""
 
-    def test_with_arrays_over_the_scores(self, gpus):
+    def test_of_many_sequences(self, gpus):
         _, _, nccl, sharing = gpus
-        inputs = make_inputs("float16", seqlen_q=64, num_heads=4, num_heads_kv=4, head_dim=16)
-        bias = numbers((64, 64), "float16")
-
-        def work(comm):
-            q, k, v, _ = shards(comm, inputs)
-            own = place(bias[dist.positions(comm, 64)])
-            dist.forward(comm, q, k, v, bias=own, scheme="heads")
-
-        run_all(nccl, work)
+        inputs = make_inputs("float16", batch=65, seqlen_q=8, num_heads=4, num_heads_kv=4, head_dim=8)
+        o = together(run_all(nccl, lambda comm: dist.forward(comm, *shards(comm, inputs)[:3], scheme="heads")[0]), SIZE)
+        Expectation(*inputs).check(o=o)
         assert not sharing.log
 
     def test_of_processes_that_cannot_share(self, gpus, caplog):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from dataclasses import replace
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -16,11 +15,14 @@ from ..problem.feature_checks import extra_gradients
 from ..problem.function_checks import traced_now
 from ..problem.keywords import check_keywords, takes_features
 from ..problem.options import CallOptions, hashable_config
-from . import gather, gather_by_copies, heads, heads_by_copies, hybrid
+from . import gather, heads, hybrid
 from .agreement import collective
-from .by_copies import groups_of_copies, takes
+from .by_copies import of_copies, takes
 from .communicator import Communicator, Stage
 from .messages import library_of
+from .movers.by_copies import ByCopies
+from .movers.by_messages import ByMessages
+from .movers.move import Mover
 from .operands import Operands, result_views
 from .requests import CallArguments, checked
 from .run import Run, is_captured
@@ -34,7 +36,6 @@ if TYPE_CHECKING:
 __all__ = ["attention", "backward", "forward"]
 
 _SCHEMES: dict[str, ModuleType] = {"heads": heads, "gather": gather, "hybrid": hybrid}
-_BY_COPIES: dict[str, ModuleType] = {"heads": heads_by_copies, "gather": gather_by_copies}
 
 
 @takes_features
@@ -130,19 +131,20 @@ def forward(
     query heads, h K/V heads of d columns and G groups of heads: ``"heads"`` N / W (4 H + 6 h) d e; ``"gather"`` at most
     2 N h d e, with G groups of one size 2 N h d e min(2, G) / G, and in a backward two to three times that for shares
     of gradients besides; ``"hybrid"`` as much as ``"heads"``, and with R ranks in a host that of ``"gather"`` for h / R
-    heads and W / R ranks. Where messages of a batch of several sequences travel by NCCL, they have memory besides, in
-    ``"heads"`` half as much again, in ``"gather"`` twice as much. By MPI, messages are copied on both ranks. What the
-    ranks write for each other stays allocated as long as the communicator (``comm.window_bytes``).
+    heads and W / R ranks. Messages by NCCL are packed where they are not contiguous, and those of several sequences
+    unpacked: with memory for a group's, once or twice. In ``"heads"`` and ``"hybrid"``, a rank has its heads' biases
+    and masks of all rows besides. By MPI, messages are copied on both ranks. What the ranks write for each other stays
+    allocated as long as the communicator (``comm.window_bytes``).
 
     On GPUs of one host, the ranks of ``"heads"`` and ``"gather"`` write each other's memory (CUDA IPC) with copy
-    engines, beside the kernels; in ``"heads"``, a kernel writes the first rows and the last results. In ``"heads"``
-    arrays over the scores and gradients of features, in both more than 64 sequences (in layout ``"bhsd"``, sequences
-    times heads), and the other schemes travel by NCCL, on a stream of the highest priority: its blocks wait for a
-    multiprocessor that no kernel occupies. A call has four streams for computing besides the caller's. No call waits
-    for the GPU but the first one with new shapes or options, in which the ranks compare them. A rank that makes another
-    call than the others is noticed there. With arguments that all ranks have agreed on before, it is noticed when the
-    calls are done, or when the time is up. As for any failure on a GPU that comes after a call has returned, the error
-    is printed, and the next call raises it: results of the last calls are not there.
+    engines, beside the kernels; in ``"heads"``, a kernel writes the first rows and the last results. More than 64
+    sequences (in layout ``"bhsd"``, sequences times heads) and ``"hybrid"`` travel by NCCL, on a stream of the highest
+    priority: its blocks wait for a multiprocessor that no kernel occupies. A call has four streams for computing
+    besides the caller's. No call waits for the GPU but the first one with new shapes or options, in which the ranks
+    compare them. A rank that makes another call than the others is noticed there. With arguments that all ranks have
+    agreed on before, it is noticed when the calls are done, or when the time is up. As for any failure on a GPU that
+    comes after a call has returned, the error is printed, and the next call raises it: results of the last calls are
+    not there.
 
     All ranks together can capture a call into a CUDA graph, after a call of the same kind: its host time is then that
     of a launch. The memory of captured calls beyond their results is kept as long as the communicator, and launches
@@ -399,18 +401,22 @@ def _results(comm: Communicator, arguments: CallArguments) -> tuple[Array, ...]:
     views = result_views(names, out, arguments.options.layout, q.ndim)
     run = Run(comm, request, q)
     try:
-        by_copies = takes(request) and run.has_window()
-        if by_copies:
-            run.request = replace(request, groups=groups_of_copies(request))
-        else:
-            run.announce(comm.number)
-        scheme = (_BY_COPIES if by_copies else _SCHEMES)[request.scheme]
-        getattr(scheme, arguments.call)(run, operands, views)
+        getattr(_SCHEMES[request.scheme], arguments.call)(_mover(comm, run), operands, views)
         run.finish()
     except BaseException:
         run.abandon()
         raise
     return out
+
+
+def _mover(comm: Communicator, run: Run) -> Mover:
+    """What carries the arrays of a call."""
+    window = run.window() if takes(run.request) else None
+    if window is not None:
+        run.request = of_copies(run.request)
+        return ByCopies(run, window)
+    run.announce(comm.number)
+    return ByMessages(run)
 
 
 def _alone(arguments: CallArguments) -> tuple[Array, ...]:

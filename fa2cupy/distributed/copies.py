@@ -1,14 +1,17 @@
-"""Copies between arrays of one shape and dtype, at the speed of memory."""
+"""Copies between arrays of one shape and dtype, and between parts of them, at the speed of memory."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from ..problem.array_types import Array
+from .copy_kernel import copy_matrices
+from .matrices import Matrix, is_few, matrices_of
 from .messages import is_on_host
+from .windows import Copy
 
-__all__ = ["copy", "in_words", "word_layout"]
+__all__ = ["copy", "copy_parts", "in_words", "matrices_with_addresses", "part_of", "word_layout"]
 
 _WORD, _DTYPE = 8, "uint64"
 #: Bytes from which on a copy takes longer than the views that make it fast.
@@ -20,6 +23,40 @@ def copy(target: Array, source: Array) -> None:
     if not is_on_host(target) and target.dtype == source.dtype:
         target, source = in_words(target, source)
     target[...] = source
+
+
+def copy_parts(copies: Sequence[Copy]) -> None:
+    """Copies parts of arrays: those on a GPU by one kernel where each is a few matrices."""
+    by_kernel: list[Copy] = []
+    for one in copies:
+        target, target_start, source, source_start, shape = one
+        if 0 in shape:
+            continue
+        if not is_on_host(target) and is_few(shape, target.strides, target.itemsize, source.strides):
+            by_kernel.append(one)
+        else:
+            copy(part_of(target, target_start, shape), part_of(source, source_start, shape))
+    if by_kernel:
+        copy_matrices(list(matrices_with_addresses(by_kernel)))
+
+
+def part_of(array: Array, start: tuple[int, ...], shape: tuple[int, ...]) -> Array:
+    """A view of a part."""
+    return array[tuple(slice(first, first + length) for first, length in zip(start, shape, strict=True))]
+
+
+def matrices_with_addresses(copies: Sequence[Copy]) -> Iterator[Matrix]:
+    """Yields the matrices of copies between arrays on GPUs."""
+    for target, target_start, source, source_start, shape in copies:
+        if 0 in shape:
+            continue
+        to, of = _address(target), _address(source)
+        for one in matrices_of(shape, target.strides, source.strides, target.itemsize, target_start, source_start):
+            yield Matrix(to + one.target, one.target_pitch, of + one.source, *one[3:])
+
+
+def _address(array: Any) -> int:
+    return array.data.ptr
 
 
 def in_words(*arrays: Any) -> Sequence[Any]:

@@ -19,8 +19,9 @@ from typing import Any
 import numpy as np
 
 from ..problem.array_types import Array
+from .copies import matrices_with_addresses
 from .copy_kernel import copy_matrices
-from .matrices import Matrix, is_few, matrices_of
+from .matrices import is_few
 from .messages import CommunicationError
 from .shared_memory import SharedMemory
 from .windows import FAILED, IS_READY, READY, Copy, Signal, Window, word_of
@@ -91,12 +92,12 @@ class DeviceWindow(Window):
     def send(self, copies: Sequence[Copy]) -> None:
         """Queues copies to other GPUs on the current stream, which a copy engine makes."""
         stream, memcpy = self._cupy.cuda.get_current_stream().ptr, self._runtime.memcpy2DAsync
-        for to, to_pitch, of, of_pitch, width, height in _matrices(copies):
+        for to, to_pitch, of, of_pitch, width, height in matrices_with_addresses(copies):
             memcpy(to, to_pitch, of, of_pitch, width, height, _COPY_DEFAULT, stream)
 
     def copy(self, copies: Sequence[Copy]) -> None:
         """Queues copies inside this GPU and to others on the current stream, as one kernel."""
-        copy_matrices(list(_matrices(copies)))
+        copy_matrices(list(matrices_with_addresses(copies)))
 
     def can_copy(self, array: Array) -> bool:
         """True if the copy from or to a contiguous array is a few copies of matrices."""
@@ -222,20 +223,6 @@ class _Queued:
         """Yields the words that it waits for, and their numbers."""
         for kind, step in itertools.product(Signal, range(self.steps)):
             yield word_of(kind, step), IS_READY if kind == Signal.READY else self.call
-
-
-def _address(array: Any) -> int:
-    return array.data.ptr
-
-
-def _matrices(copies: Sequence[Copy]) -> Iterator[Matrix]:
-    """Yields the matrices of copies, with addresses."""
-    for target, target_start, source, source_start, shape in copies:
-        if 0 in shape:
-            continue
-        to, of = _address(target), _address(source)
-        for one in matrices_of(shape, target.strides, source.strides, target.itemsize, target_start, source_start):
-            yield Matrix(to + one.target, one.target_pitch, of + one.source, *one[3:])
 
 
 def connect(rank: int, size: int, texts: Callable[[str], list[str]], check: Callable[[], None]) -> DeviceWindow | None:

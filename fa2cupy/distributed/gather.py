@@ -5,7 +5,7 @@ ends at query `stop` gets the keys up to ``stop + seqlen_k - seqlen_q``. Nothing
 of one call on the whole sequence. A rank's shares of dk and dv go to their owner as they are, and are summed there
 once, in the dtype of lse and in the order of the ranks.
 
-The messages of the next two groups are queued before the kernels of a group. The two calls of a group are on two lanes,
+The moves of the next two groups are queued before the kernels of a group. The two calls of a group are on two lanes,
 where each fills the multiprocessors that the other one leaves idle at its end; those of a long backward are on one
 (`Gather.own_backward_calls`). For the same reason, sums are not queued beside kernels: those of a group come after the
 kernels of the next group, before those that write its shares anew.
@@ -19,20 +19,16 @@ from ..problem.array_types import Array
 from .copies import copy
 from .gather_shares import ExtraShares, Shares
 from .gathered import Gather, OfHeads, length
+from .movers.move import Mover
 from .operands import Operands
-from .run import Run
 
-__all__ = ["backward", "backward_of", "forward", "forward_of"]
+__all__ = ["backward", "forward"]
 
 
-def forward(run: Run, operands: Operands, out: Sequence[Array], of_heads: OfHeads | None = None) -> None:
+def forward(mover: Mover, operands: Operands, out: Sequence[Array], of_heads: OfHeads | None = None) -> None:
     """Computes o and lse of this rank's rows."""
-    forward_of(Gather(run, operands, of_heads), out)
-
-
-def forward_of(gather: Gather, out: Sequence[Array]) -> None:
-    """Computes o and lse of this rank's rows, whatever brings the keys."""
-    run, operands, (o, lse) = gather.run, gather.operands, out
+    gather = Gather(mover, operands, of_heads)
+    run, (o, lse) = gather.run, out
     arrived = [gather.fetch(group) for group in range(len(gather.slots))]
     calls = gather.own_calls()
     for group in range(gather.count):
@@ -48,17 +44,14 @@ def forward_of(gather: Gather, out: Sequence[Array]) -> None:
         gather.free[group % len(gather.slots)] = computed
         if group + 2 < gather.count:
             arrived.append(gather.fetch(group + 2))
+    mover.end(run.main, run.side)
 
 
-def backward(run: Run, operands: Operands, out: Sequence[Array], of_heads: OfHeads | None = None) -> None:
+def backward(mover: Mover, operands: Operands, out: Sequence[Array], of_heads: OfHeads | None = None) -> None:
     """Computes dq, dk and dv of this rank's rows, and this rank's shares of the gradients of features."""
-    gather = Gather(run, operands, of_heads)
-    backward_of(gather, [Shares(gather, heads) for heads in gather.widths], out)
-
-
-def backward_of(gather: Gather, shares: Sequence[Shares], out: Sequence[Array]) -> None:
-    """Computes the gradients, whatever brings the keys and the shares of their gradients, for each slot."""
-    run, operands, (dq, dk, dv, *extra) = gather.run, gather.operands, out
+    gather = Gather(mover, operands, of_heads, has_shares=True)
+    run, (dq, dk, dv, *extra) = gather.run, out
+    shares = [Shares(gather, slot) for slot in range(len(gather.slots))]
     arrived = [gather.fetch(group) for group in range(len(gather.slots))]
     delta = operands.row_delta(run, run.main)
     own = ExtraShares(run, gather, extra)
@@ -94,3 +87,4 @@ def backward_of(gather: Gather, shares: Sequence[Shares], out: Sequence[Array]) 
     for group in range(max(0, gather.count - 2), gather.count):
         add_up(group)
     own.add_up()
+    mover.end(run.main, run.side)

@@ -4,36 +4,17 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from ..problem.array_types import Array
-from .copies import copy
-from .gathered import Call, Gather, length
+from .gathered import Call, Gather, Seen, length
+from .movers.move import Move
 from .parts import of_part
 from .run import Run
 from .sums import clear, sum_into
+from .windows import Signal
 
-__all__ = ["ExtraShares", "Seen", "Shares"]
-
-
-class Seen(NamedTuple):
-    """What a call of a rank sees of a chunk of an owner's keys.
-
-    Attributes
-    ----------
-    call : Call
-    keys : slice
-        In the whole sequence.
-    rows : slice
-        The same keys among the owner's rows.
-    place : tuple of int
-        The numbers of the call and of the chunk.
-    """
-
-    call: Call
-    keys: slice
-    rows: slice
-    place: tuple[int, int]
+__all__ = ["ExtraShares", "Shares"]
 
 
 class Shares:
@@ -42,8 +23,8 @@ class Shares:
     Parameters
     ----------
     gather : Gather
-    heads : int
-        K/V heads that its memory has, of which a group takes the first ones.
+    slot : int
+        Of which a group takes the first heads.
 
     Attributes
     ----------
@@ -54,55 +35,31 @@ class Shares:
     sums : list of (slice, list of list of ndarray)
         For all parts of this rank's rows the shares of dk, and those of dv, in the order of the ranks.
     sent : event or None
-        The last group's shares have been read; where messages bring them, those of the other ranks are here.
+        The last group's shares have been read.
     """
 
-    def __init__(self, gather: Gather, heads: int):
+    def __init__(self, gather: Gather, slot: int):
         run, operands = gather.run, gather.operands
         self.gather = gather
-        self.shapes = [(len(x), heads, x.shape[3]) for x in (operands.k, operands.v)]
+        self.shapes = [(len(x), gather.widths[slot], x.shape[3]) for x in (operands.k, operands.v)]
         self.own = {
             call.queries.start: [run.empty((b, call.keys.stop, h, d), operands.k.dtype) for b, h, d in self.shapes]
             for call in gather.calls[run.rank]
         }
+        memories = iter(gather.landings[slot])
+        self._places = {place: [next(memories) for _ in range(2)] for place in gather.share_places}
         self.landing = {
-            rank: [(seen.rows, self._pieces(rank, seen)) for seen in self.seen(rank, run.rank)]
+            rank: [(seen.rows, self._pieces(rank, seen)) for seen in gather.seen(rank, run.rank)]
             for rank in range(run.size)
         }
         self.sums = self._sums()
         self.sent: Any = None
-        self.prepare()
-
-    def prepare(self) -> None:
-        """Makes the arrays that are sent to each other rank: copies of the shares of several sequences."""
-        run = self.gather.run
-        self.outgoing: dict[int, list[tuple[Array, Array]]] = {}
-        for to in range(run.size):
-            if to != run.rank:
-                shares = [
-                    x[:, seen.keys] for seen in self.seen(run.rank, to) for x in self.own[seen.call.queries.start]
-                ]
-                self.outgoing[to] = [(x, x if x.flags.c_contiguous else run.empty(x.shape, x.dtype)) for x in shares]
-
-    def seen(self, rank: int, owner: int) -> list[Seen]:
-        """What the calls of a rank see of the keys of an owner."""
-        found = []
-        for i, call in enumerate(self.gather.calls[rank]):
-            for j, chunk in enumerate(self.gather.run.request.keys.chunks(owner)):
-                keys, shift = call.seen(chunk.whole), chunk.whole.start - chunk.local.start
-                if length(keys):
-                    found.append(Seen(call, keys, slice(keys.start - shift, keys.stop - shift), (i, j)))
-        return found
 
     def _pieces(self, rank: int, seen: Seen) -> list[Array]:
         if rank == self.gather.run.rank:
             return [share[:, seen.keys] for share in self.own[seen.call.queries.start]]
-        return self.arriving(rank, seen)
-
-    def arriving(self, rank: int, seen: Seen) -> list[Array]:
-        """Memory for shares that a rank sends."""
-        run, dtype = self.gather.run, self.gather.operands.k.dtype
-        return [run.empty((b, length(seen.keys), h, d), dtype) for b, h, d in self.shapes]
+        rows = slice(0, length(seen.keys))
+        return [memory.own[:, rows] for memory in self._places[rank, seen.place]]
 
     def results(self, group: int, call: Call) -> list[Array]:
         """Arrays for dk and dv of a call."""
@@ -122,27 +79,39 @@ class Shares:
         return found
 
     def send(self, group: int) -> None:
-        """Queues the messages with the shares of a group to the owners of the keys."""
-        run = self.gather.run
-        sends, recvs = [], []
-        for step in range(1, run.size):
-            to, source = (run.rank + step) % run.size, (run.rank - step) % run.size
-            for share, packed in self.outgoing[to]:
-                if packed is not share:
-                    run.comm(copy, packed, share)
-                sends.append((packed, to))
-            recvs += [(piece, source) for _, pieces in self.landing[source] for piece in pieces]
-        run.exchange(sends, recvs)
-        self.sent = run.comm.record()
+        """Queues the moves of the shares of a group to the owners of the keys."""
+        gather = self.gather
+        if group >= len(gather.slots):
+            gather.mover.may_overwrite(Signal.ADDED, group)
+        gather.mover.put(Signal.RETURNED, group, self._moves)
+        self.sent = gather.run.comm.record()
+
+    def _moves(self, source: int, target: int, group: int) -> list[Move]:
+        """Those of the shares of a rank that another one owns."""
+        is_own, heads = source == self.gather.run.rank, self.gather.groups[group]
+        return [
+            Move(
+                memory,
+                (0, 0, 0, 0),
+                self.own[seen.call.queries.start][number] if is_own else None,
+                (0, seen.keys.start, 0, 0),
+                (memory.shape[0], length(seen.keys), heads, memory.shape[3]),
+            )
+            for seen in self.gather.seen(source, target)
+            for number, memory in enumerate(self._places[source, seen.place])
+        ]
 
     def add_up(self, group: int, targets: Sequence[Array]) -> None:
         """Queues the sums of a group on the caller's lane, in the order of the ranks, and their rounding."""
-        run = self.gather.run
+        gather, run = self.gather, self.gather.run
         run.main.wait(self.sent)
+        gather.mover.arrived(run.main, Signal.RETURNED, group)
         for part, shares in self.sums:
             for target, shares_of_target in zip(targets, shares, strict=True):
                 own = [share[:, :, : target.shape[2]] for share in shares_of_target]
                 run.main(sum_into, target[:, part], own, run.request.problem.accumulator_dtype)
+        if group + len(gather.slots) < gather.count:
+            gather.mover.release(run.main, Signal.ADDED, group + len(gather.slots))
 
 
 class ExtraShares:

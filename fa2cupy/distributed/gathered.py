@@ -1,22 +1,20 @@
-"""The calls of `gather`, and the messages that bring their keys."""
+"""The calls of `gather`, and the moves that bring their keys."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from ..problem.array_types import Array
-from .copies import copy
 from .lanes import Lane
+from .movers.move import Memory, Move, Mover, Shape
 from .operands import Operands
 from .parts import Part, needs_place, of_part, over_scores, part_keywords
-from .run import Run
 from .schemes import is_positional
 from .sums import clear
+from .windows import Signal
 
-__all__ = ["Call", "Gather", "OfHeads", "Slot", "length"]
+__all__ = ["Call", "Gather", "OfHeads", "Seen", "length"]
 
 #: Rows of all query heads of a K/V head in a call, from which on q, do and dq do not stay in the L2 cache.
 _UNCACHED_ROWS = 1 << 16
@@ -45,22 +43,24 @@ class Call(NamedTuple):
         return slice(start, max(start, min(rows.stop, self.keys.stop)))
 
 
-class Slot(NamedTuple):
-    """Memory of the keys of a group.
+class Seen(NamedTuple):
+    """What a call of a rank sees of a chunk of an owner's keys.
 
     Attributes
     ----------
-    whole : list of ndarray, shape (batch, row, head, column)
-        k and v.
-    own : list of ndarray, shape (chunk, batch, row, head, column)
-        This rank's k and v, to be sent.
-    landing : list of list of ndarray, shape (chunk, batch, row, head, column)
-        What comes from each rank. It is empty for a single sequence, whose messages arrive in `whole`.
+    call : Call
+    keys : slice
+        In the whole sequence.
+    rows : slice
+        The same keys among the owner's rows.
+    place : tuple of int
+        The numbers of the call and of the chunk.
     """
 
-    whole: list[Array]
-    own: list[Array]
-    landing: list[list[Array]]
+    call: Call
+    keys: slice
+    rows: slice
+    place: tuple[int, int]
 
 
 class OfHeads(NamedTuple):
@@ -79,7 +79,17 @@ class OfHeads(NamedTuple):
 
 
 class Gather:
-    """The calls of a rank, and the messages of its groups. Groups of several sizes are for copies alone.
+    """The calls of a rank, and the moves of the keys of its groups.
+
+    A group's memory, its slot, is that of the group before the last one.
+
+    Parameters
+    ----------
+    mover : Mover
+    operands : Operands
+    of_heads : OfHeads or None
+    has_shares : bool
+        True in a backward, whose calls have shares of the gradients of other ranks' keys.
 
     Attributes
     ----------
@@ -88,34 +98,43 @@ class Gather:
     count : int
         Their number.
     widths : list of int
-        The K/V heads that the memory of each slot has.
+        The K/V heads that each slot has.
+    slots, landings : list of list of Memory
+        k and v of each slot, and its shares of dk and dv for each of `share_places`.
+    share_places : list of (int, (int, int))
+        The rank, and the numbers of the call and the chunk, of all shares that any other rank gets.
     """
 
-    def __init__(self, run: Run, operands: Operands, of_heads: OfHeads | None):
-        request = run.request
-        self.run, self.operands = run, operands
+    def __init__(self, mover: Mover, operands: Operands, of_heads: OfHeads | None, has_shares: bool = False):
+        self.mover, self.run = mover, mover.run
+        run, request = self.run, self.run.request
+        self.operands = operands
         self.of_heads = of_heads or OfHeads(0, over_scores(request.keywords))
         self.groups = request.groups
         self.count = len(self.groups)
         self.ratio = operands.q.shape[2] // operands.k.shape[2]
         self.calls = [self.calls_of(rank) for rank in range(run.size)]
         self.widths = [max(self.groups[first::2]) for first in range(min(2, self.count))]
-        self.prepare()
-        self.slots = [self.slot(heads) for heads in self.widths]
+        self._sources = [mover.source(x) for x in (operands.k, operands.v)]
+        self.share_places = list(self._share_places()) if has_shares else []
+        wanted = [shape for heads in self.widths for shape in (*self._keys(heads), *self._landings(heads))]
+        memories = iter(mover.begin(wanted, (), self.count)[0])
+        self.slots: list[list[Memory]] = []
+        self.landings: list[list[Memory]] = []
+        for _ in self.widths:
+            self.slots.append([next(memories) for _ in range(2)])
+            self.landings.append([next(memories) for _ in range(2 * len(self.share_places))])
+        # Some keys are not sent because no row sees them. Kernels read them beside others: they must be finite.
+        has_gaps = request.problem.band[0] is not None
+        for memory in (memory for slot in self.slots for memory in slot if has_gaps):
+            run.main(clear, memory.own)
         self.free: list[list[Any]] = [[] for _ in self.slots]
         self.places: dict[tuple[int, int], Array] = {}
         if needs_place(request.keywords, has_all_queries=False):
             for call in self.calls[run.rank]:
                 for group in range(self.count):
                     self.places[group, call.queries.start] = run.place((self.first_head(group), call.queries.start))
-        self.begin()
-
-    def prepare(self) -> None:
-        """Prepares the memory that messages arrive in."""
-
-    def begin(self) -> None:
-        """Lets messages wait for what the caller's lane has been given so far."""
-        self.run.begin()
+        mover.enter(run.back, cleared=has_gaps)
 
     def calls_of(self, rank: int) -> list[Call]:
         """The calls of any rank: all ranks know what the others need."""
@@ -136,35 +155,37 @@ class Gather:
             calls.append(Call(local, rows, slice(start, stop)))
         return calls
 
-    def slot(self, heads: int) -> Slot:
-        """Memory of the keys of some heads."""
-        run, arrays = self.run, (self.operands.k, self.operands.v)
-        batch = len(self.operands.k)
-        whole = [run.empty(*one) for one in self.wholes(heads)]
-        self.clear(whole)
-
-        def chunks() -> list[Array]:
-            count = len(run.request.keys.chunks(run.rank))
-            rows = run.request.keys.local // count
-            return [run.empty((count, batch, rows, heads, x.shape[3]), x.dtype) for x in arrays]
-
-        return Slot(whole, chunks(), [chunks() for _ in range(run.size)] if batch > 1 else [])
-
-    def wholes(self, heads: int) -> list[tuple[tuple[int, ...], np.dtype]]:
+    def _keys(self, heads: int) -> list[Shape]:
         """Shapes and dtypes of the keys and values of some heads."""
         arrays, seqlen = (self.operands.k, self.operands.v), self.run.request.problem.seqlen_k
         return [((len(x), seqlen, heads, x.shape[3]), x.dtype) for x in arrays]
 
-    @property
-    def has_gaps(self) -> bool:
-        """True if some keys may not be sent because no row sees them."""
-        return self.run.request.problem.band[0] is not None
+    def _landings(self, heads: int) -> list[Shape]:
+        """Those of the shares of some heads: dk and dv for each of the places."""
+        rows = length(self.run.request.keys.chunks(0)[0].local)
+        arrays = (self.operands.k, self.operands.v)
+        own: list[Shape] = [((len(x), rows, heads, x.shape[3]), x.dtype) for x in arrays]
+        return own * len(self.share_places)
 
-    def clear(self, whole: Sequence[Array]) -> None:
-        """Clears keys if there are gaps. Kernels read some of these beside those that are sent: they must be finite."""
-        if self.has_gaps:
-            for array in whole:
-                self.run.main(clear, array)
+    def _share_places(self) -> Iterator[tuple[int, tuple[int, int]]]:
+        """Yields the elements of `share_places`."""
+        size, keys = self.run.size, self.run.request.keys
+        for rank, calls in enumerate(self.calls):
+            for i, call in enumerate(calls):
+                for j in range(len(keys.chunks(0))):
+                    owned = [keys.chunks(owner)[j].whole for owner in range(size) if owner != rank]
+                    if any(length(call.seen(rows)) for rows in owned):
+                        yield rank, (i, j)
+
+    def seen(self, rank: int, owner: int) -> list[Seen]:
+        """What the calls of a rank see of the keys of an owner."""
+        found = []
+        for i, call in enumerate(self.calls[rank]):
+            for j, chunk in enumerate(self.run.request.keys.chunks(owner)):
+                keys, shift = call.seen(chunk.whole), chunk.whole.start - chunk.local.start
+                if length(keys):
+                    found.append(Seen(call, keys, slice(keys.start - shift, keys.stop - shift), (i, j)))
+        return found
 
     def kv_heads(self, group: int) -> slice:
         """The K/V heads of a group."""
@@ -197,40 +218,43 @@ class Gather:
         return [(call, self.run.main) for call, _ in reversed(calls)]
 
     def fetch(self, group: int) -> Any:
-        """Queues the messages with the keys of a group; returns the event of their arrival."""
-        run, number = self.run, group % len(self.slots)
-        slot = self.slots[number]
-        for event in self.free[number]:
+        """Queues the moves of the keys of a group; returns the event of their arrival."""
+        run, mover, free = self.run, self.mover, self.free[group % len(self.slots)]
+        for event in free:
             run.comm.wait(event)
-        for array, own in zip((self.operands.k, self.operands.v), slot.own, strict=True):
-            count, _, rows, *columns = own.shape
-            chunks = array[:, :, self.kv_heads(group)].reshape(len(array), count, rows, *columns)
-            run.comm(copy, own, chunks.swapaxes(0, 1))
-        order, sends, recvs = run.request.keys, [], []
-        landed: list[tuple[Array, Array]] = []
-        for step in range(run.size):
-            to, source = (run.rank + step) % run.size, (run.rank - step) % run.size
-            wanted = [i for i, chunk in enumerate(order.chunks(run.rank)) if self.sees(to, chunk.whole)]
-            sends += [(own[i], to) for own in slot.own for i in wanted]
-            seen = [(i, rows) for i, (_, rows) in enumerate(order.chunks(source)) if self.sees(run.rank, rows)]
-            places = [whole[:, rows] for whole in slot.whole for _, rows in seen]
-            if slot.landing:
-                landings = [landing[i] for landing in slot.landing[source] for i, _ in seen]
-                landed += zip(places, landings, strict=True)
-                places = landings
-            recvs += [(place, source) for place in places]
-        run.exchange(sends, recvs)
-        for place, landing in landed:
-            run.comm(copy, place, landing)
-        return run.comm.record()
+            run.back.wait(event)
+        if free:
+            mover.release(run.comm, Signal.USED, group)
+            mover.may_overwrite(Signal.USED, group)
+        mover.put(Signal.SENT, group, self._moves)
+        mover.keep(run.back, group, self._moves)
+        mover.arrived(run.back, Signal.SENT, group)
+        return run.back.record()
 
-    def sees(self, rank: int, rows: slice) -> bool:
+    def _moves(self, source: int, target: int, group: int) -> list[Move]:
+        """Those of the keys of a rank that another one sees."""
+        heads, slot = self.kv_heads(group), self.slots[group % len(self.slots)]
+        seen = [chunk for chunk in self.run.request.keys.chunks(source) if self._sees(target, chunk.whole)]
+        return [
+            Move(
+                memory,
+                (0, chunk.whole.start, 0, 0),
+                array,
+                (0, chunk.local.start, heads.start, 0),
+                (len(array), length(chunk.local), length(heads), array.shape[3]),
+            )
+            for memory, array in zip(slot, self._sources, strict=True)
+            for chunk in seen
+        ]
+
+    def _sees(self, rank: int, rows: slice) -> bool:
         """True if a rank sees some of the keys of a chunk."""
         return any(length(call.seen(rows)) for call in self.calls[rank])
 
     def keys(self, group: int, call: Call) -> tuple[Array, Array]:
         """The keys and values of a group for a call."""
-        k, v = (x[:, : call.keys.stop, : self.groups[group]] for x in self.slots[group % len(self.slots)].whole)
+        slot = self.slots[group % len(self.slots)]
+        k, v = (memory.own[:, : call.keys.stop, : self.groups[group]] for memory in slot)
         return k, v
 
     def keywords(self, group: int, call: Call) -> dict[str, Any]:

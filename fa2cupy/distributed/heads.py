@@ -1,68 +1,137 @@
 """All-to-all over heads (DeepSpeed-Ulysses, Jacobs et al. 2023): each rank gets all rows of its share of the heads.
 
 A rank makes one call on the whole sequence for each group of its heads, so that all results but gradients of features
-are the ones of one call, bit for bit. While one group is computed, the messages of another one pass.
+are the ones of one call, bit for bit. While one group is computed, the rows of another one travel.
+
+    comm    what goes to other ranks: the rows of a group, and its results when it is computed
+    back    what comes from them, and this rank's own results
+
+The lane of a group copies this rank's own rows itself. Lanes have falling priorities, so that the rows of later groups
+do not delay the first one.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from ..problem.array_types import Array
 from .copies import copy
 from .lanes import Lane
+from .movers.move import Late, Memory, Move, Mover
 from .operands import Operands
 from .orders import RowOrder
 from .parts import Part, needs_place, of_part, over_scores, part_keywords
-from .run import Run
 from .schemes import neighbours
 from .sums import clear, sum_into
+from .windows import Signal
 
-__all__ = ["Batch", "HeadShares", "Heads", "backward", "forward"]
+__all__ = ["Heads", "backward", "forward"]
 
-_Pairs = list[tuple[Array, int]]
+#: Inputs that do not wait for one that a kernel still writes, delta: they take longer to copy than it.
+_EARLY = 3
+#: The axes of rows and heads: (batch, row, head, column), and (batch, head, row) or (batch, head, query, key).
+_ROWS, _STATISTICS = (1, 2), (2, 1)
 
 
-class Batch:
-    """A group of messages, and the copies that follow their arrival."""
+class _Shape(NamedTuple):
+    """The shape of an array that travels by groups of heads.
 
-    def __init__(self, run: Run):
-        self._run = run
-        self._sends: _Pairs = []
-        self._recvs: _Pairs = []
-        self._after: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
+    Attributes
+    ----------
+    order : RowOrder
+    sizes : tuple of int
+        Those of this rank's rows of all heads.
+    axes : tuple of int
+        That of its rows, and that of its heads.
+    heads : tuple of (int, int)
+        Where each group begins and ends, among those of a rank. The only head of a bias or a mask is that of all.
+    """
 
-    def message(self, sends: Callable[[int], Sequence[Array]], recvs: Callable[[int], Sequence[Array]]) -> None:
-        """Adds messages between all ranks: arrays for a rank, and arrays for what it sends."""
-        rank, size = self._run.rank, self._run.size
-        for step in range(size):
-            to, source = (rank + step) % size, (rank - step) % size
-            self._sends += [(array, to) for array in sends(to)]
-            self._recvs += [(array, source) for array in recvs(source)]
+    order: RowOrder
+    sizes: tuple[int, ...]
+    axes: tuple[int, int]
+    heads: tuple[tuple[int, int], ...]
 
-    def then(self, function: Callable[..., None], *args: Any) -> None:
-        """Adds a call that follows the arrival."""
-        self._after.append((function, args))
+    def with_sizes(self, rows: int, heads: int, of: Sequence[int]) -> tuple[int, ...]:
+        """Numbers for each axis: two for rows and heads, and others."""
+        numbers = list(of)
+        numbers[self.axes[0]], numbers[self.axes[1]] = rows, heads
+        return tuple(numbers)
 
-    def queue(self) -> Any:
-        """Queues it all; returns the event of its end."""
-        run = self._run
-        run.exchange(self._sends, self._recvs)
-        for function, args in self._after:
-            run.comm(function, *args)
-        return run.comm.record()
+    def whole(self, group: int) -> tuple[int, ...]:
+        """The shape of all rows of the heads of a group."""
+        return self.with_sizes(self.order.seqlen, self.width(group), self.sizes)
+
+    def width(self, group: int) -> int:
+        """The number of heads of a group."""
+        start, stop = self.heads[group]
+        return stop - start
+
+    def first_head(self, rank: int, group: int) -> int:
+        """The first head of a group of a rank."""
+        return 0 if self.is_shared else rank * self.heads[-1][1] + self.heads[group][0]
+
+    @property
+    def is_shared(self) -> bool:
+        """True if all heads have one."""
+        return self.sizes[self.axes[1]] == 1
+
+    def is_again(self, group: int) -> bool:
+        """True if a group has the heads of the group before."""
+        return group > 0 and self.heads[group] == self.heads[group - 1]
+
+
+class _Part(NamedTuple):
+    """Where a part begins in an array of all rows of a group's heads, where in one of a rank's rows; its shape."""
+
+    whole: tuple[int, ...]
+    own: tuple[int, ...]
+    shape: tuple[int, ...]
+
+
+@functools.lru_cache(maxsize=4096)
+def _parts(shape: _Shape, rows_of: int, heads_of: int, group: int) -> tuple[_Part, ...]:
+    """The parts of the rows of one rank and the heads of a group of another."""
+    zeros = (0,) * len(shape.sizes)
+    head = shape.first_head(heads_of, group)
+    return tuple(
+        _Part(
+            shape.with_sizes(chunk.whole.start, 0, zeros),
+            shape.with_sizes(chunk.local.start, head, zeros),
+            shape.with_sizes(chunk.local.stop - chunk.local.start, shape.width(group), shape.sizes),
+        )
+        for chunk in shape.order.chunks(rows_of)
+    )
+
+
+class _Route(NamedTuple):
+    """An array of a rank's rows that travels by groups of heads."""
+
+    array: Array
+    shape: _Shape
+
+    def whole(self, group: int) -> tuple[tuple[int, ...], np.dtype]:
+        """Shape and dtype of all rows of the heads of a group."""
+        return self.shape.whole(group), self.array.dtype
 
 
 class Heads:
-    """The groups of heads of a rank, and how arrays get from rows to heads and back.
+    """A call: the groups of heads of a rank, and how its arrays get from rows to heads and back.
 
     The heads of a rank are neighbours, and so are those of one of its groups.
 
     Parameters
     ----------
-    run : Run
+    mover : Mover
     operands : Operands
+    inputs : sequence of (ndarray, bool)
+        What the kernels read, and whether its rows are those of the keys.
+    out : sequence of ndarray
+        The results of this rank: o and lse, or dq, dk and dv with gradients of features behind them.
     groups : sequence of slice, optional
         The query heads of each group, among those of a rank: whole groups of query heads that share a K/V head, or some
         of one of these. By default, those of the K/V heads of the request's groups.
@@ -72,220 +141,202 @@ class Heads:
     groups : sequence of slice
     count : int
         Number of groups.
-    ratio : int
-        Query heads of a K/V head.
     """
 
-    def __init__(self, run: Run, operands: Operands, groups: Sequence[slice] | None = None):
-        request = run.request
-        self.run, self.operands = run, operands
-        self.ratio = operands.q.shape[2] // operands.k.shape[2]
-        self.groups = groups or neighbours([self.ratio * heads for heads in request.groups])
+    def __init__(
+        self,
+        mover: Mover,
+        operands: Operands,
+        inputs: Sequence[tuple[Array, bool]],
+        out: Sequence[Array],
+        groups: Sequence[slice] = (),
+    ):
+        self.mover, self.run = mover, mover.run
+        run, request = mover.run, mover.run.request
+        self._ratio = operands.q.shape[2] // operands.k.shape[2]
+        self.groups = groups or neighbours([self._ratio * heads for heads in request.groups])
         self.count = len(self.groups)
-        self.scores = over_scores(request.keywords)
-        self.rows_of_scores = {
-            name for name, x in self.scores.items() if x.shape[2] > 1 and not request.problem.is_packed
-        }
-        self.places: list[Array | None] = [None] * self.count
+        self._scores = over_scores(request.keywords)
+        self._rows_of_scores = [
+            name for name, x in self._scores.items() if x.shape[2] > 1 and not request.problem.is_packed
+        ]
+        self._places: list[Array | None] = [None] * self.count
         if needs_place(request.keywords, has_all_queries=True):
-            self.places = [run.place((self.q_heads(run.rank, group).start, 0)) for group in range(self.count)]
+            self._places = [run.place((self.q_heads(run.rank, group).start, 0)) for group in range(self.count)]
+        self._inputs = [self._route(mover.source(x), is_keys) for x, is_keys in inputs]
+        scores = [self._scores[name] for name in self._rows_of_scores]
+        self._inputs += [self._route(mover.source(x), axes=_STATISTICS) for x in scores]
+        are_keys = (False, False) if len(out) == 2 else (False, True, True)
+        self._out = [self._route(x, is_keys) for x, is_keys in zip(out, are_keys, strict=False)]
+        self._returned = list(range(len(self._out)))
+        self._summed: tuple[Array, Array] | None = None
+        if any(result.name == "dbias" for result in request.results) and self.has_rows("bias"):
+            self._return_bias(out)
+        self._written: Any = None
+        self._results: list[list[Array]] = []
+        self._begin()
+
+    def _return_bias(self, out: Sequence[Array]) -> None:
+        """Lets the gradient of each row of a bias go to its owner, who sums that of all ranks if heads share it."""
+        number = [result.name for result in self.run.request.results].index("dbias")
+        target = out[number][(None,) * (4 - out[number].ndim)]
+        array = target
+        if target.shape[1] == 1:  # as if each rank had one head of it
+            array = self.run.empty((len(target), self.run.size, *target.shape[2:]), target.dtype)
+            self._summed = target, array
+        heads = ((0, array.shape[1] // self.run.size),)
+        self._out.append(_Route(array, _Shape(self.run.request.queries, array.shape, _STATISTICS, heads)))
+        self._returned.append(number)
+
+    def has_rows(self, name: str) -> bool:
+        """True if ranks have rows of their own of a bias or a mask."""
+        return name in self._rows_of_scores
 
     def q_heads(self, rank: int, group: int) -> slice:
         """The query heads of a group of a rank."""
         first, heads = rank * self.groups[-1].stop, self.groups[group]
         return slice(first + heads.start, first + heads.stop)
 
-    def _by_rank(self, array: Array, axis: int, group: int) -> Array:
-        """A view of the heads of a group of all ranks, with the axis of ranks in front, for groups of one size."""
-        per = array.shape[axis] // (self.run.size * self.count)
-        shape = (*array.shape[:axis], self.run.size, self.count, per, *array.shape[axis + 1 :])
-        divided = array.reshape(shape)[(slice(None),) * (axis + 1) + (group,)]
-        return divided.transpose(axis, *(i for i in range(divided.ndim) if i != axis))
-
-    def _order(self, is_keys: bool) -> RowOrder:
-        return self.run.request.keys if is_keys else self.run.request.queries
-
-    # -- from rows to heads
-
-    def rows(self, batch: Batch, array: Array, group: int, is_keys: bool) -> Array:
-        """All rows of this rank's heads of q, k, v or do: (batch, row, head, column)."""
-        run, order = self.run, self._order(is_keys)
-        view = self._by_rank(array, 2, group)
-        if view.shape[1] != 1:
-            return self._landed(batch, view, 1, order)
-        packed = run.empty(view.shape, array.dtype)
-        run.comm(copy, packed, view)
-        whole = run.empty((1, order.seqlen, *view.shape[3:]), array.dtype)
-        own = order.chunks(run.rank)
-        batch.message(
-            lambda to: [packed[to, 0, chunk.local] for chunk in own],
-            lambda source: [whole[0, chunk.whole] for chunk in order.chunks(source)],
-        )
-        return whole
-
-    def statistics(self, batch: Batch, array: Array, group: int) -> Array:
-        """All rows of this rank's heads of lse or delta: (batch, head, row)."""
-        return self._landed(batch, self._by_rank(array, 1, group), 2, self.run.request.queries)
-
-    def over_scores(self, batch: Batch, name: str, group: int) -> Array:
-        """All rows of this rank's heads of a bias or a mask: (batch, head, query, key)."""
-        array, heads = self.scores[name], self.q_heads(self.run.rank, group)
-        if name not in self.rows_of_scores:
-            return of_part(array, heads, slice(0, array.shape[2]), array.shape[3])
-        if array.shape[1] > 1:
-            view = self._by_rank(array, 1, group)
-        else:
-            view = self.run.xp.broadcast_to(array, (self.run.size, *array.shape))
-        return self._landed(batch, view, 2, self.run.request.queries)
-
-    def _landed(self, batch: Batch, view: Array, axis: int, order: RowOrder) -> Array:
-        """Sends element `r` of a view to rank `r`, and puts together what comes along an axis of its elements.
-
-        This is one message to each rank, whatever the lengths of the axes in front. Where there are none, messages can
-        arrive in their places.
-        """
-        run, shape = self.run, view.shape[1:]
-        packed = run.empty(view.shape, view.dtype)
-        run.comm(copy, packed, view)
-        landing = run.empty(view.shape, view.dtype)
-        whole = run.empty((*shape[:axis], order.seqlen, *shape[axis + 1 :]), view.dtype)
-        batch.message(lambda to: [packed[to]], lambda source: [landing[source]])
-        for chunks, local in order.by_rank(whole, axis):
-            batch.then(copy, chunks, landing[(slice(None),) * (axis + 1) + (local,)])
-        return whole
-
-    # -- from heads to rows
-
-    def return_rows(self, batch: Batch, whole: Array, target: Array, group: int, is_keys: bool) -> None:
-        """The reverse of `rows`."""
-        run, order = self.run, self._order(is_keys)
-        view = self._by_rank(target, 2, group)
-        if view.shape[1] != 1:
-            batch.then(copy, view, self._returned(batch, whole, view.shape, 1, order))
-            return
-        landing = run.empty(view.shape, whole.dtype)
-        own = order.chunks(run.rank)
-        batch.message(
-            lambda to: [whole[0, chunk.whole] for chunk in order.chunks(to)],
-            lambda source: [landing[source, 0, chunk.local] for chunk in own],
-        )
-        batch.then(copy, view, landing)
-
-    def return_statistics(self, batch: Batch, whole: Array, target: Array, group: int) -> None:
-        """The reverse of `statistics`."""
-        view = self._by_rank(target, 1, group)
-        batch.then(copy, view, self._returned(batch, whole, view.shape, 2, self.run.request.queries))
-
-    def return_over_scores(self, batch: Batch, whole: Array, target: Array) -> None:
-        """The gradient of a bias with rows: that of each row goes to its owner, summed over ranks if heads share it."""
-        queries = self.run.request.queries
-        if target.shape[1] > 1:
-            view = self._by_rank(target, 1, 0)
-            batch.then(copy, view, self._returned(batch, whole, view.shape, 2, queries))
-        else:
-            landing = self._returned(batch, whole, (self.run.size, *target.shape), 2, queries)
-            batch.then(sum_into, target, list(landing), self.run.request.problem.accumulator_dtype)
-
-    def _returned(self, batch: Batch, whole: Array, shape: tuple[int, ...], axis: int, order: RowOrder) -> Array:
-        """Sends each rank its rows, and returns what comes, by rank."""
-        run = self.run
-        packed, landing = (run.empty(shape, whole.dtype) for _ in range(2))
-        for chunks, local in order.by_rank(whole, axis):
-            run.comm(copy, packed[(slice(None),) * (axis + 1) + (local,)], chunks)
-        batch.message(lambda to: [packed[to]], lambda source: [landing[source]])
-        return landing
+    def lane(self, group: int) -> Lane:
+        """The lane of a group."""
+        lanes = (self.run.main,) if self.count == 1 else self.run.of_groups
+        return lanes[group % len(lanes)]
 
     def keywords(self, group: int, scores: dict[str, Array]) -> dict[str, Any]:
         """The keywords of features for a group of this rank."""
         request = self.run.request
         everything = slice(0, request.problem.seqlen_q)
         part = Part(self.q_heads(self.run.rank, group), everything, request.problem.seqlen_k)
-        return part_keywords(request.problem, request.keywords, part, scores, self.places[group])
+        return part_keywords(request.problem, request.keywords, part, scores, self._places[group])
 
-    def lane(self, group: int) -> Lane:
-        """The lane of a group."""
-        lanes = (self.run.main,) if self.count == 1 else self.run.of_groups
-        return lanes[group % len(lanes)]
+    def _route(self, array: Array, is_keys: bool = False, axes: tuple[int, int] | None = None) -> _Route:
+        order = self.run.request.keys if is_keys else self.run.request.queries
+        axes = axes or (_ROWS if array.ndim == 4 else _STATISTICS)
+        ratio = self._ratio if is_keys else 1
+        heads = tuple((group.start // ratio, -(-group.stop // ratio)) for group in self.groups)
+        if array.shape[axes[1]] == 1:
+            heads = ((0, 1),) * self.count
+        return _Route(array, _Shape(order, array.shape, axes, heads))
 
+    def _begin(self) -> None:
+        groups = range(self.count)
+        shapes = [route.whole(group) for group in groups for route in self._inputs if not route.shape.is_again(group)]
+        found, self._landings = self.mover.begin(shapes, [route.array for route in self._out], self.count)
+        memories = iter(found)
+        self._wholes: list[list[Memory]] = []
+        for group in groups:
+            self._wholes.append(
+                [
+                    self._wholes[-1][number] if route.shape.is_again(group) else next(memories)
+                    for number, route in enumerate(self._inputs)
+                ]
+            )
+        self.mover.enter(*(self.lane(group) for group in groups))
 
-def forward(run: Run, operands: Operands, out: Sequence[Array]) -> None:
-    """Computes o and lse of this rank's rows."""
-    heads = Heads(run, operands)
-    run.begin()
-    o, lse = out
-    fetched: list[tuple[list[Array], dict[str, Array], Any]] = []
+    def set_input(self, number: int, array: Array, lane: Lane) -> None:
+        """Gives an input, which a lane has written. The first ones do not wait for it."""
+        self._inputs[number] = self._inputs[number]._replace(array=self.mover.source(array, lane))
+        self._written = lane.record()
 
-    def fetch(group: int) -> None:
-        batch = Batch(run)
-        wholes = [
-            heads.rows(batch, x, group, is_keys)
-            for x, is_keys in ((operands.q, False), (operands.k, True), (operands.v, True))
+    # -- from rows to heads
+
+    def _to_heads(self, source: int, target: int, group: int, inputs: slice = slice(None)) -> list[Move]:
+        return [
+            Move(memory, part.whole, route.array, part.own, part.shape)
+            for route, memory in zip(self._inputs[inputs], self._wholes[group][inputs], strict=True)
+            if not route.shape.is_again(group)
+            for part in _parts(route.shape, source, target, group)
         ]
-        scores = {name: heads.over_scores(batch, name, group) for name in heads.scores}
-        fetched.append((wholes, scores, batch.queue()))
 
-    for group in range(min(2, heads.count)):
-        fetch(group)
-    for group in range(heads.count):
-        wholes, scores, arrived = fetched[group]
-        lane = heads.lane(group)
-        lane.wait(arrived)
-        q, _, v = wholes
-        whole_o = run.empty((*q.shape[:3], v.shape[3]), q.dtype)
-        whole_lse = run.empty((len(q), q.shape[2], q.shape[1]), lse.dtype)
-        run.forward(lane, wholes, (whole_o, whole_lse), heads.keywords(group, scores))
-        computed = lane.record()
-        if group + 2 < heads.count:
-            fetch(group + 2)
+    def send(self, group: int) -> None:
+        """Queues the moves of this rank's rows of a group to the other ranks."""
+        first = group == 0
+        if first and self._written is not None:
+            late: Late = functools.partial(self._to_heads, inputs=slice(_EARLY, None)), self._written
+            early = functools.partial(self._to_heads, inputs=slice(_EARLY))
+            self.mover.put(Signal.SENT, group, early, late, is_idle=True)
+        else:
+            self.mover.put(Signal.SENT, group, self._to_heads, is_idle=first)
+
+    def keep(self) -> None:
+        """Queues the copies of this rank's own rows. A group that has heads of the group before waits for them."""
+        kept: Any = None
+        for group in range(self.count):
+            lane = self.lane(group)
+            if self._written is not None:
+                lane.wait(self._written)
+            if any(route.shape.is_again(group) for route in self._inputs):
+                lane.wait(kept)
+            self.mover.keep(lane, group, self._to_heads)
+            kept = lane.record()
+
+    def arrived(self, group: int) -> tuple[list[Array], dict[str, Array]]:
+        """The inputs of a group, which its lane waits for; and its biases and masks."""
+        self.mover.arrived(self.lane(group), Signal.SENT, group)
+        wholes = [memory.own for memory in self._wholes[group]]
+        count = len(wholes) - len(self._rows_of_scores)
+        scores = dict(zip(self._rows_of_scores, wholes[count:], strict=True))
+        heads = self.q_heads(self.run.rank, group)
+        for name, array in self._scores.items():
+            if name not in scores:
+                scores[name] = of_part(array, heads, slice(0, array.shape[2]), array.shape[3])
+        return wholes[:count], scores
+
+    # -- from heads to rows
+
+    def results(self, group: int) -> list[Array]:
+        """Arrays for the results of a group, without gradients of features."""
+        return [self.run.empty(*route.whole(group)) for route in self._out[:3]]
+
+    def _to_rows(self, source: int, target: int, group: int) -> list[Move]:
+        return [
+            Move(landing, part.own, whole, part.whole, part.shape)
+            for route, landing, whole in zip(self._out, self._landings, self._results[group], strict=True)
+            for part in _parts(route.shape, target, source, group)
+        ]
+
+    def send_back(self, group: int, results: Sequence[Array]) -> None:
+        """Queues what follows the kernels of a group: its results go to the ranks that have the rows."""
+        run = self.run
+        computed = self.lane(group).record()
+        self._results.append([results[number] for number in self._returned])
         run.comm.wait(computed)
-        batch = Batch(run)
-        heads.return_rows(batch, whole_o, o, group, is_keys=False)
-        heads.return_statistics(batch, whole_lse, lse, group)
-        batch.queue()
+        self.mover.put(Signal.RETURNED, group, self._to_rows, is_idle=group == self.count - 1)
+        run.back.wait(computed)
+        self.mover.keep(run.back, group, self._to_rows)
 
+    def collect(self, group: int) -> None:
+        """Queues the arrival of a group's results."""
+        self.mover.collect(Signal.RETURNED, group, self._to_rows)
 
-def backward(run: Run, operands: Operands, out: Sequence[Array]) -> None:
-    """Computes dq, dk and dv of this rank's rows, and this rank's shares of the gradients of features."""
-    heads = Heads(run, operands)
-    _, lse, do = operands.of_backward
-    dq, dk, dv, *extra = out
-    delta = operands.row_delta(run, run.main)
-    run.begin()
-    fetched: list[tuple[list[Array], list[Array], dict[str, Array], Any]] = []
+    def end(self) -> None:
+        """Queues the arrival of the last results, and lets the lane of messages wait for it."""
+        self.collect(self.count - 1)
+        if self._summed is not None:
+            target, array = self._summed
+            shares = [array[:, rank : rank + 1] for rank in range(self.run.size)]
+            self.run.back(sum_into, target, shares, self.run.request.problem.accumulator_dtype)
+        self.run.comm.wait(self.run.back.record())
+        self.mover.end()
 
-    def fetch(group: int) -> None:
-        batch = Batch(run)
-        arrays = ((operands.q, False), (operands.k, True), (operands.v, True), (do, False))
-        wholes = [heads.rows(batch, x, group, is_keys) for x, is_keys in arrays]
-        statistics = [heads.statistics(batch, x, group) for x in (lse, delta)]
-        scores = {name: heads.over_scores(batch, name, group) for name in heads.scores}
-        fetched.append((wholes, statistics, scores, batch.queue()))
-
-    for group in range(min(2, heads.count)):
-        fetch(group)
-    for group in range(heads.count):
-        wholes, (whole_lse, whole_delta), scores, arrived = fetched[group]
-        lane = heads.lane(group)
-        lane.wait(arrived)
-        gradients = [run.empty(x.shape, x.dtype) for x in wholes[:3]]
-        own = HeadShares(run, heads, extra, scores)
-        # o is not read where delta is given.
-        inputs = (*wholes[:3], wholes[3], whole_lse, wholes[3])
-        run.backward(lane, inputs, whole_delta, (*gradients, *own.results), heads.keywords(group, scores))
-        own.store(lane)
-        computed = lane.record()
-        if group + 2 < heads.count:
-            fetch(group + 2)
-        run.comm.wait(computed)
-        batch = Batch(run)
-        for whole, target, is_keys in zip(gradients, (dq, dk, dv), (False, True, True), strict=True):
-            heads.return_rows(batch, whole, target, group, is_keys)
-        own.send(batch)
-        batch.queue()
+    def compute(self, kernels: Callable[[int, list[Array], dict[str, Array]], list[Array]]) -> None:
+        """Queues all moves, and the kernels of each group, whose results ``kernels(group, inputs, scores)`` returns."""
+        groups, ahead = range(self.count), self.mover.ahead
+        for group in groups[:ahead]:
+            self.send(group)
+        self.keep()
+        for group in groups:
+            results = kernels(group, *self.arrived(group))
+            if group + ahead in groups:
+                self.send(group + ahead)
+            if group:
+                self.collect(group - 1)
+            self.send_back(group, results)
+        self.end()
 
 
 class HeadShares:
-    """Gradients of biases, sinks and the arrays of score functions, by the heads of this rank.
+    """Gradients of biases, sinks and the arrays of score functions, by the heads of this rank: there is one group.
 
     Attributes
     ----------
@@ -293,24 +344,23 @@ class HeadShares:
         Arrays for the results of the call.
     """
 
-    def __init__(self, run: Run, heads: Heads, extra: Sequence[Array], scores: dict[str, Array]):
-        self._heads, self._rank = heads, run.rank
-        self._names = [result.name for result in run.request.results[3:]]
-        self._extra = extra
+    def __init__(self, heads: Heads, extra: Sequence[Array], scores: dict[str, Array]):
+        self._heads, self._extra = heads, extra
+        self._names = [result.name for result in heads.run.request.results[3:]]
         self.results: list[Array] = []
         for name, array in zip(self._names, extra, strict=True):
+            shape = array.shape
             if name == "dbias":
-                self.results.append(run.empty(scores["bias"].shape, array.dtype))
+                shape = scores["bias"].shape
             elif name == "dsink":
-                self.results.append(run.empty((heads.groups[0].stop,), array.dtype))
-            else:
-                self.results.append(run.empty(array.shape, array.dtype))
+                shape = (heads.groups[0].stop,)
+            self.results.append(heads.run.empty(shape, array.dtype))
 
     def store(self, lane: Lane) -> None:
         """Queues the copies of the shares that stay here. Those of other ranks' heads are 0."""
-        own = self._heads.q_heads(self._rank, 0)
+        own = self._heads.q_heads(self._heads.run.rank, 0)
         for name, array, share in zip(self._names, self._extra, self.results, strict=True):
-            if name == "dbias" and "bias" in self._heads.rows_of_scores:
+            if name == "dbias" and self._heads.has_rows("bias"):
                 continue
             if name == "dbias":
                 target = array[(None,) * (4 - array.ndim)]
@@ -322,9 +372,37 @@ class HeadShares:
             else:
                 lane(copy, array, share)
 
-    def send(self, batch: Batch) -> None:
-        """Adds the messages with the shares of rows that other ranks have."""
-        for name, array, share in zip(self._names, self._extra, self.results, strict=True):
-            if name == "dbias" and "bias" in self._heads.rows_of_scores:
-                target = array[(None,) * (4 - array.ndim)]
-                self._heads.return_over_scores(batch, share, target)
+
+def forward(mover: Mover, operands: Operands, out: Sequence[Array]) -> None:
+    """Computes o and lse of this rank's rows."""
+    run = mover.run
+    inputs = ((operands.q, False), (operands.k, True), (operands.v, True))
+    heads = Heads(mover, operands, inputs, out, run.request.query_groups)
+
+    def kernels(group: int, inputs: list[Array], scores: dict[str, Array]) -> list[Array]:
+        results = heads.results(group)
+        run.forward(heads.lane(group), inputs, results, heads.keywords(group, scores))
+        return results
+
+    heads.compute(kernels)
+
+
+def backward(mover: Mover, operands: Operands, out: Sequence[Array]) -> None:
+    """Computes dq, dk and dv of this rank's rows, and this rank's shares of the gradients of features."""
+    run = mover.run
+    _, lse, do = operands.of_backward
+    inputs = ((operands.q, False), (operands.k, True), (operands.v, True), (do, False), (lse, False), (lse, False))
+    heads = Heads(mover, operands, inputs, out)
+    first = heads.lane(0)
+    heads.set_input(5, operands.row_delta(run, first), first)
+
+    def kernels(group: int, inputs: list[Array], scores: dict[str, Array]) -> list[Array]:
+        q, k, v, do, lse, delta = inputs
+        lane, shares = heads.lane(group), HeadShares(heads, out[3:], scores)
+        results = [*heads.results(group), *shares.results]
+        # o is not read where delta is given.
+        run.backward(lane, (q, k, v, do, lse, do), delta, results, heads.keywords(group, scores))
+        shares.store(lane)
+        return results
+
+    heads.compute(kernels)

@@ -69,8 +69,11 @@ def _layout(
 
 
 @functools.lru_cache(maxsize=4096)
-def is_few(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> bool:
-    """True if an array and a contiguous one have few matrices in common."""
-    dense = tuple(itemsize * math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
-    *_, others = _layout(shape, strides, dense, itemsize)
-    return math.prod(length for length, *_ in others) <= _MOST_MATRICES
+def is_few(
+    shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int, others: tuple[int, ...] | None = None
+) -> bool:
+    """True if arrays with these strides, or such an array and a contiguous one, have few matrices in common."""
+    if others is None:
+        others = tuple(itemsize * math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
+    *_, axes = _layout(shape, strides, others, itemsize)
+    return math.prod(length for length, *_ in axes) <= _MOST_MATRICES

@@ -93,6 +93,8 @@ class Request:
         Those of the calls of parts.
     keywords : dict
         Those of features that are not None.
+    query_groups : tuple of slice
+        The query heads of each group of a forward of ``"heads"``, if they are not those of `groups`.
     number : int
         Stands for all that the ranks agree on, from 1 to 2**32 - 1.
     """
@@ -106,6 +108,7 @@ class Request:
     groups: tuple[int, ...]
     options: CallOptions
     keywords: Mapping[str, Any]
+    query_groups: tuple[slice, ...] = ()
     number: int = 1
 
 

@@ -46,8 +46,6 @@ class Run:
         Those of the attention calls of parts.
     is_captured : bool
         True if a CUDA graph captures the call.
-    window : Window or None
-        The memory that the other ranks write, once `has_window` has been asked.
 
     Notes
     -----
@@ -66,7 +64,6 @@ class Run:
         self._held: list[Array] = []
         self._arena: Any = None
         self.is_captured = is_captured(array)
-        self.window: Window | None = None
         if is_on_host(array):
             lanes: Sequence[Lane] = host_lanes(comm.rank)
         else:
@@ -84,10 +81,9 @@ class Run:
         run.request, run._peers = request, ranks
         return run
 
-    def has_window(self) -> bool:
-        """True if ranks write each other's memory. All ranks call it together."""
-        self.window = self._transport.window(self.is_captured)
-        return self.window is not None
+    def window(self) -> Window | None:
+        """The memory that the other ranks write, if they can. All ranks call it together."""
+        return self._transport.window(self.is_captured)
 
     def announce(self, number: int) -> None:
         """Sends the number and kind of a call ahead of its messages, where the ranks do not compare each call."""
@@ -96,12 +92,8 @@ class Run:
             own, landing = (self.empty(shape, head.dtype) for shape in (head.shape, (self.size, *head.shape)))
             self.main(_write, own, head)
             self._held.append(head)
-            self.begin()
+            self.comm.wait(self.main.record())
             self.comm(self._transport.announce, head, own, landing)
-
-    def begin(self) -> None:
-        """Lets messages wait for what the caller's lane has been given so far. The second lane waits for messages."""
-        self.comm.wait(self.main.record())
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype | str) -> Array:
         """Memory that any lane may use until the end of the call.
@@ -152,11 +144,6 @@ class Run:
         array = self.empty(view.shape, view.dtype)
         lane(copy, array, view)
         return array
-
-    def quick(self, array: Array, lane: Lane | None = None) -> Array:
-        """An array that copy engines are fast with: itself, or a contiguous copy, made by a lane, else the caller's."""
-        assert self.window is not None, "has_window has been asked"
-        return array if self.window.can_copy(array) else self.packed(lane or self.main, array)
 
     def forward(self, lane: Lane, inputs: Sequence[Array], out: Sequence[Array], keywords: dict[str, Any]) -> None:
         """Queues a forward of q, k and v with the axes (batch, row, head, column)."""

@@ -1,0 +1,143 @@
+"""Moves by messages: what is not contiguous is packed, sent, and unpacked, all on the lane of messages.
+
+A part whose place is contiguous is a message of its own, which arrives there. All others that go to a rank, of one
+dtype, are one message. Both ranks know which they are from the shapes alone.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from ...problem.array_types import Array
+from ..copies import copy_parts, part_of
+from ..lanes import Lane
+from ..run import Run
+from ..windows import Copy, Signal
+from .move import Late, Memory, Move, Moves, Shape
+
+__all__ = ["ByMessages"]
+
+
+class ByMessages:
+    """Moves by messages: see `fa2cupy.distributed.movers.move.Mover`.
+
+    They are in order on one lane. What it packs to and receives in is therefore used by one step after the other, and a
+    step may be overwritten by what is queued after the kernels that read it.
+    """
+
+    ahead = 2
+
+    def __init__(self, run: Run):
+        self.run = run
+        self._arrived: dict[tuple[Signal, int], Any] = {}
+        self._buffers: dict[tuple[bool, int, int], Array] = {}
+
+    def begin(self, shapes: Sequence[Shape], results: Sequence[Array], steps: int) -> tuple[list[Memory], list[Memory]]:
+        """See `Mover`. Memory that no part arrives in is not allocated."""
+        run = self.run
+
+        def memory(shape: tuple[int, ...], dtype: np.dtype) -> Memory:
+            return Memory(run.rank, shape, lambda: {run.rank: run.empty(shape, dtype)})
+
+        return [memory(*shape) for shape in shapes], [Memory(run.rank, x.shape, dict, x) for x in results]
+
+    def enter(self, *lanes: Lane, cleared: bool = False) -> None:
+        """See `Mover`."""
+        begun = self.run.main.record()
+        for lane in (self.run.comm, *lanes):
+            lane.wait(begun)
+
+    def source(self, array: Array, lane: Lane | None = None) -> Array:
+        """See `Mover`."""
+        return array
+
+    def put(self, kind: Signal, step: int, moves: Moves, late: Late | None = None, is_idle: bool = False) -> None:
+        """See `Mover`."""
+        run = self.run
+        each = [moves]
+        if late is not None:
+            each.append(late[0])
+            run.comm.wait(late[1])
+        sends: list[tuple[Array, int]] = []
+        recvs: list[tuple[Array, int]] = []
+        packed: list[Copy] = []
+        unpacked: list[Copy] = []
+        for distance in range(1, run.size):
+            to, source = (run.rank + distance) % run.size, (run.rank - distance) % run.size
+            sends += self._messages(to, [move for one in each for move in one(run.rank, to, step)], True, packed)
+            recvs += self._messages(
+                source, [move for one in each for move in one(source, run.rank, step)], False, unpacked
+            )
+        run.comm(copy_parts, packed)
+        run.exchange(sends, recvs)
+        run.comm(copy_parts, unpacked)
+        self._arrived[kind, step] = run.comm.record()
+
+    def _messages(self, peer: int, moves: Sequence[Move], is_sent: bool, copies: list[Copy]) -> list[tuple[Array, int]]:
+        """The messages to or from a rank. The copies from or to their places are added to `copies`."""
+        in_place: list[list[tuple[Array, tuple[int, ...], tuple[int, ...]]]] = []
+        together: dict[np.dtype, list[tuple[Array, tuple[int, ...], tuple[int, ...]]]] = {}
+        for target, target_start, source, source_start, shape in moves:
+            if 0 in shape:
+                continue
+            array, start = (source, source_start) if is_sent else (target.place, target_start)
+            if target.result is None and _is_contiguous(target.shape, shape):
+                in_place.append([(array, start, shape)])
+            else:
+                together.setdefault(array.dtype, []).append((array, start, shape))
+        messages = []
+        for number, parts in enumerate((*in_place, *together.values())):
+            if len(parts) == 1 and (view := part_of(*parts[0])).flags.c_contiguous:
+                messages.append((view, peer))
+                continue
+            count = sum(math.prod(shape) for _, _, shape in parts)
+            message = self._buffer((is_sent, peer, number), count, parts[0][0].dtype)
+            end = 0
+            for array, start, shape in parts:
+                begin, end = end, end + math.prod(shape)
+                piece, zeros = message[begin:end].reshape(shape), (0,) * len(shape)
+                copies.append(
+                    Copy(piece, zeros, array, start, shape) if is_sent else Copy(array, start, piece, zeros, shape)
+                )
+            messages.append((message, peer))
+        return messages
+
+    def _buffer(self, key: tuple[bool, int, int], count: int, dtype: np.dtype) -> Array:
+        found = self._buffers.get(key)
+        if found is None or len(found) < count or found.dtype != dtype:
+            found = self._buffers[key] = self.run.empty((count,), dtype)
+        return found[:count]
+
+    def keep(self, lane: Lane, step: int, moves: Moves) -> None:
+        """See `Mover`."""
+        own = self.run.rank
+        lane(copy_parts, [Copy(move.target.place, *move[1:]) for move in moves(own, own, step)])
+
+    def arrived(self, lane: Lane, kind: Signal, step: int) -> None:
+        """See `Mover`."""
+        lane.wait(self._arrived.pop((kind, step)))
+
+    def collect(self, kind: Signal, step: int, moves: Moves) -> None:
+        """See `Mover`. Messages have been unpacked to the caller's arrays."""
+        self.arrived(self.run.back, kind, step)
+
+    def release(self, lane: Lane, kind: Signal, step: int) -> None:
+        """Nothing: messages are received in order."""
+
+    def may_overwrite(self, kind: Signal, step: int) -> None:
+        """Nothing: messages are received in order."""
+
+    def end(self, *lanes: Lane) -> None:
+        """Nothing: no other rank writes this one's memory."""
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_contiguous(whole: tuple[int, ...], part: tuple[int, ...]) -> bool:
+    """True if parts of this shape of a contiguous array are contiguous."""
+    axis = next((axis for axis, length in enumerate(part) if length != 1), len(part))
+    return part[axis + 1 :] == whole[axis + 1 :]

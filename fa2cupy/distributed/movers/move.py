@@ -1,0 +1,138 @@
+"""Moves: which part of an array goes to which part of another rank's memory, and what a carrier does with them.
+
+    mover.begin(shapes, results, steps)       memory of a call that the ranks write for each other
+    mover.enter(*lanes)                       lets moves wait for what the caller's lane has been given so far
+    mover.put(kind, step, moves)              takes this rank's parts to the other ranks, on the lane of messages
+    mover.keep(lane, step, moves)             copies those that stay on this rank
+    mover.arrived(lane, kind, step)           lets what is queued after it wait for the parts of all other ranks
+    mover.collect(kind, step, moves)          the same on the lane of copies, and takes them to the caller's arrays
+    mover.release(lane, kind, step)           tells the others that they may overwrite what they have put
+    mover.may_overwrite(kind, step)           lets what is put after it wait for that
+    mover.end(*lanes)                         at the end: other ranks may write the memory of this one, which lanes read
+
+A scheme says what moves by a function ``moves(source, target, step)`` of two ranks. Both of them ask it, so that what
+one sends is what the other one expects.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol, TypeAlias
+
+import numpy as np
+
+from ...problem.array_types import Array
+from ..lanes import Lane
+from ..run import Run
+from ..windows import Signal
+
+__all__ = ["Late", "Memory", "Move", "Mover", "Moves", "Shape"]
+
+#: Shape and dtype.
+Shape: TypeAlias = "tuple[tuple[int, ...], np.dtype]"
+
+
+class Memory:
+    """An array at the same place on all ranks, whose parts other ranks fill.
+
+    Parameters
+    ----------
+    rank : int
+    shape : tuple of int
+    make : callable
+        Returns the arrays by rank: all of them, or where no other rank's memory is written, this rank's.
+    result : ndarray, optional
+        This rank's array of the same shape for what arrives: the caller's, which other ranks cannot write.
+    """
+
+    def __init__(self, rank: int, shape: tuple[int, ...], make: Callable[[], Any], result: Array | None = None):
+        self.shape, self.result = shape, result
+        self._rank, self._make = rank, make
+
+    @functools.cached_property
+    def by_rank(self) -> Any:
+        """The arrays by rank. They are made when they are asked for."""
+        return self._make()
+
+    @property
+    def own(self) -> Array:
+        """That of this rank."""
+        return self.by_rank[self._rank]
+
+    @property
+    def place(self) -> Array:
+        """Where parts of this rank go."""
+        return self.own if self.result is None else self.result
+
+
+class Move(NamedTuple):
+    """A part of an array that goes to a part of another rank's memory.
+
+    Attributes
+    ----------
+    target : Memory
+    target_start : tuple of int
+        The first element of the part.
+    source : ndarray or None
+        None on the rank that receives it.
+    source_start : tuple of int
+    shape : tuple of int
+        That of both parts.
+    """
+
+    target: Memory
+    target_start: tuple[int, ...]
+    source: Any
+    source_start: tuple[int, ...]
+    shape: tuple[int, ...]
+
+
+#: What moves from a source to a target, two ranks, in a step.
+Moves: TypeAlias = "Callable[[int, int, int], Sequence[Move]]"
+#: Further moves of a step, and the event that their arrays wait for.
+Late: TypeAlias = "tuple[Moves, Any]"
+
+
+class Mover(Protocol):
+    """See the docstring of the module.
+
+    Attributes
+    ----------
+    run : Run
+    ahead : int
+        Steps that are put before the kernels of a step are queued.
+    """
+
+    run: Run
+    ahead: int
+
+    def begin(self, shapes: Sequence[Shape], results: Sequence[Array], steps: int) -> tuple[list[Memory], list[Memory]]:
+        """Memory of these shapes, and for these arrays of the caller's. All ranks ask for the same."""
+
+    def enter(self, *lanes: Lane, cleared: bool = False) -> None:
+        """Lets moves and the lanes wait for the caller's lane; also for that of other ranks, if it clears memory."""
+
+    def source(self, array: Array, lane: Lane | None = None) -> Array:
+        """An array whose parts move fast: itself, or a copy, made by a lane, else the caller's."""
+
+    def put(self, kind: Signal, step: int, moves: Moves, late: Late | None = None, is_idle: bool = False) -> None:
+        """Queues the moves to other ranks. `is_idle` says that nothing is computed meanwhile."""
+
+    def keep(self, lane: Lane, step: int, moves: Moves) -> None:
+        """Queues the moves that stay on this rank."""
+
+    def arrived(self, lane: Lane, kind: Signal, step: int) -> None:
+        """Lets the lane wait for all that other ranks put in a step. It is asked once for each."""
+
+    def collect(self, kind: Signal, step: int, moves: Moves) -> None:
+        """Lets the lane of copies wait for the same, and take it to the caller's arrays. The last step comes last."""
+
+    def release(self, lane: Lane, kind: Signal, step: int) -> None:
+        """Tells the other ranks, when the lane has come so far, that they may put a step."""
+
+    def may_overwrite(self, kind: Signal, step: int) -> None:
+        """Lets what is put from now on wait until all other ranks have released a step."""
+
+    def end(self, *lanes: Lane) -> None:
+        """Ends the use of the memory, which the lanes and that of messages have been given all their work with."""
