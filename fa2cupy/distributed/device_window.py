@@ -20,7 +20,6 @@ import numpy as np
 
 from ..problem.array_types import Array
 from .copies import matrices_with_addresses
-from .copy_kernel import copy_matrices
 from .matrices import is_few
 from .messages import CommunicationError
 from .shared_memory import SharedMemory
@@ -94,10 +93,6 @@ class DeviceWindow(Window):
         stream, memcpy = self._cupy.cuda.get_current_stream().ptr, self._runtime.memcpy2DAsync
         for to, to_pitch, of, of_pitch, width, height in matrices_with_addresses(copies):
             memcpy(to, to_pitch, of, of_pitch, width, height, _COPY_DEFAULT, stream)
-
-    def copy(self, copies: Sequence[Copy]) -> None:
-        """Queues copies inside this GPU and to others on the current stream, as one kernel."""
-        copy_matrices(list(matrices_with_addresses(copies)))
 
     def can_copy(self, array: Array) -> bool:
         """True if the copy from or to a contiguous array is a few copies of matrices."""

@@ -6,7 +6,6 @@
     window.signal(lane, kind, step)             tells all other ranks that the lane has come so far
     window.wait(lane, kind, step)               lets what is queued after it wait for the signals of all other ranks
     lane(window.send, copies)                   copies of parts of arrays to other ranks, which need no multiprocessor
-    lane(window.copy, copies)                   copies inside this rank, or to others where nothing else is computed
     window.end(lane, *lanes)                    at the end: the first lane waits for the others that used the window
 
 Ranks write to each other's windows and never read them: a rank whose call has ended can end itself.
@@ -196,10 +195,6 @@ class Window:
 
     def send(self, copies: Sequence[Copy]) -> None:
         """Makes copies to other ranks one after the other, on the current lane."""
-        raise NotImplementedError
-
-    def copy(self, copies: Sequence[Copy]) -> None:
-        """Makes copies to any ranks together, on the current lane, which may wait for kernels."""
         raise NotImplementedError
 
     def can_copy(self, array: Array) -> bool:

@@ -14,7 +14,8 @@ import numpy as np
 from support.fake_cupy import FakeArray, FakeCupy, FakeMemory, current_device, place
 
 import fa2cupy.distributed as dist
-from fa2cupy.distributed import communicator, device_window, messages, requests
+from fa2cupy.distributed import communicator, messages, requests
+from fa2cupy.distributed import copies as copies_of_ranks
 from fa2cupy.distributed import run as run_module
 from fa2cupy.distributed.nccl import NcclTransport
 from fa2cupy.gpu import calls, copies, device_memory, placement, prepare, prepared, tile_states
@@ -135,6 +136,14 @@ def driver() -> ModuleType | None:
     return driver
 
 
+def copy_matrices(matrices) -> None:
+    """Does what the kernel does."""
+    for one in matrices:
+        for row in range(one.height):
+            to, of = one.target + row * one.target_pitch, one.source + row * one.source_pitch
+            ctypes.memmove(to, of, one.width)
+
+
 class FakeSharing:
     """CUDA IPC, pitched copies and signals of streams, between ranks that are threads of one process.
 
@@ -206,11 +215,8 @@ class FakeSharing:
         ctypes.memmove(target, source, nbytes)
 
     def copy_matrices(self, matrices):
-        for one in matrices:
-            self.log.append(("copy by kernel", self.current().ptr))
-            for row in range(one.height):
-                to, of = one.target + row * one.target_pitch, one.source + row * one.source_pitch
-                ctypes.memmove(to, of, one.width)
+        self.log += [("copy by kernel", self.current().ptr)] * len(matrices)
+        copy_matrices(matrices)
 
     def cuStreamWriteValue32(self, stream, address, value, flags):
         self.log.append(("write", stream))
@@ -246,7 +252,7 @@ def fake_sharing(monkeypatch, cupy: StreamsCupy):
     with monkeypatch.context() as patch:
         patch.setitem(sys.modules, "cuda.bindings", bindings)
         patch.setattr(NcclTransport, "window", WINDOW)
-        patch.setattr(device_window, "copy_matrices", sharing.copy_matrices)
+        patch.setattr(copies_of_ranks, "copy_matrices", sharing.copy_matrices)
         yield sharing
 
 
@@ -334,7 +340,8 @@ def fake_streams(monkeypatch):
         return np.array(array)
 
     monkeypatch.setattr(FakeArray, "get", get)
-    for module in (communicator, messages, requests, run_module):
+    monkeypatch.setattr(copies_of_ranks, "copy_matrices", copy_matrices)
+    for module in (communicator, copies_of_ranks, messages, requests, run_module):
         monkeypatch.setattr(module, "is_on_host", lambda array: not isinstance(array, FakeArray))
     monkeypatch.setattr(run_module, "backend_of", lambda name, array: calls)
     monkeypatch.setattr(NcclTransport, "window", lambda transport, is_captured: None)  # but in `fake_sharing`

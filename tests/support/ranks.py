@@ -205,8 +205,6 @@ class ThreadWindow(Window):
             )
             target[to] = source[of]
 
-    copy = send
-
     def can_copy(self, array) -> bool:
         return array.strides[-1] == array.itemsize
 

@@ -11,22 +11,23 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from ...problem.array_types import Array
-from ..copies import copy
+from ..copies import copy, copy_parts
 from ..lanes import Lane
 from ..run import Run
 from ..windows import Copy, Signal, Window, padded_bytes
-from .move import Late, Memory, Moves, Shape
+from .move import Late, Memory, Mover, Moves, Shape
 
 __all__ = ["ByCopies"]
 
 
-class ByCopies:
-    """Moves by copies to a window of each other rank: see `fa2cupy.distributed.movers.move.Mover`."""
+class ByCopies(Mover):
+    """Moves by copies to a window of each other rank: see `Mover`."""
 
     ahead = 1
 
     def __init__(self, run: Run, window: Window):
-        self.run, self.window = run, window
+        super().__init__(run)
+        self.window = window
         self._slow: list[tuple[Array, Array]] = []
         self._steps = 0
 
@@ -46,9 +47,7 @@ class ByCopies:
 
     def enter(self, *lanes: Lane, cleared: bool = False) -> None:
         """See `Mover`."""
-        begun = self.run.main.record()
-        for lane in (self.run.comm, *lanes):
-            lane.wait(begun)
+        super().enter(*lanes)
         self.window.enter(self.run.comm)
         if cleared:
             self.release(self.run.comm, Signal.USED, 0)
@@ -60,7 +59,7 @@ class ByCopies:
 
     def put(self, kind: Signal, step: int, moves: Moves, late: Late | None = None, is_idle: bool = False) -> None:
         """See `Mover`."""
-        comm, send = self.run.comm, self.window.copy if is_idle else self.window.send
+        comm, send = self.run.comm, copy_parts if is_idle else self.window.send
         comm(send, self._to_others(step, moves))
         if late is not None:
             later, written = late
@@ -75,26 +74,21 @@ class ByCopies:
             for move in moves(self.run.rank, peer, step)
         ]
 
-    def keep(self, lane: Lane, step: int, moves: Moves) -> None:
-        """See `Mover`."""
-        own = self.run.rank
-        lane(self.window.copy, [Copy(move.target.place, *move[1:]) for move in moves(own, own, step)])
-
     def arrived(self, lane: Lane, kind: Signal, step: int) -> None:
         """See `Mover`."""
         self.window.wait(lane, kind, step)
 
     def collect(self, kind: Signal, step: int, moves: Moves) -> None:
         """See `Mover`."""
+        super().collect(kind, step, moves)
         run = self.run
-        self.arrived(run.back, kind, step)
         landed = (
             Copy(move.target.result, move.target_start, move.target.own, move.target_start, move.shape)
             for peer in self.window.others
             for move in moves(peer, run.rank, step)
             if move.target.result is not None
         )
-        run.back(self.window.copy, _joined(landed))
+        run.back(copy_parts, _joined(landed))
         if step == self._steps - 1:
             for result, quick in self._slow:
                 run.back(copy, result, quick)

@@ -18,13 +18,13 @@ from ..copies import copy_parts, part_of
 from ..lanes import Lane
 from ..run import Run
 from ..windows import Copy, Signal
-from .move import Late, Memory, Move, Moves, Shape
+from .move import Late, Memory, Move, Mover, Moves, Shape
 
 __all__ = ["ByMessages"]
 
 
-class ByMessages:
-    """Moves by messages: see `fa2cupy.distributed.movers.move.Mover`.
+class ByMessages(Mover):
+    """Moves by messages: see `Mover`.
 
     They are in order on one lane. What it packs to and receives in is therefore used by one step after the other, and a
     step may be overwritten by what is queued after the kernels that read it.
@@ -33,7 +33,7 @@ class ByMessages:
     ahead = 2
 
     def __init__(self, run: Run):
-        self.run = run
+        super().__init__(run)
         self._arrived: dict[tuple[Signal, int], Any] = {}
         self._buffers: dict[tuple[bool, int, int], Array] = {}
 
@@ -45,16 +45,6 @@ class ByMessages:
             return Memory(run.rank, shape, lambda: {run.rank: run.empty(shape, dtype)})
 
         return [memory(*shape) for shape in shapes], [Memory(run.rank, x.shape, dict, x) for x in results]
-
-    def enter(self, *lanes: Lane, cleared: bool = False) -> None:
-        """See `Mover`."""
-        begun = self.run.main.record()
-        for lane in (self.run.comm, *lanes):
-            lane.wait(begun)
-
-    def source(self, array: Array, lane: Lane | None = None) -> Array:
-        """See `Mover`."""
-        return array
 
     def put(self, kind: Signal, step: int, moves: Moves, late: Late | None = None, is_idle: bool = False) -> None:
         """See `Mover`."""
@@ -113,27 +103,9 @@ class ByMessages:
             found = self._buffers[key] = self.run.empty((count,), dtype)
         return found[:count]
 
-    def keep(self, lane: Lane, step: int, moves: Moves) -> None:
-        """See `Mover`."""
-        own = self.run.rank
-        lane(copy_parts, [Copy(move.target.place, *move[1:]) for move in moves(own, own, step)])
-
     def arrived(self, lane: Lane, kind: Signal, step: int) -> None:
         """See `Mover`."""
         lane.wait(self._arrived.pop((kind, step)))
-
-    def collect(self, kind: Signal, step: int, moves: Moves) -> None:
-        """See `Mover`. Messages have been unpacked to the caller's arrays."""
-        self.arrived(self.run.back, kind, step)
-
-    def release(self, lane: Lane, kind: Signal, step: int) -> None:
-        """Nothing: messages are received in order."""
-
-    def may_overwrite(self, kind: Signal, step: int) -> None:
-        """Nothing: messages are received in order."""
-
-    def end(self, *lanes: Lane) -> None:
-        """Nothing: no other rank writes this one's memory."""
 
 
 @functools.lru_cache(maxsize=4096)

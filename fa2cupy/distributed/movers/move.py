@@ -18,14 +18,15 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
 from ...problem.array_types import Array
+from ..copies import copy_parts
 from ..lanes import Lane
 from ..run import Run
-from ..windows import Signal
+from ..windows import Copy, Signal
 
 __all__ = ["Late", "Memory", "Move", "Mover", "Moves", "Shape"]
 
@@ -94,39 +95,54 @@ Moves: TypeAlias = "Callable[[int, int, int], Sequence[Move]]"
 Late: TypeAlias = "tuple[Moves, Any]"
 
 
-class Mover(Protocol):
+class Mover:
     """See the docstring of the module.
+
+    Parameters
+    ----------
+    run : Run
 
     Attributes
     ----------
-    run : Run
     ahead : int
         Steps that are put before the kernels of a step are queued.
     """
 
-    run: Run
     ahead: int
+
+    def __init__(self, run: Run):
+        self.run = run
 
     def begin(self, shapes: Sequence[Shape], results: Sequence[Array], steps: int) -> tuple[list[Memory], list[Memory]]:
         """Memory of these shapes, and for these arrays of the caller's. All ranks ask for the same."""
+        raise NotImplementedError
 
     def enter(self, *lanes: Lane, cleared: bool = False) -> None:
         """Lets moves and the lanes wait for the caller's lane; also for that of other ranks, if it clears memory."""
+        begun = self.run.main.record()
+        for lane in (self.run.comm, *lanes):
+            lane.wait(begun)
 
     def source(self, array: Array, lane: Lane | None = None) -> Array:
         """An array whose parts move fast: itself, or a copy, made by a lane, else the caller's."""
+        return array
 
     def put(self, kind: Signal, step: int, moves: Moves, late: Late | None = None, is_idle: bool = False) -> None:
         """Queues the moves to other ranks. `is_idle` says that nothing is computed meanwhile."""
+        raise NotImplementedError
 
     def keep(self, lane: Lane, step: int, moves: Moves) -> None:
         """Queues the moves that stay on this rank."""
+        own = self.run.rank
+        lane(copy_parts, [Copy(move.target.place, *move[1:]) for move in moves(own, own, step)])
 
     def arrived(self, lane: Lane, kind: Signal, step: int) -> None:
         """Lets the lane wait for all that other ranks put in a step. It is asked once for each."""
+        raise NotImplementedError
 
     def collect(self, kind: Signal, step: int, moves: Moves) -> None:
-        """Lets the lane of copies wait for the same, and take it to the caller's arrays. The last step comes last."""
+        """Lets the lane of copies wait for the same, and take it to the caller's arrays; in order."""
+        self.arrived(self.run.back, kind, step)
 
     def release(self, lane: Lane, kind: Signal, step: int) -> None:
         """Tells the other ranks, when the lane has come so far, that they may put a step."""
