@@ -229,6 +229,7 @@ CASES = {
     "heads": {"how": {"scheme": "heads", "head_groups": 4}},
     "heads copies": {"how": {"scheme": "heads copies", "head_groups": 4}},
     "heads copies of query heads": {"how": {"scheme": "heads copies"}, "heads": 16, "kv": 4},
+    "heads bias": {"how": {"scheme": "heads"}, "bias": numbers((32, 32), "float32")},
     "gather": {"how": {"scheme": "gather", "head_groups": 4}, "heads": 4},
     "gather window": {"how": {"scheme": "gather"}, "heads": 2, "window": (3, 0)},
     "gather copies": {"how": {"scheme": "gather copies", "head_groups": 4}, "heads": 4},

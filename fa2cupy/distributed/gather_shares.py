@@ -35,7 +35,7 @@ class Shares:
     sums : list of (slice, list of list of ndarray)
         For all parts of this rank's rows the shares of dk, and those of dv, in the order of the ranks.
     sent : event or None
-        The last group's shares have been read.
+        The last group's shares have been read, if their arrival does not say so, too.
     """
 
     def __init__(self, gather: Gather, slot: int):
@@ -84,7 +84,7 @@ class Shares:
         if group >= len(gather.slots):
             gather.mover.may_overwrite(Signal.ADDED, group)
         gather.mover.put(Signal.RETURNED, group, self._moves)
-        self.sent = gather.run.comm.record()
+        self.sent = gather.mover.sent()
 
     def _moves(self, source: int, target: int, group: int) -> list[Move]:
         """Those of the shares of a rank that another one owns."""
@@ -104,8 +104,9 @@ class Shares:
     def add_up(self, group: int, targets: Sequence[Array]) -> None:
         """Queues the sums of a group on the caller's lane, in the order of the ranks, and their rounding."""
         gather, run = self.gather, self.gather.run
-        run.main.wait(self.sent)
         gather.mover.arrived(run.main, Signal.RETURNED, group)
+        if self.sent is not None:
+            run.main.wait(self.sent)
         for part, shares in self.sums:
             for target, shares_of_target in zip(targets, shares, strict=True):
                 own = [share[:, :, : target.shape[2]] for share in shares_of_target]

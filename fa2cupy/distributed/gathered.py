@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from ..problem.array_types import Array
 from .lanes import Lane
-from .movers.move import Memory, Move, Mover, Shape
+from .movers.move import Move, Mover, Shape
 from .operands import Operands
 from .parts import Part, needs_place, of_part, over_scores, part_keywords
 from .schemes import is_positional
@@ -117,13 +117,12 @@ class Gather:
         self.widths = [max(self.groups[first::2]) for first in range(min(2, self.count))]
         self._sources = [mover.source(x) for x in (operands.k, operands.v)]
         self.share_places = list(self._share_places()) if has_shares else []
-        wanted = [shape for heads in self.widths for shape in (*self._keys(heads), *self._landings(heads))]
+        wanted = [
+            shape for of_slot in (self._keys, self._landings) for heads in self.widths for shape in of_slot(heads)
+        ]
         memories = iter(mover.begin(wanted, (), self.count)[0])
-        self.slots: list[list[Memory]] = []
-        self.landings: list[list[Memory]] = []
-        for _ in self.widths:
-            self.slots.append([next(memories) for _ in range(2)])
-            self.landings.append([next(memories) for _ in range(2 * len(self.share_places))])
+        self.slots = [[next(memories) for _ in range(2)] for _ in self.widths]
+        self.landings = [[next(memories) for _ in range(2 * len(self.share_places))] for _ in self.widths]
         # Some keys are not sent because no row sees them. Kernels read them beside others: they must be finite.
         has_gaps = request.problem.band[0] is not None
         for memory in (memory for slot in self.slots for memory in slot if has_gaps):

@@ -9,6 +9,7 @@ kernel writes to all ranks at once.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from ...problem.array_types import Array
 from ..copies import copy, copy_parts
@@ -66,6 +67,10 @@ class ByCopies(Mover):
             comm.wait(written)
             comm(send, self._to_others(step, later))
         self.window.signal(comm, kind, step)
+
+    def sent(self) -> Any:
+        """See `Mover`."""
+        return self.run.comm.record()
 
     def _to_others(self, step: int, moves: Moves) -> list[Copy]:
         return [

@@ -3,6 +3,7 @@
     mover.begin(shapes, results, steps)       memory of a call that the ranks write for each other
     mover.enter(*lanes)                       lets moves wait for what the caller's lane has been given so far
     mover.put(kind, step, moves)              takes this rank's parts to the other ranks, on the lane of messages
+    mover.sent()                              an event: the parts that have been put may be overwritten
     mover.keep(lane, step, moves)             copies those that stay on this rank
     mover.arrived(lane, kind, step)           lets what is queued after it wait for the parts of all other ranks
     mover.collect(kind, step, moves)          the same on the lane of copies, and takes them to the caller's arrays
@@ -130,6 +131,10 @@ class Mover:
     def put(self, kind: Signal, step: int, moves: Moves, late: Late | None = None, is_idle: bool = False) -> None:
         """Queues the moves to other ranks. `is_idle` says that nothing is computed meanwhile."""
         raise NotImplementedError
+
+    def sent(self) -> Any:
+        """The event that all that this rank has put has been read; None if lanes that wait for arrivals wait for it."""
+        return None
 
     def keep(self, lane: Lane, step: int, moves: Moves) -> None:
         """Queues the moves that stay on this rank."""
