@@ -9,9 +9,9 @@ import pytest
 from ptxsim.memory import Memory
 from support.ptxsim_kernels import cuda_module
 
-from fa2cupy.distributed import copy_kernel
-from fa2cupy.distributed.copy_kernel import _RECORD_BYTES, SOURCE, THREADS, launches_of
-from fa2cupy.distributed.matrices import Matrix
+from fa2cupy.distributed.movers import copy_kernel
+from fa2cupy.distributed.movers.copy_kernel import _RECORD_BYTES, SOURCE, THREADS, launches_of
+from fa2cupy.distributed.movers.matrices import Matrix
 
 BYTES = 1 << 16
 

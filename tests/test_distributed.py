@@ -14,8 +14,8 @@ import fa2cupy
 import fa2cupy.distributed as dist
 from fa2cupy import TileConfig, UnsupportedProblemError, mods
 from fa2cupy.distributed import api
-from fa2cupy.distributed.copies import word_layout
-from fa2cupy.distributed.threads import ThreadTransport
+from fa2cupy.distributed.movers.copies import word_layout
+from fa2cupy.distributed.transport.threads import ThreadTransport
 from fa2cupy.testing import make_inputs
 
 SCHEMES = ("heads", "gather", "hybrid")

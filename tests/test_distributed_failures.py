@@ -25,13 +25,13 @@ from support.fake_nccl import SIZE, FakeCommunicator, FakeNccl, fake_streams
 import fa2cupy
 import fa2cupy.distributed as dist
 from fa2cupy.cpu import calls as cpu_calls
-from fa2cupy.distributed import nccl as nccl_module
-from fa2cupy.distributed import run as run_module
-from fa2cupy.distributed.lanes import HostLane
-from fa2cupy.distributed.messages import head_of
-from fa2cupy.distributed.mpi import MpiTransport
-from fa2cupy.distributed.nccl import NcclTransport
-from fa2cupy.distributed.threads import ThreadTransport
+from fa2cupy.distributed.call import run as run_module
+from fa2cupy.distributed.call.lanes import HostLane
+from fa2cupy.distributed.transport import nccl as nccl_module
+from fa2cupy.distributed.transport.messages import head_of
+from fa2cupy.distributed.transport.mpi import MpiTransport
+from fa2cupy.distributed.transport.nccl import NcclTransport
+from fa2cupy.distributed.transport.threads import ThreadTransport
 
 TIMEOUT, LATE = 0.15, 0.5
 STEPS = 3

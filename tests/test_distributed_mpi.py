@@ -14,7 +14,7 @@ import pytest
 from support import CHECKOUT
 
 from fa2cupy.distributed import Communicator
-from fa2cupy.distributed.launch import launch_of
+from fa2cupy.distributed.transport.launch import launch_of
 
 # Processes write files, since an MPI mixes up the lines that they print and may lose the last ones.
 SAME_AS_ONE_CALL = """

@@ -19,10 +19,11 @@ from support.simulator import simulated_gpu
 
 import fa2cupy
 import fa2cupy.distributed as dist
-from fa2cupy.distributed import api, requests
-from fa2cupy.distributed import copies as copies_module
-from fa2cupy.distributed import nccl as nccl_module
-from fa2cupy.distributed import run as run_module
+from fa2cupy.distributed import api
+from fa2cupy.distributed.call import requests
+from fa2cupy.distributed.call import run as run_module
+from fa2cupy.distributed.movers import copies as copies_module
+from fa2cupy.distributed.transport import nccl as nccl_module
 from fa2cupy.testing import Expectation, make_inputs
 
 

@@ -16,8 +16,9 @@ from support.feature_cases import numbers
 
 import fa2cupy
 import fa2cupy.distributed as dist
-from fa2cupy.distributed import by_copies, gathered
-from fa2cupy.distributed import run as run_module
+from fa2cupy.distributed.call import run as run_module
+from fa2cupy.distributed.schemes import gather_calls
+from fa2cupy.distributed.schemes import groups as groups_module
 from fa2cupy.testing import make_inputs
 
 #: "copies" stands for ranks that write each other's memory.
@@ -67,9 +68,9 @@ def test_no_order_of_events_changes_a_bit(scheme, size, seed, monkeypatch):
 @pytest.mark.parametrize("scheme", ["heads copies", "gather copies"])
 def test_nor_with_groups_of_several_sizes(scheme, ratio, seed, monkeypatch):
     inputs, options, _ = case(2, ratio)
-    monkeypatch.setattr(by_copies, "_FEW_ROWS", 0)
-    monkeypatch.setattr(by_copies, "_LEAST_ROWS", 1)
-    monkeypatch.setattr(by_copies, "_LONG_KERNELS", 1 << 40)
+    monkeypatch.setattr(groups_module, "_FEW_ROWS", 0)
+    monkeypatch.setattr(groups_module, "_LEAST_ROWS", 1)
+    monkeypatch.setattr(groups_module, "_LONG_KERNELS", 1 << 40)
     check(scheme, seed, 2, inputs, options, {}, monkeypatch)
 
 
@@ -77,7 +78,7 @@ def test_nor_with_groups_of_several_sizes(scheme, ratio, seed, monkeypatch):
 @pytest.mark.parametrize("scheme", ["gather", "gather copies", "hybrid"])
 def test_nor_where_calls_take_turns(scheme, seed, monkeypatch):
     inputs, options, groups = case(4)
-    monkeypatch.setattr(gathered, "_UNCACHED_ROWS", 1)
+    monkeypatch.setattr(gather_calls, "_UNCACHED_ROWS", 1)
     check(scheme, seed, 4, inputs, options, groups[scheme], monkeypatch)
 
 
@@ -93,7 +94,7 @@ def test_long_backward_calls_take_turns(uncached_rows, expected, monkeypatch):
 
     of_package = run_module.Run.backward
     monkeypatch.setattr(run_module.Run, "backward", backward)
-    monkeypatch.setattr(gathered, "_UNCACHED_ROWS", uncached_rows)
+    monkeypatch.setattr(gather_calls, "_UNCACHED_ROWS", uncached_rows)
     inputs = make_inputs("float32", seqlen_q=16, num_heads=2, num_heads_kv=1, head_dim=4)
     with ranks.slow_lanes(monkeypatch, ranks.random_delays(0.0, 0)):
         ranks.on_ranks(2, inputs, how={"scheme": "gather"}, causal=True)
@@ -246,8 +247,8 @@ def test_every_wait_that_is_left_out_is_caught(monkeypatch):
     monkeypatch.setattr(run_module, "host_memory", ranks.poisoned)
     monkeypatch.setattr(PickyLane, "seen", set())
     monkeypatch.setattr(run_module, "host_lanes", immediate_first_work())
-    monkeypatch.setattr(by_copies, "_FEW_ROWS", 0)
-    monkeypatch.setattr(by_copies, "_LEAST_ROWS", 1)
+    monkeypatch.setattr(groups_module, "_FEW_ROWS", 0)
+    monkeypatch.setattr(groups_module, "_LEAST_ROWS", 1)
     cases = [LateInputs(4, causal=True, **options) for options in CASES.values()]
     orders = [(slow, late) for late in (None, 0, 2) for slow in range(ranks.LANES)]
 

@@ -14,7 +14,7 @@ from support.ptxsim_kernels import cuda_module
 
 import fa2cupy
 import fa2cupy.distributed as dist
-from fa2cupy.distributed import sums
+from fa2cupy.distributed.call import sums
 from fa2cupy.testing import make_inputs
 
 #: So many shares that rounding each partial sum shows.

@@ -22,8 +22,9 @@ from support.launch_record import Launch
 import fa2cupy
 import fa2cupy.distributed as dist
 from fa2cupy import TileConfig, mods
-from fa2cupy.distributed import by_copies, requests
-from fa2cupy.distributed import nccl as nccl_module
+from fa2cupy.distributed.call import requests
+from fa2cupy.distributed.schemes import groups as groups_module
+from fa2cupy.distributed.transport import nccl as nccl_module
 from fa2cupy.families.sm90_float32 import Sm90Float32
 from fa2cupy.problem.features import FeatureKeywords
 from fa2cupy.testing import make_inputs
@@ -434,12 +435,14 @@ def test_gradients_of_features_where_copies_have_groups_of_several_sizes(scheme,
         options["bias"] = numbers((16, 16, 16), "float64")
     if "score_args" in gradients:
         options |= {"score_mod": scaled, "score_args": (numbers((16,), "float64"),)}
-    monkeypatch.setattr(by_copies, "_FEW_ROWS", 0)
-    monkeypatch.setattr(by_copies, "_LEAST_ROWS", 1)
-    monkeypatch.setattr(by_copies, "_LONG_KERNELS", 1 << 40)
+    monkeypatch.setattr(groups_module, "_FEW_ROWS", 0)
+    monkeypatch.setattr(groups_module, "_LEAST_ROWS", 1)
+    monkeypatch.setattr(groups_module, "_LONG_KERNELS", 1 << 40)
     groups = []
-    of_copies = by_copies.groups_of_copies
-    monkeypatch.setattr(by_copies, "groups_of_copies", lambda request: groups.append(of_copies(request)) or groups[-1])
+    of_copies = groups_module.groups_of_copies
+    monkeypatch.setattr(
+        groups_module, "groups_of_copies", lambda request: groups.append(of_copies(request)) or groups[-1]
+    )
     with ranks.thread_windows(monkeypatch):
         found = ranks.on_ranks(2, inputs, how={"scheme": scheme}, **options)
     assert_close(found, ranks.whole_call(inputs, **options))

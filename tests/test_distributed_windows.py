@@ -19,13 +19,15 @@ from support.feature_cases import numbers
 
 import fa2cupy
 import fa2cupy.distributed as dist
-from fa2cupy.distributed import api, by_copies, device_window
-from fa2cupy.distributed import nccl as nccl_module
-from fa2cupy.distributed import run as run_module
-from fa2cupy.distributed.matrices import matrices_of
-from fa2cupy.distributed.orders import RowOrder
-from fa2cupy.distributed.requests import Request
-from fa2cupy.distributed.schemes import groups_of
+from fa2cupy.distributed import api
+from fa2cupy.distributed.call import run as run_module
+from fa2cupy.distributed.call.orders import RowOrder
+from fa2cupy.distributed.call.requests import Request
+from fa2cupy.distributed.movers import device_window
+from fa2cupy.distributed.movers.matrices import matrices_of
+from fa2cupy.distributed.schemes import groups as groups_module
+from fa2cupy.distributed.schemes.choice import groups_of
+from fa2cupy.distributed.transport import nccl as nccl_module
 from fa2cupy.problem.checks import check_forward
 from fa2cupy.problem.options import CallOptions
 from fa2cupy.testing import Expectation, make_inputs
@@ -136,9 +138,9 @@ def test_groups_of_several_sizes(scheme, heads_kv, gpus, monkeypatch):
 
     expected = [together(parts, SIZE) for parts in zip(*run_all(nccl, work), strict=True)]
     before = len(sharing.log)
-    monkeypatch.setattr(by_copies, "_FEW_ROWS", 0)
-    monkeypatch.setattr(by_copies, "_LEAST_ROWS", 1)
-    monkeypatch.setattr(by_copies, "_LONG_KERNELS", 1 << 40)
+    monkeypatch.setattr(groups_module, "_FEW_ROWS", 0)
+    monkeypatch.setattr(groups_module, "_LEAST_ROWS", 1)
+    monkeypatch.setattr(groups_module, "_LONG_KERNELS", 1 << 40)
     found = [together(parts, SIZE) for parts in zip(*run_all(nccl, work), strict=True)]
     assert len(sharing.log) - before > before
     for one, other in zip(found, expected, strict=True):
@@ -155,9 +157,9 @@ def request_of(scheme, size, rows, heads):
 
 @given(st.integers(1, 64), st.integers(1, 1 << 20))
 def test_groups_have_all_heads_and_enough_rows(heads, rows):
-    sizes = by_copies._with_small_ends(heads, rows)
+    sizes = groups_module._with_small_ends(heads, rows)
     assert sum(sizes) == heads and min(sizes) > 0 and sizes[0] == sizes[-1] and len(sizes) <= 3
-    assert len(sizes) == 1 or min(sizes[0], sizes[-1]) * rows >= by_copies._LEAST_ROWS
+    assert len(sizes) == 1 or min(sizes[0], sizes[-1]) * rows >= groups_module._LEAST_ROWS
 
 
 @pytest.mark.parametrize(
@@ -178,7 +180,7 @@ def test_groups_have_all_heads_and_enough_rows(heads, rows):
     ],
 )
 def test_groups_of_lengths(scheme, size, rows, heads, groups):
-    assert by_copies.groups_of_copies(request_of(scheme, size, rows, heads)) == groups
+    assert groups_module.groups_of_copies(request_of(scheme, size, rows, heads)) == groups
 
 
 @pytest.mark.parametrize(
@@ -196,7 +198,7 @@ def test_groups_of_lengths(scheme, size, rows, heads, groups):
 )
 def test_query_heads_of_groups(size, rows, heads, groups):
     request = request_of("heads", size, rows, heads)
-    found = by_copies.query_groups(replace(request, groups=by_copies.groups_of_copies(request)))
+    found = groups_module.query_groups(replace(request, groups=groups_module.groups_of_copies(request)))
     assert [one.stop - one.start for one in found] == groups
 
 

@@ -14,9 +14,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 
-from fa2cupy.distributed import CommunicationError, Communicator, rendezvous
-from fa2cupy.distributed.launch import Launch
-from fa2cupy.distributed.rendezvous import broadcast
+from fa2cupy.distributed import CommunicationError, Communicator
+from fa2cupy.distributed.transport import rendezvous
+from fa2cupy.distributed.transport.launch import Launch
+from fa2cupy.distributed.transport.rendezvous import broadcast
 
 IDENTIFIER = bytes(range(128, 256))
 REFUSED = b"\0"
@@ -82,7 +83,8 @@ def test_all_ranks_get_the_bytes_of_rank_0(size, job, pool):
 
 def test_communicators_meet_with_the_token_of_their_environment(monkeypatch, pool):
     monkeypatch.setattr(
-        "fa2cupy.distributed.nccl.connect", lambda rank, size, share, timeout: share(None if rank else IDENTIFIER)
+        "fa2cupy.distributed.transport.nccl.connect",
+        lambda rank, size, share, timeout: share(None if rank else IDENTIFIER),
     )
     environment = {"WORLD_SIZE": "2", "MASTER_PORT": str(free_port())}
 

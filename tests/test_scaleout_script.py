@@ -20,7 +20,7 @@ from sequence_parallel.jobs import OPERATIONS, Job, Measurement, share_of
 from sequence_parallel.torch_ring import TorchRingWork
 
 import fa2cupy.distributed as dist
-from fa2cupy.distributed.threads import ThreadTransport, World
+from fa2cupy.distributed.transport.threads import ThreadTransport, World
 
 needs_matplotlib = pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="plots need matplotlib")
 

@@ -6,10 +6,10 @@ simulated ranks, NumPy arrays.
 
 from .api import attention, backward, forward
 from .communicator import Communicator
-from .messages import CommunicationError
 from .rows import pad, padded_length, positions, shard, unshard
 from .simulation import simulate
 from .totals import total
+from .transport.messages import CommunicationError
 
 __all__ = [
     "CommunicationError",

@@ -15,18 +15,18 @@ from ..problem.feature_checks import extra_gradients
 from ..problem.function_checks import traced_now
 from ..problem.keywords import check_keywords, takes_features
 from ..problem.options import CallOptions, hashable_config
-from . import gather, heads, hybrid
-from .agreement import collective
-from .by_copies import of_copies, takes
+from .call.agreement import collective
+from .call.operands import Operands, result_views
+from .call.requests import CallArguments, checked
+from .call.run import Run, is_captured
 from .communicator import Communicator, Stage
-from .messages import library_of
 from .movers.by_copies import ByCopies
 from .movers.by_messages import ByMessages
 from .movers.move import Mover
-from .operands import Operands, result_views
-from .requests import CallArguments, checked
-from .run import Run, is_captured
-from .schemes import check_capture
+from .schemes import gather, heads, hybrid
+from .schemes.choice import check_capture
+from .schemes.groups import of_copies, takes_copies
+from .transport.messages import library_of
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -411,7 +411,7 @@ def _results(comm: Communicator, arguments: CallArguments) -> tuple[Array, ...]:
 
 def _mover(comm: Communicator, run: Run) -> Mover:
     """What carries the arrays of a call."""
-    window = run.window() if takes(run.request) else None
+    window = run.window() if takes_copies(run.request) else None
     if window is not None:
         run.request = of_copies(run.request)
         return ByCopies(run, window)

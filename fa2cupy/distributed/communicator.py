@@ -10,8 +10,8 @@ from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
 from ..system.locks import new_lock
-from .launch import launch_of
-from .messages import CommunicationError, Transport, all_texts, is_on_host
+from .transport.launch import launch_of
+from .transport.messages import CommunicationError, Transport, all_texts, is_on_host
 
 __all__ = ["Communicator", "Stage"]
 
@@ -118,14 +118,14 @@ class Communicator:
             mpi4py is missing.
         """
         try:
-            from .mpi import MpiTransport
+            from .transport.mpi import MpiTransport
 
             transport = MpiTransport(communicator, check_timeout(timeout))
         except ImportError as error:
             raise ImportError(f"Communicator.from_mpi needs mpi4py: pip install mpi4py mpich ({error})") from error
 
         def device() -> Transport:
-            from .nccl import connect
+            from .transport.nccl import connect
 
             def broadcast(own: Any) -> Any:
                 return json.loads(all_texts(transport, json.dumps(None if own is None else list(own)))[0])
@@ -164,7 +164,7 @@ class Communicator:
         TypeError
             The communicator is of another kind, or does not tell its rank or size.
         """
-        from .nccl import wrap
+        from .transport.nccl import wrap
 
         transport = wrap(communicator, rank, size, check_timeout(timeout))
         return cls(transport.rank, transport.size, None, lambda: transport, ranks_per_host)
@@ -205,8 +205,8 @@ class Communicator:
         launch = launch_of(given)
 
         def device() -> Transport:
-            from .nccl import connect
-            from .rendezvous import broadcast
+            from .transport.nccl import connect
+            from .transport.rendezvous import broadcast
 
             return connect(launch.rank, launch.size, lambda own: broadcast(launch, own, timeout), timeout)
 

@@ -6,11 +6,11 @@ import numpy as np
 
 from ..problem.arguments import array_backend
 from ..problem.array_types import Array
-from .agreement import agree, collective
+from .call.agreement import agree, collective
+from .call.orders import RowOrder, check_order, divisor
+from .call.run import messages_of
 from .communicator import Communicator
-from .messages import library_of
-from .orders import RowOrder, check_order, divisor
-from .run import messages_of
+from .transport.messages import library_of
 
 __all__ = ["pad", "padded_length", "positions", "shard", "unshard"]
 

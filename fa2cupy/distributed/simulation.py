@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from .communicator import Communicator, check_ranks_per_host, check_timeout
-from .messages import CommunicationError
-from .threads import ThreadTransport, World
+from .transport.messages import CommunicationError
+from .transport.threads import ThreadTransport, World
 
 __all__ = ["simulate"]
 

@@ -6,10 +6,10 @@ import numpy as np
 
 from ..problem.arguments import array_backend
 from ..problem.array_types import Array
-from .agreement import agree, collective
+from .call.agreement import agree, collective
+from .call.run import messages_of
 from .communicator import Communicator
-from .messages import Transport, library_of
-from .run import messages_of
+from .transport.messages import Transport, library_of
 
 __all__ = ["total"]
 

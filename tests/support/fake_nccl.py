@@ -14,10 +14,12 @@ import numpy as np
 from support.fake_cupy import FakeArray, FakeCupy, FakeMemory, current_device, place
 
 import fa2cupy.distributed as dist
-from fa2cupy.distributed import communicator, messages, requests
-from fa2cupy.distributed import copies as copies_of_ranks
-from fa2cupy.distributed import run as run_module
-from fa2cupy.distributed.nccl import NcclTransport
+from fa2cupy.distributed import communicator
+from fa2cupy.distributed.call import requests
+from fa2cupy.distributed.call import run as run_module
+from fa2cupy.distributed.movers import copies as copies_of_ranks
+from fa2cupy.distributed.transport import messages
+from fa2cupy.distributed.transport.nccl import NcclTransport
 from fa2cupy.gpu import calls, copies, device_memory, placement, prepare, prepared, tile_states
 
 INT8 = "NCCL_INT8"

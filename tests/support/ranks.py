@@ -15,9 +15,9 @@ from support.feature_cases import extras, gradient_names
 
 import fa2cupy
 import fa2cupy.distributed as dist
-from fa2cupy.distributed import run as run_module
-from fa2cupy.distributed.threads import ThreadTransport
-from fa2cupy.distributed.windows import IS_READY, MOST_STEPS, READY, Signal, Window
+from fa2cupy.distributed.call import run as run_module
+from fa2cupy.distributed.movers.windows import IS_READY, MOST_STEPS, READY, Signal, Window
+from fa2cupy.distributed.transport.threads import ThreadTransport
 
 LANES = 7  # of a call: the caller's, a second one, those of messages and of copies, and three for groups of heads
 ROW_AXIS = {"lse": -1, "dlse": -1, "bias": -2, "mask": -2, "dbias": -2}

@@ -23,8 +23,8 @@ from support.feature_cases import extras, options_of
 from support.traced_cases import on_gpu, ready_made
 
 import fa2cupy
-from fa2cupy.distributed.copy_kernel import copy_matrices
-from fa2cupy.distributed.matrices import Matrix
+from fa2cupy.distributed.movers.copy_kernel import copy_matrices
+from fa2cupy.distributed.movers.matrices import Matrix
 from fa2cupy.testing import make_inputs
 
 #: (dtype, head_dim): a native and a padded dimension of each main loop.

@@ -8,15 +8,15 @@ kernel writes to all ranks at once.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from ...problem.array_types import Array
-from ..copies import copy, copy_parts
-from ..lanes import Lane
-from ..run import Run
-from ..windows import Copy, Signal, Window, padded_bytes
-from .move import Late, Memory, Mover, Moves, Shape
+from ..call.lanes import Lane
+from ..call.run import Run
+from .copies import copy, copy_parts
+from .move import Landed, Late, Memory, Mover, Moves, Shape
+from .windows import Copy, Signal, Window, padded_bytes
 
 __all__ = ["ByCopies"]
 
@@ -37,14 +37,15 @@ class ByCopies(Mover):
         run, window, self._steps = self.run, self.window, steps
         quick = [x if window.can_copy(x) else run.empty(x.shape, x.dtype) for x in results]
         self._slow = [(x, y) for x, y in zip(results, quick, strict=True) if x is not y]
-        landings = [(x.shape, x.dtype) for x in results]
-        window.begin(run.main, padded_bytes([*shapes, *landings]), steps, run.request.number, run.is_captured)
-        plain = [self._memory(shape) for shape in shapes]
-        return plain, [self._memory(shape, result) for shape, result in zip(landings, quick, strict=True)]
-
-    def _memory(self, shape: Shape, result: Array | None = None) -> Memory:
-        arrays = self.window.arrays(*shape)
-        return Memory(self.run.rank, shape[0], lambda: arrays, result)
+        wanted = [(shape.shape, shape.dtype) for shape in shapes] + [(x.shape, x.dtype) for x in results]
+        window.begin(run.main, padded_bytes(wanted), steps, run.request.number, run.is_captured)
+        places = [None] * len(shapes) + quick
+        found = []
+        for (shape, dtype), place in zip(wanted, places, strict=True):
+            arrays = window.arrays(shape, dtype)
+            own = arrays[run.rank]
+            found.append(Memory(shape, own, own if place is None else place, arrays))
+        return found[: len(shapes)], found[len(shapes) :]
 
     def enter(self, *lanes: Lane, cleared: bool = False) -> None:
         """See `Mover`."""
@@ -74,29 +75,23 @@ class ByCopies(Mover):
 
     def _to_others(self, step: int, moves: Moves) -> list[Copy]:
         return [
-            Copy(move.target.by_rank[peer], *move[1:])
+            (memory.by_rank[peer], start, source, source_start, shape)
             for peer in self.window.others
-            for move in moves(self.run.rank, peer, step)
+            for memory, start, source, source_start, shape in moves(self.run.rank, peer, step)
         ]
 
     def arrived(self, lane: Lane, kind: Signal, step: int) -> None:
         """See `Mover`."""
         self.window.wait(lane, kind, step)
 
-    def collect(self, kind: Signal, step: int, moves: Moves) -> None:
+    def collect(self, kind: Signal, step: int, landed: Sequence[Landed]) -> None:
         """See `Mover`."""
-        super().collect(kind, step, moves)
-        run = self.run
-        landed = (
-            Copy(move.target.result, move.target_start, move.target.own, move.target_start, move.shape)
-            for peer in self.window.others
-            for move in moves(peer, run.rank, step)
-            if move.target.result is not None
-        )
-        run.back(copy_parts, _joined(landed))
+        super().collect(kind, step, landed)
+        back = self.run.back
+        back(copy_parts, [(memory.place, start, memory.own, start, shape) for memory, start, shape in landed])
         if step == self._steps - 1:
             for result, quick in self._slow:
-                run.back(copy, result, quick)
+                back(copy, result, quick)
 
     def release(self, lane: Lane, kind: Signal, step: int) -> None:
         """See `Mover`."""
@@ -109,20 +104,3 @@ class ByCopies(Mover):
     def end(self, *lanes: Lane) -> None:
         """See `Mover`."""
         self.window.end(self.run.comm, *lanes)
-
-
-def _joined(copies: Iterable[Copy]) -> list[Copy]:
-    """The copies between equal places of two arrays, with one for each two of which one follows the other."""
-    found: list[Copy] = []
-    for one in copies:
-        last = found[-1] if found else one
-        axes = [axis for axis, (a, b) in enumerate(zip(last.target_start, one.target_start, strict=False)) if a != b]
-        if last.target is one.target and len(axes) == 1:
-            (axis,) = axes
-            rest = [shape[:axis] + shape[axis + 1 :] for shape in (last.shape, one.shape)]
-            if rest[0] == rest[1] and last.target_start[axis] + last.shape[axis] == one.target_start[axis]:
-                length = last.shape[axis] + one.shape[axis]
-                found[-1] = last._replace(shape=(*one.shape[:axis], length, *one.shape[axis + 1 :]))
-                continue
-        found.append(one)
-    return found

@@ -9,18 +9,21 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from ...problem.array_types import Array
-from ..copies import copy_parts, part_of
-from ..lanes import Lane
-from ..run import Run
-from ..windows import Copy, Signal
+from ..call.lanes import Lane
+from ..call.run import Run
+from .copies import copy_parts, part_of
 from .move import Late, Memory, Move, Mover, Moves, Shape
+from .windows import Copy, Signal
 
 __all__ = ["ByMessages"]
+
+#: An array, the first element of a part of it, and the shape of that.
+_Part: TypeAlias = "tuple[Array, tuple[int, ...], tuple[int, ...]]"
 
 
 class ByMessages(Mover):
@@ -38,13 +41,10 @@ class ByMessages(Mover):
         self._buffers: dict[tuple[bool, int, int], Array] = {}
 
     def begin(self, shapes: Sequence[Shape], results: Sequence[Array], steps: int) -> tuple[list[Memory], list[Memory]]:
-        """See `Mover`. Memory that no part arrives in is not allocated."""
-        run = self.run
-
-        def memory(shape: tuple[int, ...], dtype: np.dtype) -> Memory:
-            return Memory(run.rank, shape, lambda: {run.rank: run.empty(shape, dtype)})
-
-        return [memory(*shape) for shape in shapes], [Memory(run.rank, x.shape, dict, x) for x in results]
+        """See `Mover`."""
+        arrays = [self.run.empty(one.shape, one.dtype) if one.is_read else None for one in shapes]
+        plain = [Memory(one.shape, array, array) for one, array in zip(shapes, arrays, strict=True)]
+        return plain, [Memory(x.shape, None, x) for x in results]
 
     def put(self, kind: Signal, step: int, moves: Moves, late: Late | None = None, is_idle: bool = False) -> None:
         """See `Mover`."""
@@ -70,16 +70,16 @@ class ByMessages(Mover):
 
     def _messages(self, peer: int, moves: Sequence[Move], is_sent: bool, copies: list[Copy]) -> list[tuple[Array, int]]:
         """The messages to or from a rank. The copies from or to their places are added to `copies`."""
-        in_place: list[list[tuple[Array, tuple[int, ...], tuple[int, ...]]]] = []
-        together: dict[np.dtype, list[tuple[Array, tuple[int, ...], tuple[int, ...]]]] = {}
-        for target, target_start, source, source_start, shape in moves:
+        in_place: list[list[_Part]] = []
+        together: dict[np.dtype, list[_Part]] = {}
+        for memory, start, source, source_start, shape in moves:
             if 0 in shape:
                 continue
-            array, start = (source, source_start) if is_sent else (target.place, target_start)
-            if target.result is None and _is_contiguous(target.shape, shape):
-                in_place.append([(array, start, shape)])
+            part = (source, source_start, shape) if is_sent else (memory.place, start, shape)
+            if not memory.is_result and _is_contiguous(memory.shape, shape):
+                in_place.append([part])
             else:
-                together.setdefault(array.dtype, []).append((array, start, shape))
+                together.setdefault(part[0].dtype, []).append(part)
         messages = []
         for number, parts in enumerate((*in_place, *together.values())):
             if len(parts) == 1 and (view := part_of(*parts[0])).flags.c_contiguous:
@@ -91,9 +91,7 @@ class ByMessages(Mover):
             for array, start, shape in parts:
                 begin, end = end, end + math.prod(shape)
                 piece, zeros = message[begin:end].reshape(shape), (0,) * len(shape)
-                copies.append(
-                    Copy(piece, zeros, array, start, shape) if is_sent else Copy(array, start, piece, zeros, shape)
-                )
+                copies.append((piece, zeros, array, start, shape) if is_sent else (array, start, piece, zeros, shape))
             messages.append((message, peer))
         return messages
 

@@ -6,7 +6,7 @@
     mover.sent()                              an event: the parts that have been put may be overwritten
     mover.keep(lane, step, moves)             copies those that stay on this rank
     mover.arrived(lane, kind, step)           lets what is queued after it wait for the parts of all other ranks
-    mover.collect(kind, step, moves)          the same on the lane of copies, and takes them to the caller's arrays
+    mover.collect(kind, step, landed)         the same on the lane of copies, and takes them to the caller's arrays
     mover.release(lane, kind, step)           tells the others that they may overwrite what they have put
     mover.may_overwrite(kind, step)           lets what is put after it wait for that
     mover.end(*lanes)                         at the end: other ranks may write the memory of this one, which lanes read
@@ -17,81 +17,68 @@ one sends is what the other one expects.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
 from ...problem.array_types import Array
-from ..copies import copy_parts
-from ..lanes import Lane
-from ..run import Run
-from ..windows import Copy, Signal
+from ..call.lanes import Lane
+from ..call.run import Run
+from .copies import copy_parts
+from .windows import Signal
 
-__all__ = ["Late", "Memory", "Move", "Mover", "Moves", "Shape"]
-
-#: Shape and dtype.
-Shape: TypeAlias = "tuple[tuple[int, ...], np.dtype]"
+__all__ = ["Landed", "Late", "Memory", "Move", "Mover", "Moves", "Shape"]
 
 
-class Memory:
-    """An array at the same place on all ranks, whose parts other ranks fill.
-
-    Parameters
-    ----------
-    rank : int
-    shape : tuple of int
-    make : callable
-        Returns the arrays by rank: all of them, or where no other rank's memory is written, this rank's.
-    result : ndarray, optional
-        This rank's array of the same shape for what arrives: the caller's, which other ranks cannot write.
-    """
-
-    def __init__(self, rank: int, shape: tuple[int, ...], make: Callable[[], Any], result: Array | None = None):
-        self.shape, self.result = shape, result
-        self._rank, self._make = rank, make
-
-    @functools.cached_property
-    def by_rank(self) -> Any:
-        """The arrays by rank. They are made when they are asked for."""
-        return self._make()
-
-    @property
-    def own(self) -> Array:
-        """That of this rank."""
-        return self.by_rank[self._rank]
-
-    @property
-    def place(self) -> Array:
-        """Where parts of this rank go."""
-        return self.own if self.result is None else self.result
-
-
-class Move(NamedTuple):
-    """A part of an array that goes to a part of another rank's memory.
+class Shape(NamedTuple):
+    """Memory that all ranks ask for.
 
     Attributes
     ----------
-    target : Memory
-    target_start : tuple of int
-        The first element of the part.
-    source : ndarray or None
-        None on the rank that receives it.
-    source_start : tuple of int
     shape : tuple of int
-        That of both parts.
+    dtype : numpy.dtype
+    is_read : bool
+        False if no part arrives on this rank.
     """
 
-    target: Memory
-    target_start: tuple[int, ...]
-    source: Any
-    source_start: tuple[int, ...]
     shape: tuple[int, ...]
+    dtype: np.dtype
+    is_read: bool = True
 
 
+class Memory(NamedTuple):
+    """An array at the same place on all ranks, whose parts other ranks fill.
+
+    Attributes
+    ----------
+    shape : tuple of int
+    own : ndarray or None
+        This rank's, if a part arrives there.
+    place : ndarray
+        Where parts of this rank go: the caller's array if it is one for a result, which other ranks cannot write.
+    by_rank : sequence of ndarray
+        All of them, if ranks write each other's memory.
+    """
+
+    shape: tuple[int, ...]
+    own: Any
+    place: Any
+    by_rank: Sequence[Array] = ()
+
+    @property
+    def is_result(self) -> bool:
+        """True if what arrives is for an array of the caller's."""
+        return self.place is not self.own
+
+
+#: A part of an array that goes to a part of another rank's memory: (memory, the first element of its part, source, the
+#: first element of its part, shape of both parts). The rank that receives it needs no source.
+Move: TypeAlias = "tuple[Memory, tuple[int, ...], Any, tuple[int, ...], tuple[int, ...]]"
 #: What moves from a source to a target, two ranks, in a step.
 Moves: TypeAlias = "Callable[[int, int, int], Sequence[Move]]"
+#: A part of a result that other ranks have put: its memory, its first element and its shape.
+Landed: TypeAlias = "tuple[Memory, tuple[int, ...], tuple[int, ...]]"
 #: Further moves of a step, and the event that their arrays wait for.
 Late: TypeAlias = "tuple[Moves, Any]"
 
@@ -139,14 +126,14 @@ class Mover:
     def keep(self, lane: Lane, step: int, moves: Moves) -> None:
         """Queues the moves that stay on this rank."""
         own = self.run.rank
-        lane(copy_parts, [Copy(move.target.place, *move[1:]) for move in moves(own, own, step)])
+        lane(copy_parts, [(memory.place, *part) for memory, *part in moves(own, own, step)])
 
     def arrived(self, lane: Lane, kind: Signal, step: int) -> None:
         """Lets the lane wait for all that other ranks put in a step. It is asked once for each."""
         raise NotImplementedError
 
-    def collect(self, kind: Signal, step: int, moves: Moves) -> None:
-        """Lets the lane of copies wait for the same, and take it to the caller's arrays; in order."""
+    def collect(self, kind: Signal, step: int, landed: Sequence[Landed]) -> None:
+        """Lets the lane of copies wait for the same, and take what has landed to the caller's arrays, step by step."""
         self.arrived(self.run.back, kind, step)
 
     def release(self, lane: Lane, kind: Signal, step: int) -> None:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from ..problem.array_types import Array
-from ..problem.attention import AttentionProblem
-from ..problem.block_mask import BlockMask
-from ..problem.features import ARRAY_KEYWORDS, ARRAYS, feature_arrays
-from ..problem.function_checks import program_of
-from ..problem.strides import with_score_axes
+from ...problem.array_types import Array
+from ...problem.attention import AttentionProblem
+from ...problem.block_mask import BlockMask
+from ...problem.features import ARRAY_KEYWORDS, ARRAYS, feature_arrays
+from ...problem.function_checks import program_of
+from ...problem.strides import with_score_axes
 
 __all__ = ["OVER_SCORES", "Part", "needs_place", "of_part", "over_scores", "part_keywords"]
 

@@ -25,7 +25,7 @@ _transports: list[MpiTransport] = []
 
 
 class MpiTransport(HostMemory):
-    """Messages by an intracommunicator of mpi4py: see `fa2cupy.distributed.messages.Transport`.
+    """Messages by an intracommunicator of mpi4py: see `fa2cupy.distributed.transport.messages.Transport`.
 
     Messages are in memory of the transport, since those of a call that fails may be read, or arrive, later.
 

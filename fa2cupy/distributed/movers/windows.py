@@ -16,12 +16,12 @@ from __future__ import annotations
 import enum
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, TypeAlias
 
 import numpy as np
 
-from ..problem.array_types import Array
-from .lanes import Lane
+from ...problem.array_types import Array
+from ..call.lanes import Lane
 
 __all__ = ["FAILED", "IS_READY", "MOST_STEPS", "READY", "Copy", "Signal", "Window", "padded_bytes", "word_of"]
 
@@ -30,24 +30,9 @@ MOST_STEPS = 1024
 _ALIGNMENT = 1024
 
 
-class Copy(NamedTuple):
-    """A copy of a part of an array to a part of another one.
-
-    Attributes
-    ----------
-    target, source : ndarray
-        Of one dtype and number of axes.
-    target_start, source_start : tuple of int
-        The first element of each part.
-    shape : tuple of int
-        That of both parts.
-    """
-
-    target: Array
-    target_start: tuple[int, ...]
-    source: Array
-    source_start: tuple[int, ...]
-    shape: tuple[int, ...]
+#: A copy of a part of an array to a part of another one, of one dtype and number of axes: (target, the first element
+#: of its part, source, the first element of its part, shape of both parts).
+Copy: TypeAlias = "tuple[Array, tuple[int, ...], Array, tuple[int, ...], tuple[int, ...]]"
 
 
 class Signal(enum.IntEnum):

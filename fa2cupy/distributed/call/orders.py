@@ -11,9 +11,9 @@ import functools
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ..problem.array_types import Array
+from ...problem.array_types import Array
 
-__all__ = ["ORDERS", "Chunk", "RowOrder", "check_order", "divisor"]
+__all__ = ["ORDERS", "Chunk", "RowOrder", "check_order", "divisor", "length"]
 
 ORDERS = ("zigzag", "contiguous")
 
@@ -111,3 +111,8 @@ def _chunks(order: RowOrder, rank: int) -> tuple[Chunk, ...]:
         Chunk(slice(i * rows, (i + 1) * rows), slice(number * rows, (number + 1) * rows))
         for i, number in enumerate(numbers)
     )
+
+
+def length(rows: slice) -> int:
+    """The number of rows, or of heads."""
+    return rows.stop - rows.start

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from ..problem.array_types import Array
+from ...problem.array_types import Array
+from ..transport.messages import is_on_host
 from .copy_kernel import copy_matrices
 from .matrices import Matrix, is_few, matrices_of
-from .messages import is_on_host
 from .windows import Copy
 
 __all__ = ["copy", "copy_parts", "in_words", "matrices_with_addresses", "part_of", "word_layout"]
@@ -26,18 +26,18 @@ def copy(target: Array, source: Array) -> None:
 
 
 def copy_parts(copies: Sequence[Copy]) -> None:
-    """Copies parts of arrays: those on a GPU by one kernel where each is a few matrices."""
-    by_kernel: list[Copy] = []
-    for one in copies:
-        target, target_start, source, source_start, shape = one
+    """Makes copies between arrays of one library: those on a GPU by one kernel where each is a few matrices."""
+    on_host = bool(copies) and is_on_host(copies[0][0])
+    matrices: list[Matrix] = []
+    for target, target_start, source, source_start, shape in copies:
         if 0 in shape:
             continue
-        if not is_on_host(target) and is_few(shape, target.strides, target.itemsize, source.strides):
-            by_kernel.append(one)
-        else:
+        if on_host or not is_few(shape, target.strides, target.itemsize, source.strides):
             copy(part_of(target, target_start, shape), part_of(source, source_start, shape))
-    if by_kernel:
-        copy_matrices(list(matrices_with_addresses(by_kernel)))
+        else:
+            matrices += _matrices(target, target_start, source, source_start, shape)
+    if matrices:
+        copy_matrices(matrices)
 
 
 def part_of(array: Array, start: tuple[int, ...], shape: tuple[int, ...]) -> Array:
@@ -45,18 +45,17 @@ def part_of(array: Array, start: tuple[int, ...], shape: tuple[int, ...]) -> Arr
     return array[tuple(slice(first, first + length) for first, length in zip(start, shape, strict=True))]
 
 
-def matrices_with_addresses(copies: Sequence[Copy]) -> Iterator[Matrix]:
-    """Yields the matrices of copies between arrays on GPUs."""
-    for target, target_start, source, source_start, shape in copies:
-        if 0 in shape:
-            continue
-        to, of = _address(target), _address(source)
-        for one in matrices_of(shape, target.strides, source.strides, target.itemsize, target_start, source_start):
-            yield Matrix(to + one.target, one.target_pitch, of + one.source, *one[3:])
+def matrices_with_addresses(copies: Sequence[Copy]) -> list[Matrix]:
+    """The matrices of copies between arrays on GPUs."""
+    return [matrix for one in copies if 0 not in one[-1] for matrix in _matrices(*one)]
 
 
-def _address(array: Any) -> int:
-    return array.data.ptr
+def _matrices(
+    target: Any, target_start: tuple[int, ...], source: Any, source_start: tuple[int, ...], shape: tuple[int, ...]
+) -> list[Matrix]:
+    found = matrices_of(shape, target.strides, source.strides, target.itemsize, target_start, source_start)
+    to, of = target.data.ptr, source.data.ptr
+    return [Matrix(to + a, a_pitch, of + b, b_pitch, width, height) for a, a_pitch, b, b_pitch, width, height in found]
 
 
 def in_words(*arrays: Any) -> Sequence[Any]:

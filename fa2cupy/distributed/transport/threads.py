@@ -43,7 +43,7 @@ class World:
 
 
 class ThreadTransport(HostMemory):
-    """Messages between threads of a process: see `fa2cupy.distributed.messages.Transport`."""
+    """Messages between threads of a process: see `fa2cupy.distributed.transport.messages.Transport`."""
 
     def __init__(self, world: World, rank: int):
         self.rank, self.size = rank, world.size

@@ -1,16 +1,17 @@
-"""Which calls the ranks make by writing each other's memory, and into how many groups their heads are divided."""
+"""Which calls the ranks make by writing each other's memory, and into how many groups their heads are divided there."""
 
 from __future__ import annotations
 
 import itertools
 from dataclasses import replace
 
-from .requests import Request
-from .schemes import neighbours
+from ..call.requests import Request
+from .choice import neighbours
 
-__all__ = ["groups_of_copies", "of_copies", "query_groups", "takes"]
+__all__ = ["groups_of_copies", "of_copies", "query_groups", "takes_copies"]
 
-_SCHEMES = ("heads", "gather")
+#: The schemes whose ranks write each other's memory.
+_BY_COPIES = ("heads", "gather")
 _RESULTS = ("o", "lse", "dq", "dk", "dv")
 #: Rows of all query heads of a rank. In shorter calls, the kernels of a part of the heads are slow. In longer ones of
 #: ``"gather"``, whose memory is that of two groups, all groups have one size: what nothing hides is little there.
@@ -24,11 +25,11 @@ _LONG_KERNELS = 1 << 16
 _MOST_MATRICES = 64
 
 
-def takes(request: Request) -> bool:
-    """True if all arrays that travel are few matrices."""
+def takes_copies(request: Request) -> bool:
+    """True if the ranks may write each other's memory: if all arrays that travel are few matrices."""
     problem = request.problem
     matrices = problem.batch * (problem.num_heads if problem.layout == "bhsd" else 1)
-    return request.scheme in _SCHEMES and matrices <= _MOST_MATRICES
+    return request.scheme in _BY_COPIES and matrices <= _MOST_MATRICES
 
 
 def of_copies(request: Request) -> Request:

@@ -6,13 +6,14 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
-from ..problem.array_types import Array
-from .gathered import Call, Gather, Seen, length
-from .movers.move import Move
-from .parts import of_part
-from .run import Run
-from .sums import clear, sum_into
-from .windows import Signal
+from ...problem.array_types import Array
+from ..call.orders import length
+from ..call.parts import of_part
+from ..call.run import Run
+from ..call.sums import clear, sum_into
+from ..movers.move import Move
+from ..movers.windows import Signal
+from .gather_calls import Call, Gather, Seen
 
 __all__ = ["ExtraShares", "Shares"]
 
@@ -49,8 +50,8 @@ class Shares:
         memories = iter(gather.landings[slot])
         self._places = {place: [next(memories) for _ in range(2)] for place in gather.share_places}
         self.landing = {
-            rank: [(seen.rows, self._pieces(rank, seen)) for seen in gather.seen(rank, run.rank)]
-            for rank in range(run.size)
+            rank: [(seen.rows, self._pieces(rank, seen)) for seen in found]
+            for rank, found in enumerate(gather.seen_here)
         }
         self.sums = self._sums()
         self.sent: Any = None
@@ -90,7 +91,7 @@ class Shares:
         """Those of the shares of a rank that another one owns."""
         is_own, heads = source == self.gather.run.rank, self.gather.groups[group]
         return [
-            Move(
+            (
                 memory,
                 (0, 0, 0, 0),
                 self.own[seen.call.queries.start][number] if is_own else None,

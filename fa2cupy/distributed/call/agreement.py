@@ -8,8 +8,8 @@ import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
-from .communicator import Communicator, Stage
-from .messages import CommunicationError
+from ..communicator import Communicator, Stage
+from ..transport.messages import CommunicationError
 
 __all__ = ["agree", "collective"]
 

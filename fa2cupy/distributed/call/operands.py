@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ..problem.array_types import Array
-from ..problem.attention import SOURCE_AXES
-from ..problem.options import CallOptions
+from ...problem.array_types import Array
+from ...problem.attention import SOURCE_AXES
+from ...problem.options import CallOptions
 from .lanes import Lane
 from .run import Run
 from .sums import subtract

@@ -12,24 +12,24 @@ from typing import Any
 
 import numpy as np
 
-from ..families.choice import requested_method
-from ..families.tile import requested_tile
-from ..problem.arguments import OverlapCheck, array_backend, check_outputs, output_name, unpack_out
-from ..problem.array_types import Array
-from ..problem.attention import SOURCE_AXES, AttentionProblem
-from ..problem.block_mask import BlockMask
-from ..problem.checks import Request as WholeRequest
-from ..problem.checks import Result, check_backward, check_forward, sizes_of
-from ..problem.feature_checks import extra_gradients
-from ..problem.features import feature_arrays
-from ..problem.function_checks import function_arrays, program_of
-from ..problem.options import CallOptions
+from ...families.choice import requested_method
+from ...families.tile import requested_tile
+from ...problem.arguments import OverlapCheck, array_backend, check_outputs, output_name, unpack_out
+from ...problem.array_types import Array
+from ...problem.attention import SOURCE_AXES, AttentionProblem
+from ...problem.block_mask import BlockMask
+from ...problem.checks import Request as WholeRequest
+from ...problem.checks import Result, check_backward, check_forward, sizes_of
+from ...problem.feature_checks import extra_gradients
+from ...problem.features import feature_arrays
+from ...problem.function_checks import function_arrays, program_of
+from ...problem.options import CallOptions
+from ..communicator import Communicator, Stage
+from ..schemes.choice import check_scheme, groups_of, ranks_with_heads, scheme_of
+from ..transport.messages import is_on_host
 from .agreement import agree
-from .communicator import Communicator, Stage
-from .messages import is_on_host
 from .orders import RowOrder, check_order, divisor
 from .parts import OVER_SCORES
-from .schemes import check_scheme, groups_of, ranks_with_heads, scheme_of
 from .splits import with_splits_of_whole
 
 __all__ = ["CallArguments", "Request", "checked"]

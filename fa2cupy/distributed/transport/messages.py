@@ -8,9 +8,9 @@ from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 
-from ..numerics.arrays import array_module
-from ..problem.array_types import Array
-from .windows import Window
+from ...numerics.arrays import array_module
+from ...problem.array_types import Array
+from ..movers.windows import Window
 
 __all__ = [
     "CommunicationError",

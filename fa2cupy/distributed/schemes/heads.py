@@ -16,20 +16,18 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
+from ...problem.array_types import Array
+from ..call.lanes import Lane
+from ..call.operands import Operands
+from ..call.orders import RowOrder
+from ..call.parts import Part, needs_place, of_part, over_scores, part_keywords
+from ..call.sums import clear, sum_into
+from ..movers.copies import copy
+from ..movers.move import Late, Memory, Move, Mover, Shape
+from ..movers.windows import Signal
+from .choice import neighbours
 
-from ..problem.array_types import Array
-from .copies import copy
-from .lanes import Lane
-from .movers.move import Late, Memory, Move, Mover
-from .operands import Operands
-from .orders import RowOrder
-from .parts import Part, needs_place, of_part, over_scores, part_keywords
-from .schemes import neighbours
-from .sums import clear, sum_into
-from .windows import Signal
-
-__all__ = ["Heads", "backward", "forward"]
+__all__ = ["HeadShares", "Heads", "backward", "forward"]
 
 #: Inputs that do not wait for one that a kernel still writes, delta: they take longer to copy than it.
 _EARLY = 3
@@ -108,15 +106,22 @@ def _parts(shape: _Shape, rows_of: int, heads_of: int, group: int) -> tuple[_Par
     )
 
 
+@functools.lru_cache(maxsize=4096)
+def _landed(shape: _Shape, heads_of: int, group: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Where the heads of a group of a rank begin in an array of a rank's rows, and the shape of that part."""
+    start = shape.with_sizes(0, shape.first_head(heads_of, group), (0,) * len(shape.sizes))
+    return start, shape.with_sizes(shape.order.local, shape.width(group), shape.sizes)
+
+
 class _Route(NamedTuple):
     """An array of a rank's rows that travels by groups of heads."""
 
     array: Array
     shape: _Shape
 
-    def whole(self, group: int) -> tuple[tuple[int, ...], np.dtype]:
+    def whole(self, group: int) -> Shape:
         """Shape and dtype of all rows of the heads of a group."""
-        return self.shape.whole(group), self.array.dtype
+        return Shape(self.shape.whole(group), self.array.dtype)
 
 
 class Heads:
@@ -242,7 +247,7 @@ class Heads:
 
     def _to_heads(self, source: int, target: int, group: int, inputs: slice = slice(None)) -> list[Move]:
         return [
-            Move(memory, part.whole, route.array, part.own, part.shape)
+            (memory, part.whole, route.array, part.own, part.shape)
             for route, memory in zip(self._inputs[inputs], self._wholes[group][inputs], strict=True)
             if not route.shape.is_again(group)
             for part in _parts(route.shape, source, target, group)
@@ -286,11 +291,11 @@ class Heads:
 
     def results(self, group: int) -> list[Array]:
         """Arrays for the results of a group, without gradients of features."""
-        return [self.run.empty(*route.whole(group)) for route in self._out[:3]]
+        return [self.run.empty(*route.whole(group)[:2]) for route in self._out[:3]]
 
     def _to_rows(self, source: int, target: int, group: int) -> list[Move]:
         return [
-            Move(landing, part.own, whole, part.whole, part.shape)
+            (landing, part.own, whole, part.whole, part.shape)
             for route, landing, whole in zip(self._out, self._landings, self._results[group], strict=True)
             for part in _parts(route.shape, target, source, group)
         ]
@@ -307,7 +312,13 @@ class Heads:
 
     def collect(self, group: int) -> None:
         """Queues the arrival of a group's results."""
-        self.mover.collect(Signal.RETURNED, group, self._to_rows)
+        rank, size = self.run.rank, self.run.size
+        landed = [
+            (landing, *_landed(route.shape, (rank + distance) % size, group))
+            for distance in range(1, size)
+            for route, landing in zip(self._out, self._landings, strict=True)
+        ]
+        self.mover.collect(Signal.RETURNED, group, landed)
 
     def end(self) -> None:
         """Queues the arrival of the last results, and lets the lane of messages wait for it."""

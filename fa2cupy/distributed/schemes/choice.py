@@ -4,8 +4,7 @@ heads     each rank gets all rows of its share of the heads (all-to-all), makes 
 gather    each rank gets the keys that its queries see (all-gather), and makes a call for each of its two chunks
 hybrid    heads among the ranks of a host, and gather among those of all hosts that have the same heads
 
-What travels are messages, or in ``heads`` and ``gather`` on GPUs of one host copies to each other's memory
-(by_copies.py).
+What travels are messages, or in ``heads`` and ``gather`` on GPUs of one host copies to each other's memory.
 """
 
 from __future__ import annotations
@@ -15,10 +14,10 @@ import numbers
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..errors import UnsupportedProblemError
-from ..problem.attention import AttentionProblem
-from ..problem.features import FEATURES
-from .orders import RowOrder
+from ...errors import UnsupportedProblemError
+from ...problem.attention import AttentionProblem
+from ...problem.features import FEATURES
+from ..call.orders import RowOrder
 
 __all__ = [
     "SCHEMES",

@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from ..problem.array_types import Array
+from ...problem.array_types import Array
+from ..call.operands import Operands
+from ..movers.by_messages import ByMessages
+from ..movers.move import Mover
 from . import gather
-from .gathered import OfHeads
+from .gather_calls import OfHeads
 from .heads import Heads, HeadShares
-from .movers.by_messages import ByMessages
-from .movers.move import Mover
-from .operands import Operands
 
 __all__ = ["backward", "forward"]
 

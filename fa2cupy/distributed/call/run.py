@@ -11,14 +11,14 @@ from typing import Any
 
 import numpy as np
 
-from ..backends import backend_of
-from ..problem.array_types import Array
-from .communicator import Communicator
-from .copies import copy
+from ...backends import backend_of
+from ...problem.array_types import Array
+from ..communicator import Communicator
+from ..movers.copies import copy
+from ..movers.windows import Window
+from ..transport.messages import Messages, Transport, head_of, is_on_host, library_of, without_text
 from .lanes import HostLane, Lane, StreamLane
-from .messages import Messages, Transport, head_of, is_on_host, library_of, without_text
 from .requests import Request
-from .windows import Window
 
 __all__ = ["Run", "is_captured", "messages_of"]
 
@@ -184,7 +184,7 @@ def is_captured(array: Array) -> bool:
     """True if a CUDA graph captures a call on an array."""
     if is_on_host(array):
         return False
-    from ..gpu import device_memory
+    from ...gpu import device_memory
 
     return device_memory.is_capturing()
 

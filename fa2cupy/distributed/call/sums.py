@@ -6,9 +6,9 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
-from ..problem.array_types import Array
-from .copies import in_words
-from .messages import is_on_host
+from ...problem.array_types import Array
+from ..movers.copies import in_words
+from ..transport.messages import is_on_host
 
 __all__ = ["add", "clear", "store", "subtract", "sum_into"]
 

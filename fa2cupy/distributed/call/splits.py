@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..families.choice import choose, requested_method, used_features
-from ..families.device import DeviceInfo
-from ..families.registry import choose_family
-from ..problem.attention import AttentionProblem
-from ..problem.options import CallOptions
-from ..problem.strides import AnyStrides, argument_layouts, feature_strides
+from ...families.choice import choose, requested_method, used_features
+from ...families.device import DeviceInfo
+from ...families.registry import choose_family
+from ...problem.attention import AttentionProblem
+from ...problem.options import CallOptions
+from ...problem.strides import AnyStrides, argument_layouts, feature_strides
 
 __all__ = ["with_splits_of_whole"]
 

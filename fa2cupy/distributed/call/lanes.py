@@ -66,7 +66,7 @@ class StreamLane:
         self._stream = stream
         self._memory: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext
         if is_captured:
-            from ..gpu import device_memory
+            from ...gpu import device_memory
 
             self._memory = device_memory.temporaries
 

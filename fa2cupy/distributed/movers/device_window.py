@@ -18,10 +18,10 @@ from typing import Any
 
 import numpy as np
 
-from ..problem.array_types import Array
+from ...problem.array_types import Array
+from ..transport.messages import CommunicationError
 from .copies import matrices_with_addresses
 from .matrices import is_few
-from .messages import CommunicationError
 from .shared_memory import SharedMemory
 from .windows import FAILED, IS_READY, READY, Copy, Signal, Window, word_of
 
@@ -37,7 +37,7 @@ _log = logging.getLogger("fa2cupy")
 
 
 class DeviceWindow(Window):
-    """The window of a GPU: see `fa2cupy.distributed.windows.Window`.
+    """The window of a GPU: see `fa2cupy.distributed.movers.windows.Window`.
 
     Parameters
     ----------

@@ -15,12 +15,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..problem.array_types import Array
-from .copies import copy
-from .gather_shares import ExtraShares, Shares
-from .gathered import Gather, OfHeads, length
-from .movers.move import Mover
-from .operands import Operands
+from ...problem.array_types import Array
+from ..call.operands import Operands
+from ..call.orders import length
+from ..movers.copies import copy
+from ..movers.move import Mover
+from .gather_calls import Gather, OfHeads
+from .shares import ExtraShares, Shares
 
 __all__ = ["backward", "forward"]
 

@@ -5,16 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-from ..problem.array_types import Array
-from .lanes import Lane
-from .movers.move import Move, Mover, Shape
-from .operands import Operands
-from .parts import Part, needs_place, of_part, over_scores, part_keywords
-from .schemes import is_positional
-from .sums import clear
-from .windows import Signal
+from ...problem.array_types import Array
+from ..call.lanes import Lane
+from ..call.operands import Operands
+from ..call.orders import length
+from ..call.parts import Part, needs_place, of_part, over_scores, part_keywords
+from ..call.sums import clear
+from ..movers.move import Move, Mover, Shape
+from ..movers.windows import Signal
+from .choice import is_positional
 
-__all__ = ["Call", "Gather", "OfHeads", "Seen", "length"]
+__all__ = ["Call", "Gather", "OfHeads", "Seen"]
 
 #: Rows of all query heads of a K/V head in a call, from which on q, do and dq do not stay in the L2 cache.
 _UNCACHED_ROWS = 1 << 16
@@ -101,6 +102,8 @@ class Gather:
         The K/V heads that each slot has.
     slots, landings : list of list of Memory
         k and v of each slot, and its shares of dk and dv for each of `share_places`.
+    seen_here : list of list of Seen
+        What the calls of each rank see of this rank's keys, in a backward.
     share_places : list of (int, (int, int))
         The rank, and the numbers of the call and the chunk, of all shares that any other rank gets.
     """
@@ -117,10 +120,9 @@ class Gather:
         self.widths = [max(self.groups[first::2]) for first in range(min(2, self.count))]
         self._sources = [mover.source(x) for x in (operands.k, operands.v)]
         self.share_places = list(self._share_places()) if has_shares else []
-        wanted = [
-            shape for of_slot in (self._keys, self._landings) for heads in self.widths for shape in of_slot(heads)
-        ]
-        memories = iter(mover.begin(wanted, (), self.count)[0])
+        self.seen_here = [self.seen(rank, run.rank) for rank in range(run.size)] if has_shares else []
+        shapes = [shape for kind in (self._keys, self._landings) for heads in self.widths for shape in kind(heads)]
+        memories = iter(mover.begin(shapes, (), self.count)[0])
         self.slots = [[next(memories) for _ in range(2)] for _ in self.widths]
         self.landings = [[next(memories) for _ in range(2 * len(self.share_places))] for _ in self.widths]
         # Some keys are not sent because no row sees them. Kernels read them beside others: they must be finite.
@@ -157,14 +159,18 @@ class Gather:
     def _keys(self, heads: int) -> list[Shape]:
         """Shapes and dtypes of the keys and values of some heads."""
         arrays, seqlen = (self.operands.k, self.operands.v), self.run.request.problem.seqlen_k
-        return [((len(x), seqlen, heads, x.shape[3]), x.dtype) for x in arrays]
+        return [Shape((len(x), seqlen, heads, x.shape[3]), x.dtype) for x in arrays]
 
     def _landings(self, heads: int) -> list[Shape]:
         """Those of the shares of some heads: dk and dv for each of the places."""
         rows = length(self.run.request.keys.chunks(0)[0].local)
         arrays = (self.operands.k, self.operands.v)
-        own: list[Shape] = [((len(x), rows, heads, x.shape[3]), x.dtype) for x in arrays]
-        return own * len(self.share_places)
+        arriving = {(rank, one.place) for rank, found in enumerate(self.seen_here) for one in found}
+        return [
+            Shape((len(x), rows, heads, x.shape[3]), x.dtype, place in arriving)
+            for place in self.share_places
+            for x in arrays
+        ]
 
     def _share_places(self) -> Iterator[tuple[int, tuple[int, int]]]:
         """Yields the elements of `share_places`."""
@@ -235,7 +241,7 @@ class Gather:
         heads, slot = self.kv_heads(group), self.slots[group % len(self.slots)]
         seen = [chunk for chunk in self.run.request.keys.chunks(source) if self._sees(target, chunk.whole)]
         return [
-            Move(
+            (
                 memory,
                 (0, chunk.whole.start, 0, 0),
                 array,
@@ -263,8 +269,3 @@ class Gather:
         scores = {name: of_part(x, heads, call.local, part.keys) for name, x in self.of_heads.scores.items()}
         place = self.places.get((group, call.queries.start))
         return part_keywords(request.problem, request.keywords, part, scores, place)
-
-
-def length(rows: slice) -> int:
-    """The number of rows, or of heads."""
-    return rows.stop - rows.start

@@ -1,0 +1,1 @@
+"""Messages between ranks: threads, MPI or NCCL."""
