@@ -22,7 +22,9 @@ from support.launch_record import Launch
 import fa2cupy
 import fa2cupy.distributed as dist
 from fa2cupy import TileConfig, mods
+from fa2cupy.distributed import api
 from fa2cupy.distributed.call import requests
+from fa2cupy.distributed.movers.by_messages import ByMessages
 from fa2cupy.distributed.schemes import groups as groups_module
 from fa2cupy.distributed.transport import nccl as nccl_module
 from fa2cupy.families.sm90_float32 import Sm90Float32
@@ -447,6 +449,31 @@ def test_gradients_of_features_where_copies_have_groups_of_several_sizes(scheme,
         found = ranks.on_ranks(2, inputs, how={"scheme": scheme}, **options)
     assert_close(found, ranks.whole_call(inputs, **options))
     assert {len(one) for one in groups} == ({1, 3} if gradients else {3})
+
+
+@pytest.mark.parametrize("ratio", [1, 4])
+@pytest.mark.parametrize("scheme", ["heads", "gather"])
+def test_messages_take_groups_of_several_sizes_too(scheme, ratio, monkeypatch):
+    """With 4 query heads of a K/V head, groups of "heads" have some of them."""
+    inputs = make_inputs("float64", **SMALL | {"num_heads": 8 * ratio, "num_heads_kv": 8})
+    options = {"causal": True, "bias": numbers((8 * ratio, 16, 16), "float64"), "mask": booleans((16, 16))}
+    how = {"scheme": scheme, "head_groups": 1}
+    expected = ranks.on_ranks(2, inputs, how=how, **options)
+    sizes = []
+
+    def by_messages(comm, run):
+        run.request = groups_module.of_copies(run.request)
+        sizes.append(run.request.query_groups or run.request.groups)
+        return ByMessages(run)
+
+    monkeypatch.setattr(groups_module, "_FEW_ROWS", 0)
+    monkeypatch.setattr(groups_module, "_LEAST_ROWS", 1)
+    monkeypatch.setattr(groups_module, "_LONG_KERNELS", 1 << 40)
+    monkeypatch.setattr(api, "_mover", by_messages)
+    found = ranks.on_ranks(2, inputs, how={"scheme": scheme}, **options)
+    assert max(map(len, sizes)) >= 3
+    for name, result in found.items():
+        np.testing.assert_array_equal(result, expected[name], err_msg=name)
 
 
 class TestBiasesOfOneRow:

@@ -23,7 +23,7 @@ from fa2cupy.distributed import api
 from fa2cupy.distributed.call import run as run_module
 from fa2cupy.distributed.call.orders import RowOrder
 from fa2cupy.distributed.call.requests import Request
-from fa2cupy.distributed.movers import device_window
+from fa2cupy.distributed.movers import by_messages, device_window
 from fa2cupy.distributed.movers.matrices import matrices_of
 from fa2cupy.distributed.schemes import groups as groups_module
 from fa2cupy.distributed.schemes.choice import groups_of
@@ -66,6 +66,13 @@ def test_matrices_cover_a_part_once(drawn):
     np.testing.assert_array_equal(target[to], source[of])
     assert copied == source[of].nbytes
     assert np.count_nonzero(target) == np.count_nonzero(target[to])
+
+
+@given(st.lists(st.tuples(st.integers(1, 4), st.integers(0, 2)), min_size=1, max_size=5))
+def test_a_part_is_a_message_of_its_own_where_it_is_contiguous(sizes):
+    whole, part = [length + more for length, more in sizes], [length for length, _ in sizes]
+    view = np.zeros(whole, "uint8")[tuple(map(slice, part))]
+    assert by_messages._is_contiguous(tuple(whole), tuple(part)) is view.flags.c_contiguous
 
 
 def test_rows_of_heads_are_one_matrix():
