@@ -105,6 +105,7 @@ def records(texts: Sequence[str], names: Sequence[str] | None) -> Iterator[tuple
     for call in itertools.chain(on_one_gpu(), on_several_gpus()):
         if all(text in call.name for text in texts) and (names is None or call.name in names):
             yield call.name, call.record()
+            recorder.release()
 
 
 # ------------------------------------------------------------------------------------------------------------- arrays
@@ -112,7 +113,8 @@ def records(texts: Sequence[str], names: Sequence[str] | None) -> Iterator[tuple
 
 def array(name: str, shape: tuple[int, ...], dtype: str = "float16", values: Any = 0) -> Any:
     """An array on the current device."""
-    return placed(name, np.full(shape, values, ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype))
+    of_host = np.array(values, ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
+    return placed(name, np.broadcast_to(of_host, shape) if values == 0 else np.full(shape, of_host))
 
 
 def wide(dtype: str) -> str:

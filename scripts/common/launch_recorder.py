@@ -34,9 +34,10 @@ class _Block:
     """An allocation."""
 
     def __init__(self, nbytes: int, owner: int, kind: str, is_divided: bool):
-        self._memory = np.zeros(nbytes + _ALIGNMENT, np.uint8)  # takes no memory until it is written
-        address = self._memory.ctypes.data
-        self.start, self.nbytes = address + -address % _ALIGNMENT, max(nbytes, 1)
+        memory = np.zeros(nbytes + _ALIGNMENT, np.uint8)  # takes no memory until it is written
+        offset = -memory.ctypes.data % _ALIGNMENT
+        self.bytes = memory[offset : offset + nbytes]
+        self.start, self.nbytes = memory.ctypes.data + offset, max(nbytes, 1)
         self.owner, self.kind = owner, kind
         self.name: str | None = None
         #: Where arrays begin that a program makes of it.
@@ -101,6 +102,12 @@ class Recorder:
         """Begins the record of this thread's rank."""
         self._entries[self._local.rank] = []
 
+    def release(self) -> None:
+        """Ends the records so far, whose memory addresses may mean from now on."""
+        with self._lock:
+            self._blocks = {start: block for start, block in self._blocks.items() if block.parts is not None}
+            self._starts = sorted(self._blocks)
+
     def name(self, name: str, address: int) -> None:
         """Lets a name stand for an allocation in records."""
         block = self.block_at(address)
@@ -137,13 +144,13 @@ class Recorder:
         entries = self._entries.get(self._rank, [])
         return sum(one.stream is stream and one.kind not in _SECTIONS["order"] for one in entries)
 
-    def allocate(self, nbytes: int, is_divided: bool = False) -> int:
-        """The address of new memory; `is_divided` if the program makes several arrays of it."""
+    def allocate(self, nbytes: int, is_divided: bool = False) -> _Block:
+        """New memory; `is_divided` if the program makes several arrays of it."""
         block = _Block(nbytes, self._rank, self.stacks("kinds", "memory")[-1], is_divided)
         with self._lock:
             bisect.insort(self._starts, block.start)
-            self._blocks[block.start] = block  # for ever: no address stands for two blocks
-        return block.start
+            self._blocks[block.start] = block  # until `release`: no address stands for two blocks
+        return block
 
     def divide(self, address: int) -> None:
         """Notes that an array begins at an address."""

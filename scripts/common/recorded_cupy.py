@@ -140,7 +140,8 @@ class _Pointer:
 
 def _memory(nbytes: int, is_divided: bool = False) -> Any:
     """``cupy.cuda.Memory``."""
-    return SimpleNamespace(ptr=recorder.allocate(nbytes, is_divided), size=nbytes)
+    block = recorder.allocate(nbytes, is_divided)
+    return SimpleNamespace(ptr=block.start, size=nbytes, block=block)
 
 
 def _alloc(nbytes: int) -> _Pointer:
@@ -168,10 +169,12 @@ class _Array:
     def __init__(self, shape: Any, dtype: Any = float, memptr: Any = None, strides: Any = None):
         shape, dtype = (shape,) if isinstance(shape, int) else tuple(shape), np.dtype(dtype)
         nbytes = math.prod(shape) * dtype.itemsize
-        address = recorder.allocate(nbytes) if memptr is None else memptr.ptr
-        recorder.divide(address)
-        buffer = (ctypes.c_char * max(nbytes, 1)).from_address(address)
-        host = np.frombuffer(buffer, np.uint8)[:nbytes].view(dtype).reshape(shape)
+        if memptr is None:
+            data = recorder.allocate(nbytes).bytes
+        else:
+            recorder.divide(memptr.ptr)
+            data = np.frombuffer((ctypes.c_char * max(nbytes, 1)).from_address(memptr.ptr), np.uint8)[:nbytes]
+        host = data.view(dtype).reshape(shape)
         self.host = host if strides is None else np.lib.stride_tricks.as_strided(host, shape, strides)
         self.device_id = _Device().id
 
@@ -205,7 +208,7 @@ class _Array:
         self[...] = value
 
     def copy(self, order: str = "C") -> _Array:
-        return _new("copy", self.host.copy(), self.host)
+        return _new("copy", self.host, self.host)
 
     def astype(self, dtype: Any, order: str = "K", copy: bool = True) -> _Array:
         return self if self.host.dtype == dtype and not copy else _new("astype", self.host.astype(dtype), self.host)
@@ -256,7 +259,8 @@ def _view(host: Any) -> Any:
 def _new(what: str, host: np.ndarray, *operands: Any) -> _Array:
     """An array in memory of its own, which a kernel of CuPy writes."""
     array = _Array(host.shape, host.dtype)
-    array.host[...] = host
+    if host.nbytes <= _MOST_BYTES:
+        array.host[...] = host
     recorder.note("compute", _current_stream(), what=what, arrays=[_where(array.host), *map(_where, operands)])
     return array
 
@@ -286,9 +290,10 @@ def named(results: Any, *names: str) -> Any:
 
 
 def placed(name: str, host: np.ndarray) -> _Array:
-    """A copy of an array of the host on the current device, which a name stands for."""
+    """A copy of an array of the host on the current device, which a name stands for; zeros for one without strides."""
     (array,) = named([_Array(host.shape, host.dtype)], name)
-    array.host[...] = host
+    if host.strides != (0,) * host.ndim:
+        array.host[...] = host
     return array
 
 
