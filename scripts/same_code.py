@@ -11,6 +11,7 @@ numbers: comments, names and the order of declarations do not matter.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import hashlib
 import itertools
 import json
@@ -20,43 +21,37 @@ import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import common  # noqa: F401  (makes fa2cupy importable in a checkout that is not installed)
 import numpy as np
 
-from fa2cupy import mods
+from fa2cupy import UnsupportedProblemError, mods
 from fa2cupy.cli import run_command
 from fa2cupy.families.device import DeviceInfo
 from fa2cupy.families.family import Family
 from fa2cupy.families.operations import METHODS as OPERATIONS_OF
 from fa2cupy.families.operations import OPERATIONS
-from fa2cupy.families.registry import family_named
+from fa2cupy.families.registry import FAMILIES
 from fa2cupy.inspection import default_specs
 from fa2cupy.jit.compiler import compile_source
 from fa2cupy.jit.source import render_kernel
 from fa2cupy.jit.spec import KernelSpec
-from fa2cupy.plan.specs import decode_specs, merge_spec
+from fa2cupy.plan.specs import OF_BACKWARD, decode_specs, merge_spec
 from fa2cupy.problem.choices import CALL_KEYWORDS, check_jobs
 from fa2cupy.system.progress import progress
 
-#: (architecture, dtype, family, head dimensions of plain calls).
-FAMILIES = (
-    ("sm_90", "float16", "sm90", (40, 64, 96, 128, 256)),
-    ("sm_90", "float32", "sm90", (40, 64, 128, 256)),
-    ("sm_80", "bfloat16", "sm80", (40, 64, 96, 128, 256)),
-    ("sm_80", "float32", "simt", (40, 64, 128, 256)),
-    ("sm_80", "float64", "simt", (64,)),
-)
+#: Head dimensions of plain calls, some of them not of every family, and those of calls in the further dtypes of one.
+HEAD_DIMS, FEW_HEAD_DIMS = (40, 64, 96, 128, 256), (64,)
+OLDEST = 80  # architecture of families that run on older ones, too
 METHODS = (None, *OPERATIONS_OF)
-OF_DECODE = OPERATIONS["decode"].features
-OF_BACKWARD = ("dlse", "return_dbias", "return_dsink")
+OF_RESULTS = tuple(name for name in CALL_KEYWORDS if name in OF_BACKWARD)
+OF_BOTH = tuple(name for name in CALL_KEYWORDS if name not in (*OF_RESULTS, "block_mask"))
 ACTED_UPON = (".text", ".nv.info", ".nv.constant", ".nv.shared")
 ADDRESSES = ".nv.constant4"  # of variables, among them each static constexpr member
 NO_BITS = 8  # SHT_NOBITS: a section with a size and without content
 SIZED = 4  # EIFMT_SVAL: an attribute whose value follows; those of other formats have it in the place of the size
 OF_SYMBOLS = (0x0A, 0x11, 0x12, 0x23, 0x2F)  # EIATTR_: sizes of frames and stacks, registers, by symbol
-OF_BOTH = tuple(name for name in CALL_KEYWORDS if name not in (*OF_BACKWARD, "block_mask"))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -64,12 +59,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", help="JSON file for the digests")
     parser.add_argument("--against", metavar="JSON", help="what an earlier run wrote")
-    parser.add_argument("--families", nargs="+", choices=sorted({family for *_, family, _ in FAMILIES}), metavar="NAME")
+    parser.add_argument("--families", nargs="+", choices=sorted({one.name for one in FAMILIES}), metavar="NAME")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), metavar="N", help="kernels compiled side by side")
     options = parser.parse_args(arguments)
     before = json.loads(Path(options.against).read_text(encoding="utf-8")) if options.against else None
-    specs = list(dict.fromkeys(fixed_specs(options.families)))
-    after = digests(specs, check_jobs(options.jobs) or 1)
+    after = digests(fixed_specs(options.families), check_jobs(options.jobs) or 1)
     Path(options.out).write_text(json.dumps(after, indent=1) + "\n", encoding="utf-8")
     print(f"{len(after)} kernels, written to {options.out}")
     return 0 if before is None else compare(before, after)
@@ -87,51 +81,65 @@ def compare(before: dict[str, str], after: dict[str, str]) -> int:
     return 1 if differing or missing else 0
 
 
-def fixed_specs(families: Sequence[str] | None = None) -> Iterator[KernelSpec]:
-    """Yields the kernels of plain calls, calls with one feature, and calls with all of them, for each family."""
-    for arch, dtype, family, head_dims in FAMILIES:
-        if families and family not in families:
+def fixed_specs(families: Sequence[str] | None = None) -> list[KernelSpec]:
+    """The kernels of plain calls, calls with one feature, and calls with all of them, for each family.
+
+    Further dtypes of a family have the plain calls of few head dimensions: their kernels are of the same code. Kernels
+    that several families share are compiled for one architecture.
+    """
+    found: dict[KernelSpec, KernelSpec] = {}
+    for family in FAMILIES:
+        if families and family.name not in families:
             continue
-        device, kernels = DeviceInfo.named(arch), family_named(family, dtype)
-        yield from specs_without_gradient(device, kernels, dtype, head_dims)
-        for method in METHODS:
-            if not set(operations_of(method)) <= set(kernels.operations):
-                continue
-            own = OF_BOTH + (OF_BACKWARD if method else ())
-            if "dbias" not in kernels.features:
-                own = tuple(name for name in own if name != "return_dbias")
-            for head_dim, causal in itertools.product(head_dims, (False, True)):
-                if kernels.multiplies_parts and head_dim > 128 and method == "single_pass":
-                    continue  # it has no such kernel
-                yield from default_specs(device, dtype, head_dim, causal, method, family)
-                if kernels.split_operations and causal:
-                    yield from default_specs(device, dtype, head_dim, causal, method, family, num_splits=2)
-            if "block_mask" in kernels.features:
-                table = np.zeros((32, 1), "float32")
-                functions = {"score_mod": mods.t5_relative(32), "score_args": (table,), "mask_mod": mods.causal()}
-                features = ("block_mask", *(("return_dscore_args",) if method == "two_pass" else ()))
-                how = {"features": features, "functions": functions}
-                yield from default_specs(device, dtype, 64, False, method, family, **how)
-            if dtype != "float64":
-                for features in (*((name,) for name in OF_BOTH), own):
-                    yield from default_specs(device, dtype, 64, True, method, family, features=features)
+        device = DeviceInfo.named(f"sm_{max(family.min_compute_capability, OLDEST)}")
+        first, *others = family.dtypes
+        specs = [of_family(device, family, first, HEAD_DIMS), of_features(device, family, first)]
+        specs += [of_family(device, family, dtype, FEW_HEAD_DIMS) for dtype in others]
+        for spec in itertools.chain(*specs):
+            is_shared = spec.is_fallback or OPERATIONS[spec.operation].is_common
+            found.setdefault(dataclasses.replace(spec, arch="any") if is_shared else spec, spec)
+    return list(found.values())
 
 
-def specs_without_gradient(
-    device: DeviceInfo, kernels: Family, dtype: str, head_dims: Sequence[int]
-) -> Iterator[KernelSpec]:
-    """Yields the kernels of merges and, for families that have it, of decoding."""
+def of_family(device: DeviceInfo, family: Family, dtype: str, head_dims: Sequence[int]) -> Iterator[KernelSpec]:
+    """Yields the kernels of calls without features."""
+    for head_dim, causal, method in itertools.product(head_dims, (False, True), METHODS):
+        if has_method(family, method):
+            yield from kernels_of(device, dtype, head_dim, causal, method, family.name)
+            if family.split_operations and causal:
+                yield from kernels_of(device, dtype, head_dim, causal, method, family.name, num_splits=2)
     for head_dim in head_dims:
         yield merge_spec(device, dtype, head_dim)
-        if "decode" in kernels.operations:
+        if "decode" in family.operations:
             yield from decode_specs(device, dtype, head_dim)
-    if "decode" in kernels.operations:
-        yield from decode_specs(device, dtype, 64, features=OF_DECODE)
 
 
-def operations_of(method: str | None) -> tuple[str, ...]:
-    """Returns the tiled operations of a forward, or of a backward by a method."""
-    return ("forward",) if method is None else OPERATIONS_OF[method]
+def of_features(device: DeviceInfo, family: Family, dtype: str) -> Iterator[KernelSpec]:
+    """Yields the kernels of calls with one feature, of calls with all, and of those with functions and a map."""
+    table = np.zeros((32, 1), "float32")
+    functions = {"score_mod": mods.t5_relative(32), "score_args": (table,), "mask_mod": mods.causal()}
+    for method in (method for method in METHODS if has_method(family, method)):
+        results = [name for name in OF_RESULTS if method and (name != "return_dbias" or "dbias" in family.features)]
+        for features in (*((name,) for name in OF_BOTH), (*OF_BOTH, *results)):
+            yield from kernels_of(device, dtype, 64, True, method, family.name, features=features)
+        if "block_mask" in family.features:
+            features = ("block_mask", *(("return_dscore_args",) if method == "two_pass" else ()))
+            yield from kernels_of(device, dtype, 64, False, method, family.name, features=features, functions=functions)
+    if "decode" in family.operations:
+        yield from decode_specs(device, dtype, 64, features=OPERATIONS["decode"].features)
+
+
+def has_method(family: Family, method: str | None) -> bool:
+    """True if a family has kernels of a forward, for None, or of a method of the backward."""
+    return set(OPERATIONS_OF[method] if method else ("forward",)) <= set(family.operations)
+
+
+def kernels_of(*call: Any, **how: Any) -> list[KernelSpec]:
+    """The kernels of a call: those of `default_specs`, or none where the family has none for this head dimension."""
+    try:
+        return default_specs(*call, **how)
+    except UnsupportedProblemError:
+        return []
 
 
 def digests(specs: Sequence[KernelSpec], jobs: int) -> dict[str, str]:

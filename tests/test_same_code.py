@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 
 import pytest
 import same_code
 
-from fa2cupy.families.operations import OPERATIONS
+from fa2cupy.families.registry import FAMILIES
 from fa2cupy.jit.compiler import compile_source
-from fa2cupy.jit.source import KernelSource, render_kernel
+from fa2cupy.jit.source import KernelSource, kernel_directory, render_kernel
 from fa2cupy.problem.features import FEATURES
 
 
@@ -57,11 +58,14 @@ def test_what_the_gpu_or_the_driver_acts_upon_matters(kernel, old, new):
     assert digest_of(source, old, new) != digest
 
 
-def test_the_set_has_every_operation_and_feature():
-    specs = list(same_code.fixed_specs())
-    assert {spec.operation for spec in specs} == set(OPERATIONS)
+def test_the_set_has_every_kernel_family_and_feature():
+    specs = same_code.fixed_specs()
+    assert {spec.operation for spec in specs} == {path.stem for path in kernel_directory().glob("*.cu")}
     assert {name for spec in specs for name in spec.features} == set(FEATURES)
-    assert {spec.family for spec in specs} == {"sm90", "sm80", "simt", "common"}
+    compiled = {(spec.folder, spec.operation, spec.dtype) for spec in specs}
+    for family in FAMILIES:
+        own = {(family.folder, *pair) for pair in itertools.product(family.operations, family.dtypes)}
+        assert own <= compiled
 
 
 def test_differences_are_listed_and_are_a_failure(capsys):
