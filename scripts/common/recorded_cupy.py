@@ -130,6 +130,7 @@ class _Pointer:
 
     def __init__(self, memory: Any, offset: int = 0):
         self.mem, self.ptr, self.device_id = memory, memory.ptr + offset, _Device().id
+        self.array: _Array | None = None
 
     def __add__(self, offset: int) -> _Pointer:
         return _Pointer(self, offset)
@@ -172,7 +173,8 @@ class _Array:
         if memptr is None:
             data = recorder.allocate(nbytes).bytes
         else:
-            recorder.divide(memptr.ptr)
+            if memptr.array is None:
+                recorder.divide(memptr.ptr)
             data = np.frombuffer((ctypes.c_char * max(nbytes, 1)).from_address(memptr.ptr), np.uint8)[:nbytes]
         host = data.view(dtype).reshape(shape)
         self.host = host if strides is None else np.lib.stride_tricks.as_strided(host, shape, strides)
@@ -181,7 +183,7 @@ class _Array:
     @property
     def data(self) -> _Pointer:
         pointer = _Pointer(SimpleNamespace(ptr=self.host.ctypes.data))
-        pointer.device_id = self.device_id
+        pointer.device_id, pointer.array = self.device_id, self
         return pointer
 
     @property
