@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy.typing as npt
@@ -18,10 +18,12 @@ from .families.tile import TileConfig
 from .jit.cache import cached_kernels
 from .jit.compiler import CompiledKernel
 from .jit.spec import KernelSpec
+from .plan.ranks import specs_of_ranks
 from .plan.specs import OF_BACKWARD, decode_specs, default_specs, merge_spec
 from .problem.arguments import check_bool
 from .problem.array_types import Array
 from .problem.choices import check_dtype, check_head_dim, check_jobs, check_method, feature_combinations, one_or_many
+from .problem.dtypes import accumulator_dtype
 from .problem.feature_checks import extra_gradients
 from .problem.features import FeatureKeywords
 from .system.progress import progress as progress_bar
@@ -46,6 +48,7 @@ def precompile(
     config: TileConfig | Mapping[str, TileConfig] | None = None,
     family: str | None = None,
     decode: bool = True,
+    distributed: bool = False,
     jobs: int | None = None,
     progress: bool = False,
 ) -> list[CompiledKernel]:
@@ -80,6 +83,9 @@ def precompile(
         False leaves out the kernels of `decode` and `merge`, as for training. Forwards of a few queries then wait for a
         compiler, too: they have the kernels of `decode`. There are two to six of these for each dtype, head_dim, mask
         and combination of features, and none for features that `decode` does not have, functions, `config` or `family`.
+    distributed : bool, optional
+        True adds the kernels between the calls of several ranks: they copy matrices, and sum arrays of these dtypes and
+        of that of lse.
     jobs : int, optional
         Number of kernels that are compiled at a time; one per CPU by default.
     progress : bool, optional
@@ -126,6 +132,7 @@ def precompile(
     for masked in masks:
         check_bool("causal", masked)
     check_bool("decode", decode)
+    check_bool("distributed", distributed)
     combinations, jobs = feature_combinations(features), check_jobs(jobs)
     functions: FeatureKeywords = {
         "score_mod": score_mod, "score_args": score_args, "mask_mod": mask_mod, "mask_args": mask_args
@@ -147,6 +154,7 @@ def precompile(
                 specs |= dict.fromkeys(_of_few_queries(*kind, names, functions))
         for device, dtype, head_dim in itertools.product(devices, dtypes, [n for n in columns if n] or head_dims):
             specs[merge_spec(device, dtype, head_dim)] = None
+    specs |= dict.fromkeys(_of_ranks(devices if distributed else (), dtypes))
     jobs = jobs or os.cpu_count() or 1
     if not progress:
         return cached_kernels(list(specs), jobs)
@@ -178,6 +186,12 @@ def _of_few_queries(
         return decode_specs(device, dtype, -(-head_dim // step) * step, causal, features=features)
     except UnsupportedProblemError:
         return []
+
+
+def _of_ranks(devices: Iterable[DeviceInfo], dtypes: Iterable[Any]) -> Iterator[KernelSpec]:
+    """Yields the kernels between the calls of several ranks. Gradients of features may have the dtype of lse."""
+    for device in devices:
+        yield from specs_of_ranks(device.arch, dict.fromkeys((*dtypes, *map(accumulator_dtype, dtypes))))
 
 
 def _numbers_of_splits(

@@ -37,8 +37,10 @@ from fa2cupy.inspection import default_specs
 from fa2cupy.jit.compiler import compile_source
 from fa2cupy.jit.source import render_kernel
 from fa2cupy.jit.spec import KernelSpec
+from fa2cupy.plan.ranks import specs_of_ranks
 from fa2cupy.plan.specs import OF_BACKWARD, decode_specs, merge_spec
 from fa2cupy.problem.choices import CALL_KEYWORDS, check_jobs
+from fa2cupy.problem.dtypes import DTYPES
 from fa2cupy.system.progress import progress
 
 #: Head dimensions of plain calls, some of them not of every family, and those of calls in the further dtypes of one.
@@ -98,6 +100,8 @@ def fixed_specs(families: Sequence[str] | None = None) -> list[KernelSpec]:
         for spec in itertools.chain(*specs):
             is_shared = spec.is_fallback or OPERATIONS[spec.operation].is_common
             found.setdefault(dataclasses.replace(spec, arch="any") if is_shared else spec, spec)
+    if not families:
+        found |= {spec: spec for spec in specs_of_ranks(f"sm_{OLDEST}", DTYPES)}
     return list(found.values())
 
 

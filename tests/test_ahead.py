@@ -412,6 +412,16 @@ class CountedBar:
         self.done += 1
 
 
+def test_kernels_of_ranks_are_for_calls_of_ranks(listed):
+    one = {"dtypes": ["float16", "float64"], "head_dims": 64, "methods": ()}
+    added = listed(["sm_80", "sm_90"], **one, distributed=True) - listed(["sm_80", "sm_90"], **one)
+    kinds = {(spec.arch, spec.operation, spec.dtype, spec.head_dim) for spec in added}
+    copies = {("copy_matrices", "float32", word) for word in (16, 8, 4, 2, 1)}
+    sums = {("sum_arrays", *kind) for kind in (("float16", 8), ("float32", 4), ("float64", 2))}
+    singles = {("sum_arrays", dtype, 1) for dtype in ("float16", "float32", "float64")}
+    assert kinds == {(arch, *kind) for arch in ("sm_80", "sm_90") for kind in copies | sums | singles}
+
+
 def test_progress_is_shown_on_request_only(listed, monkeypatch, capsys):
     bars = []
     monkeypatch.setattr(ahead, "progress_bar", lambda *arguments: bars.append(CountedBar(*arguments)) or bars[-1])
@@ -525,7 +535,7 @@ def test_options_of_the_command_line(monkeypatch):
     asked = command_line(monkeypatch, "sm_80 sm_90 --dtypes float32 --head-dims 64 96 --head-dim-v 32 --jobs 3")
     assert asked == {
         "archs": ["sm_80", "sm_90"], "dtypes": ["float32"], "head_dims": [64, 96], "head_dim_v": 32, "features": (),
-        "decode": True, "jobs": 3, "progress": True,
+        "decode": True, "distributed": False, "jobs": 3, "progress": True,
     }  # fmt: skip
     assert command_line(monkeypatch, "sm_80 --no-decode")["decode"] is False
     asked = command_line(monkeypatch, "sm_80 --features window softcap --features --features sink")

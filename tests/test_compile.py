@@ -32,7 +32,9 @@ from fa2cupy.jit.cache import cached_kernel, entry_path
 from fa2cupy.jit.compiler import compile_options, compile_source
 from fa2cupy.jit.source import kernel_directory, render_kernel
 from fa2cupy.jit.spec import KernelSpec
+from fa2cupy.plan.ranks import specs_of_ranks
 from fa2cupy.plan.specs import decode_specs, merge_spec
+from fa2cupy.problem.dtypes import DTYPES
 from fa2cupy.problem.features import FEATURES
 
 pytest.importorskip("cupy", reason="kernels are compiled by the NVRTC that CuPy loads", exc_type=ImportError)
@@ -156,6 +158,7 @@ def selected_specs() -> tuple[KernelSpec, ...]:
         specs.update(dict.fromkeys(decode_specs(device, dtype, head_dim)))
         specs[merge_spec(device, dtype, head_dim)] = None
     specs.update(dict.fromkeys(decode_specs(H100, "float16", 128, features=OF_DECODE)))
+    specs.update(dict.fromkeys(specs_of_ranks("sm_90", DTYPES)))
     for archs, dtypes, family, head_dims in EVERY_TILE:
         for arch, dtype in itertools.product(archs, dtypes):
             widest = {}
@@ -444,6 +447,7 @@ def test_every_file_of_kernels_is_used_by_some_kernel():
         others += default_specs(DeviceInfo.named("sm_90"), "float16", 64, True, method, num_splits=2)
         others += default_specs(DeviceInfo.named("sm_90"), "float32", 64, True, method, "sm90")
     others += [merge_spec(H100, "float16", 64), *decode_specs(H100, "float16", 64), *decode_specs(H100, "float32", 64)]
+    others += specs_of_ranks("sm_90", ["float16"])
     functions = {"mask_mod": mods.causal(), "score_mod": lambda score, b, h, q, k: 2 * score}
     for family, method in itertools.product(("sm90", "sm80"), (None, "two_pass")):
         how = {"features": ("block_mask",), "functions": functions}

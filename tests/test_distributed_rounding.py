@@ -6,15 +6,12 @@ import contextlib
 
 import ml_dtypes
 import numpy as np
-import ptxsim
 import pytest
 from support import ranks
 from support.feature_cases import numbers
-from support.ptxsim_kernels import cuda_module
 
 import fa2cupy
 import fa2cupy.distributed as dist
-from fa2cupy.distributed.call import sums
 from fa2cupy.testing import make_inputs
 
 #: So many shares that rounding each partial sum shows.
@@ -109,71 +106,3 @@ def test_totals_are_rounded_once(dtype):
     exact = shares.sum(axis=0)
     for found in dist.simulate(SIZE, lambda comm: dist.total(comm, shares[comm.rank].astype(dtype)), timeout=60):
         np.testing.assert_array_equal(found.astype("float64"), exact.astype(dtype).astype("float64"))
-
-
-# ----------------------------------------------------------------------------------------------------- kernels of sums
-
-_TYPES = {"float16": "__half", "bfloat16": "__nv_bfloat16", "float32": "float", "float64": "double"}
-_TYPES["uint64"] = "unsigned long long"
-
-
-class Elementwise:
-    """``cupy.ElementwiseKernel`` in the interpreter."""
-
-    def __init__(self, reads: str, writes: str, body: str, name: str):
-        self._parameters = [one.strip().split() for one in f"{reads}, {writes}".split(",")]
-        self._body = body
-
-    def __call__(self, *arrays: np.ndarray) -> None:
-        target = arrays[-1]
-        shapes = [x if "raw" in words else np.broadcast_to(x, target.shape) for x, words in self._pairs(arrays)]
-        types = {words[-2]: _TYPES[x.dtype.name] for x, words in self._pairs(arrays)}
-        names = [words[-1] for _, words in self._pairs(arrays)]
-        used = [f"{words[-2]}& {words[-1]} = all_{words[-1]}[i];" for words in self._parameters if "raw" not in words]
-        source = "\n".join(
-            (
-                "#include <cuda_fp16.h>\n#include <cuda_bf16.h>",
-                *(f"using {letter} = {name};" for letter, name in types.items()),
-                'extern "C" __global__ void run(',
-                ", ".join(f"{words[-2]}* all_{words[-1]}" for words in self._parameters),
-                ") {\n    const int i = blockIdx.x;",
-                *used,
-                f"{self._body};\n}}",
-            )
-        )
-        memory = ptxsim.Memory()
-        copies = [memory.alloc(np.ascontiguousarray(x), name) for x, name in zip(shapes, names, strict=True)]
-        cuda_module(source, headers=True).launch("run", grid=target.size, block=1, args=copies, memory=memory)
-        target[...] = memory.read(copies[-1]).view(target.dtype).reshape(target.shape)
-
-    def _pairs(self, arrays):
-        return zip(arrays, self._parameters, strict=True)
-
-
-@pytest.fixture
-def interpreted(monkeypatch):
-    """Lets arrays of NumPy take the kernels of those of CuPy."""
-    pytest.importorskip("cupy")
-    monkeypatch.setattr(sums, "is_on_host", lambda array: False)
-    monkeypatch.setattr(sums, "_kernel", Elementwise)
-
-
-@pytest.mark.simulated
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-class TestKernels:
-    @pytest.mark.parametrize("in_words", [False, True])
-    def test_of_sums_of_shares(self, dtype, in_words, interpreted, monkeypatch):
-        shares, target = numbers((9, 3, 8), dtype), numbers((3, 8), dtype)
-        expected = shares[0].astype("float32")
-        for share in shares[1:]:
-            expected += share.astype("float32")
-        if in_words:
-            monkeypatch.setattr(sums, "in_words", lambda *arrays: [x.view("uint64") for x in arrays])
-        sums.sum_into(target, list(shares), "float32")
-        np.testing.assert_array_equal(target, expected.astype(target.dtype))
-
-    def test_of_sums_of_two(self, dtype, interpreted):
-        total, share = numbers((3, 5), "float32"), numbers((3, 5), dtype, seed=8)
-        expected = total + share.astype("float32")
-        sums.add(total, share)
-        np.testing.assert_array_equal(total, expected)

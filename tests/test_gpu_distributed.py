@@ -10,7 +10,7 @@ import pytest
 from support import gpu_ranks
 
 from fa2cupy.distributed.call.lanes import StreamLane
-from fa2cupy.distributed.call.sums import add, subtract, sum_into
+from fa2cupy.distributed.call.sums import subtract, sum_into
 from fa2cupy.distributed.movers.copies import copy
 from fa2cupy.distributed.movers.copy_kernel import copy_matrices
 from fa2cupy.distributed.movers.matrices import Matrix
@@ -69,7 +69,7 @@ def test_copies_of_matrices(word):
 
 @pytest.mark.parametrize("dtype", ("float16", "bfloat16", "float32", "float64"))
 @pytest.mark.parametrize("columns", (64, 59))
-@pytest.mark.parametrize("count", (0, 1, 3, 32, 33))
+@pytest.mark.parametrize("count", (0, 1, 3, 64, 65))
 def test_sums_of_shares(count, columns, dtype):
     """Small arrays, large ones as words, and large ones whose rows are not words."""
     wide, dtype = accumulator_dtype(dtype), np.dtype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
@@ -81,20 +81,6 @@ def test_sums_of_shares(count, columns, dtype):
         expected = np.full(target.shape, 7, dtype)
         sum_into(expected[:, :, 4:10], [x[:, :rows] for x in drawn], wide)
         np.testing.assert_array_equal(target.get(), expected)
-
-
-@pytest.mark.parametrize("dtype", ("float16", "bfloat16", "float32", "float64"))
-def test_added_shares(dtype):
-    """Those of strided arrays are those on the host."""
-    wide, dtype = accumulator_dtype(dtype), np.dtype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
-    rng = np.random.default_rng(0)
-    share, whole = rng.standard_normal((2, 40, 6, 64)).astype(dtype), rng.standard_normal((2, 60, 6, 64)).astype(wide)
-    found = []
-    for xp in (cp, np):
-        total = xp.array(whole)
-        add(total[:, 20:60], xp.array(share))
-        found.append(cp.asnumpy(total))
-    np.testing.assert_array_equal(*found)
 
 
 def test_what_lanes_allocate_in_a_capture_is_the_graphs():

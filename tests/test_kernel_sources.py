@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from collections import Counter
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 from fa2cupy.problem.features import FEATURES
 
 KERNELS = Path(__file__).parents[1] / "kernels"
+PACKAGE = KERNELS.parent / "fa2cupy"
 
 pytestmark = pytest.mark.skipif(not KERNELS.is_dir(), reason="not in a checkout")
 
@@ -43,6 +45,37 @@ def features_named_in(folder: Path) -> Counter:
         for match in re.findall(r"\b(?:params|params_|launch|maps|maps_|own|record)\.(\w+)", code):
             named[path.relative_to(folder).as_posix(), match] += match in fields
     return +named
+
+
+def cuda_in(source: str) -> list[str]:
+    """Returns what a module has of CUDA: kernels in its texts, and names of CuPy's ways to compile some.
+
+    Texts of traced functions are parts of kernels, which are rendered into them.
+    """
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            found += re.findall(r'__global__|extern "C"', node.value)
+        name = getattr(node, "attr", None) or getattr(node, "id", None) or getattr(node, "name", None)
+        if name in ("RawKernel", "RawModule", "ElementwiseKernel", "ReductionKernel", "fuse"):
+            found.append(name)
+    return found
+
+
+@pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=lambda path: path.relative_to(PACKAGE).as_posix())
+def test_kernels_are_in_their_folder(path):
+    """All kernels then are rendered, compiled, checked, cached and loaded in one way."""
+    assert cuda_in(path.read_text(encoding="utf-8")) == []
+
+
+def test_kernels_in_a_module_are_found():
+    source = """
+import cupy
+SOURCE = f'extern "C" __global__ void run({1}) {{}}'
+def module(): return cupy.RawModule(code=SOURCE)
+from cupy import ElementwiseKernel
+"""
+    assert sorted(cuda_in(source)) == ["ElementwiseKernel", "RawModule", "__global__", 'extern "C"']
 
 
 def test_families_name_no_feature_but_those_of_the_list():

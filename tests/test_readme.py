@@ -60,10 +60,11 @@ def test_its_commands_are_understood(monkeypatch):
     commands = re.findall(r"^    python -m fa2cupy (precompile[^#\n]*)", text, re.MULTILINE)
     for command in commands:
         assert cli.main(command.split()) == 0
-    assert [(archs, options["features"], options["decode"]) for archs, options in asked] == [
-        (["sm_80", "sm_90"], (), True),
-        (["sm_90"], (), False),
-        (["sm_90"], [["window", "sink"], ["cu_seqlens", "dlse"]], True),
+    assert [(archs, *map(options.get, ("features", "decode", "distributed"))) for archs, options in asked] == [
+        (["sm_80", "sm_90"], (), True, False),
+        (["sm_90"], (), False, False),
+        (["sm_90"], [["window", "sink"], ["cu_seqlens", "dlse"]], True, False),
+        (["sm_90"], (), True, True),
     ]
 
 

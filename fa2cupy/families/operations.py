@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from ..problem.block_mask import KEY_LISTS, LIST_STRIDES, QUERY_LISTS
 from ..problem.features import FEATURES
-from .records import PARTS, SHARES, Record
+from .records import COPIED, PARTS, SHARES, SUMMED, Record
 
 __all__ = ["METHODS", "OPERATIONS", "TILED", "Operation", "operation_named"]
 
@@ -204,6 +204,9 @@ OPERATIONS = {
                 (*_KEY_SIDE, "seqlen_q", "num_tiles"),
             ),
         ),
+        # Between the calls of several ranks: copies of many matrices, and sums of what calls or ranks have left.
+        Operation("copy_matrices", (), num_warps=8, is_common=True, record=Record(f"{COPIED}:copied_matrices")),
+        Operation("sum_arrays", (), num_warps=8, is_common=True, record=Record(f"{SUMMED}:summed_arrays")),
         # The results of rows outside all packed sequences.
         Operation(
             "clear_forward",

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 __all__ = [
     "ARRIVALS",
+    "COPIED",
     "EXCEPTIONS",
     "LENGTHS",
     "PARTIALS",
@@ -17,6 +18,7 @@ __all__ = [
     "SCALES",
     "SCHEDULE",
     "SHARES",
+    "SUMMED",
     "Record",
     "split_record",
 ]
@@ -48,6 +50,8 @@ class Record(NamedTuple):
 SHARES = "shares"
 #: The workspace and the counters of a kernel whose last block merges what others have left.
 PARTIALS, ARRIVALS = "partials", "arrivals"
+#: The matrices that a launch copies, and the arrays that it sums.
+COPIED, SUMMED = "copied", "summed"
 #: The results that shares replace.
 _SHARED_RESULTS = ("o", "lse", "dk", "dv")
 

@@ -55,6 +55,8 @@ _KINDS = {
     "real": ("Accum {name}", "f"),
     "int": ("int32 {name}", "i"),
     "word": ("uint32 {name}", "I"),
+    "copied_matrices": ("CopiedMatrices {name}", "q" + "5q2I" * 64),
+    "summed_arrays": ("SummedArrays {name}", "6I" + "5q" * 65),
 }
 #: C++ types of the elements of arrays that the caller's functions read, by dtype.
 ITEMS = {

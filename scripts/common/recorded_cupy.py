@@ -303,9 +303,11 @@ def placed(name: str, host: np.ndarray) -> _Array:
 
 #: Members of a record: their C types, and letters of struct.
 _MEMBERS = {"Strides": "3q", "ScoreStrides": "4q", "int64": "q", "uint64": "Q", "int32": "i", "uint32": "I"}
+_MEMBERS["SummedArrays"] = "sum"
 _MEMBER = re.compile(r"\s*(?:const )?(?P<type>[^*<;]+)(?:<(?P<rank>\d+)>)?(?P<star>\*?) (?P<name>\w+);$")
 _COMMENTS = re.compile(r"//[^\n]*|/\*.*?\*/|^#line[^\n]*$", re.DOTALL | re.MULTILINE)
 _MATRICES = "copy_matrices"  # the kernel whose record is a list of copies
+_WORD = re.compile(r"_d?(\d+)(?:_r|$)")  # in the kernel's name: the bytes of a word
 _functions: dict[int, _Function] = {}
 
 
@@ -347,11 +349,20 @@ class _Function:
                 found[name] = {"place": Address(place), **recorder.maps[number]}
                 address += _MAP_BYTES
                 continue
+            if letters == "sum":
+                return {name: _summed(address)}
             own = "<Q" if letters == "address" else f"<{letters}"
             values = struct.unpack(own, ctypes.string_at(address, struct.calcsize(own)))
             address += struct.calcsize(own)
             found[name] = Address(values[0]) if letters == "address" else values if values[1:] else values[0]
         return found
+
+
+def _summed(address: int) -> dict[str, Any]:
+    """The arrays of a launch that sums them: the target and its terms, with their strides in bytes."""
+    count, words, *lengths = struct.unpack("<6I", ctypes.string_at(address, 24))
+    arrays = struct.iter_unpack("<5q", ctypes.string_at(address + 24, 40 * (1 + count)))
+    return {"words": words, "lengths": lengths, "arrays": [[Address(place), *strides] for place, *strides in arrays]}
 
 
 class _Module:
@@ -381,7 +392,7 @@ def _launch(function: int, *shape_and_more: int) -> None:
     (address,) = struct.unpack("<Q", ctypes.string_at(pointers, 8))
     if _MATRICES in kernel.symbol:
         (count,) = struct.unpack("<q", ctypes.string_at(address, 8))
-        word = int(kernel.symbol.rpartition("_")[2])
+        word = int(_WORD.findall(kernel.symbol)[0])
         for to, to_pitch, of, of_pitch, _, words_of_row, words in struct.iter_unpack(
             "<5q2I", ctypes.string_at(address + 8, 48 * count)
         ):

@@ -23,8 +23,10 @@ from support.feature_cases import extras, options_of
 from support.traced_cases import on_gpu, ready_made
 
 import fa2cupy
+from fa2cupy.distributed.call.sums import sum_into
 from fa2cupy.distributed.movers.copy_kernel import copy_matrices
 from fa2cupy.distributed.movers.matrices import Matrix
+from fa2cupy.problem.dtypes import accumulator_dtype
 from fa2cupy.testing import make_inputs
 
 #: (dtype, head_dim): a native and a padded dimension of each main loop.
@@ -149,11 +151,14 @@ def sparse() -> None:
 
 
 def copied() -> None:
-    """Copies matrices of rows of 37 words, of each size."""
+    """Copies matrices of rows of 37 words, of each size, and sums arrays by words of several elements and of one."""
     for word in (16, 8, 4, 2, 1):
         source, target = (cupy.asarray(np.zeros((90, 40 * word), np.uint8)) for _ in range(2))
         one = Matrix(target.data.ptr, 40 * word, source.data.ptr, 40 * word, 37 * word, 90)
         copy_matrices([one._replace(height=50), one._replace(target=one.target + 60 * 40 * word, height=30)])
+    for dtype, columns in itertools.product(("float16", "bfloat16", "float32", "float64"), (64, 59)):
+        shares, *_ = make_inputs(dtype, batch=6, seqlen_q=90, num_heads=4, head_dim=columns, xp=cupy)
+        sum_into(shares[0, :, 1:], [share[:, :3] for share in shares[1:]], accumulator_dtype(dtype))
 
 
 def check_calls(q, k, v, do, dtype: str, options: dict) -> None:

@@ -2,37 +2,25 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Sequence
+import struct
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+from ...plan.ranks import LONGEST_WORD, SUMS_OF_BLOCK, sum_spec
 from ...problem.array_types import Array
-from ..movers.copies import in_words
+from ...problem.dtypes import DTYPES, accumulator_dtype
+from ..movers.kernels import launch
 from ..transport.messages import is_on_host
 
-__all__ = ["add", "clear", "store", "subtract", "sum_into"]
+__all__ = ["clear", "launches_of", "subtract", "sum_into"]
 
-
-#: Most shares of one kernel, whose arguments have 4 KiB.
-_MOST_SHARES = 32
+#: Shares of a launch, whose record is limited to 4 KiB, words of a launch, of which there are fewer, and axes.
+_MOST_SHARES, _MOST_WORDS, _AXES = 64, 1 << 31, 4
 
 
 def clear(target: Array) -> None:
     """Writes zeros."""
     target[...] = 0
-
-
-def store(target: Array, total: Array) -> None:
-    """Rounds a sum to the dtype of the target."""
-    target[...] = total
-
-
-def add(total: Array, share: Array) -> None:
-    """Adds a share to a sum."""
-    if is_on_host(total):
-        total += share.astype(total.dtype, copy=False)
-    else:
-        _kernel("T share", "W total", "total += static_cast<W>(share)", "fa2cupy_add")(share, total)
 
 
 def subtract(target: Array, first: Array, second: Array) -> None:
@@ -45,40 +33,54 @@ def sum_into(target: Array, shares: Sequence[Array], wide: str) -> None:
 
     Without shares it is zero.
     """
+    dtype = target.dtype.name
     if not shares:
         clear(target)
-    elif is_on_host(target) or len(shares) > _MOST_SHARES:
+    elif (
+        is_on_host(target)
+        or len(shares) > _MOST_SHARES
+        or dtype not in DTYPES
+        or accumulator_dtype(dtype) != wide  # an array of float64 of a score function
+    ):
         total = shares[0].astype(wide)
         for share in shares[1:]:
-            add(total, share)
-        store(target, total)
+            total += share.astype(wide, copy=False)
+        target[...] = total
     else:
-        _sum_kernel(len(shares), wide)(target, *in_words(*shares, target))
+        for items, words, record in launches_of(target, shares):
+            launch(sum_spec, (dtype, items), -(-words // SUMS_OF_BLOCK), record)
 
 
-@functools.lru_cache(maxsize=None)
-def _kernel(reads: str, writes: str, body: str, name: str) -> Any:
-    """A kernel of CuPy that reads and writes each element once. Operators would make an array of each step."""
-    import cupy
+def launches_of(target: Any, shares: Sequence[Any]) -> Iterator[tuple[int, int, bytes]]:
+    """Yields the elements of a word, the number of words and the front of the record of each launch."""
+    if target.size == 0:
+        return
+    arrays, itemsize = (target, *shares), target.itemsize
+    axes = _merged(target.shape, [array.strides for array in arrays])
+    if target.size >= _MOST_WORDS or len(axes) > _AXES:
+        for index in range(len(target)):
+            yield from launches_of(target[index], [share[index] for share in shares])
+        return
+    addresses = [array.data.ptr for array in arrays]
+    length, *strides = axes[-1]
+    items = LONGEST_WORD // itemsize
+    others = [length * itemsize, *addresses, *(stride for _, *own in axes[:-1] for stride in own)]
+    if any(stride != itemsize for stride in strides) or any(number % LONGEST_WORD for number in others):
+        items = 1
+    axes = [(1, *[0] * len(arrays))] * (_AXES - len(axes)) + axes[:-1]
+    axes.append((length // items, *[items * stride for stride in strides]))
+    words = target.size // items
+    values = [n for number, address in enumerate(addresses) for n in (address, *(axis[1 + number] for axis in axes))]
+    lengths = [axis[0] for axis in axes]
+    yield items, words, struct.pack("<6I" + "5q" * len(arrays), len(shares), words, *lengths, *values)
 
-    return cupy.ElementwiseKernel(reads, writes, body, name)
 
-
-def _sum_kernel(count: int, wide: str) -> Any:
-    """The kernel that adds up shares in words ``W`` of some elements ``T``."""
-    total = {"float32": "float", "float64": "double"}[wide]
-    names = [f"share{n}" for n in range(count)]
-    words = "".join(f"const W word_of_{name} = {name}; " for name in names)
-    sums = "".join(f"total += static_cast<{total}>(reinterpret_cast<const T*>(&word_of_{name})[j]); " for name in names)
-    body = f"""
-        W word;
-        {words}
-        for (int j = 0; j < sizeof(W) / sizeof(T); ++j) {{
-            {total} total = 0;
-            {sums}
-            reinterpret_cast<T*>(&word)[j] = static_cast<T>(total);
-        }}
-        target = word;
-    """
-    shares = ", ".join(f"W {name}" for name in names)
-    return _kernel(f"raw T like, {shares}", "W target", body, f"fa2cupy_sum_of_{count}")
+def _merged(shape: tuple[int, ...], strides: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
+    """Lengths and strides of the axes, without those of length 1; axes that lie together in all arrays are one."""
+    merged: list[tuple[int, ...]] = []
+    for length, *own in zip(shape, *strides, strict=True):
+        if merged and all(outer == length * inner for outer, inner in zip(merged[-1][1:], own, strict=True)):
+            merged[-1] = (merged[-1][0] * length, *own)
+        elif length != 1:
+            merged.append((length, *own))
+    return merged or [(1, *[0] * len(strides))]

@@ -11,7 +11,7 @@ from .copy_kernel import copy_matrices
 from .matrices import Matrix, is_few, matrices_of
 from .windows import Copy
 
-__all__ = ["copy", "copy_parts", "in_words", "matrices_with_addresses", "part_of", "word_layout"]
+__all__ = ["copy", "copy_parts", "matrices_with_addresses", "part_of", "word_layout"]
 
 _WORD, _DTYPE = 8, "uint64"
 #: Bytes from which on a copy takes longer than the views that make it fast.
@@ -21,7 +21,7 @@ _LARGE = 1 << 16
 def copy(target: Array, source: Array) -> None:
     """Copies an array to a view of the same shape."""
     if not is_on_host(target) and target.dtype == source.dtype:
-        target, source = in_words(target, source)
+        target, source = _in_words(target, source)
     target[...] = source
 
 
@@ -58,7 +58,7 @@ def _matrices(
     return [Matrix(to + a, a_pitch, of + b, b_pitch, width, height) for a, a_pitch, b, b_pitch, width, height in found]
 
 
-def in_words(*arrays: Any) -> Sequence[Any]:
+def _in_words(*arrays: Any) -> Sequence[Any]:
     """CuPy arrays of one shape as words of 8 bytes where all rows consist of them; else, and if they are small, as is.
 
     CuPy's kernels take strided arrays an element at a time, which is slow for those of 16 bits.

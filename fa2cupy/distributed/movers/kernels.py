@@ -1,0 +1,44 @@
+"""Launches of the kernels between attention calls, on the current device and CuPy's current stream."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Callable, Hashable
+from typing import Any
+
+from ...families.device import DeviceInfo
+from ...jit.spec import KernelSpec
+
+__all__ = ["launch"]
+
+
+def launch(spec_of: Callable[..., KernelSpec], kind: tuple[Hashable, ...], blocks: int, record: bytes) -> None:
+    """Launches a kernel whose record has no pointers that are named.
+
+    Parameters
+    ----------
+    spec_of : callable
+        A function of `fa2cupy.plan.ranks`, and `kind` what it takes besides the architecture.
+    kind : tuple
+    blocks : int
+    record : bytes
+        The front of the record, as far as it has content.
+    """
+    import cupy
+    from cupy.cuda import driver, runtime
+
+    spec, function = _loaded(spec_of, kind, runtime.getDevice())
+    buffer = ctypes.create_string_buffer(record, spec.params.nbytes)
+    parameters = (ctypes.c_void_p * 1)(ctypes.addressof(buffer))
+    stream, threads = cupy.cuda.get_current_stream().ptr, spec.tile.num_threads
+    driver.launchKernel(function.ptr, blocks, 1, 1, threads, 1, 1, 0, stream, ctypes.addressof(parameters), 0)
+
+
+@functools.lru_cache(maxsize=None)
+def _loaded(spec_of: Callable[..., KernelSpec], kind: tuple[Hashable, ...], device: int) -> tuple[KernelSpec, Any]:
+    """The kernel on a device, which is the current one: its spec and the ``cupy.cuda.Function``."""
+    from ...gpu.launch import load_kernel
+
+    spec = spec_of(DeviceInfo.current().arch, *kind)
+    return spec, load_kernel(spec)
