@@ -1,0 +1,39 @@
+"""The way of a cold call through the package: how many files it goes through, and how often from one to another."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from support import CHECKOUT
+
+#: The most files and moves of a plain call until it renders kernels.
+BOUNDS = {
+    "forward": (38, 414),
+    "delta": (25, 141),
+    "backward": (37, 707),
+    "decode": (28, 270),
+    "merge": (24, 109),
+}
+
+
+@pytest.fixture(scope="module")
+def counted() -> dict[str, dict[str, int]]:
+    pytest.importorskip("cupy")
+    script = CHECKOUT / "tests" / "support" / "cold_calls.py"
+    paths = os.pathsep.join((str(CHECKOUT), str(CHECKOUT / "tests"), os.environ.get("PYTHONPATH", "")))
+    command = [sys.executable, str(script), *BOUNDS]
+    run = subprocess.run(command, env={**os.environ, "PYTHONPATH": paths}, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    return json.loads(run.stdout)
+
+
+@pytest.mark.parametrize("kind", BOUNDS)
+def test_a_plain_call_goes_through_few_files(counted, kind):
+    files, moves = BOUNDS[kind]
+    assert counted[kind]["files"] <= files
+    assert counted[kind]["moves"] <= moves
+    assert counted[kind]["calls"] > counted[kind]["moves"] > counted[kind]["files"] > 10, "something has been counted"
