@@ -21,7 +21,7 @@ from fa2cupy.jit.params import param_layout
 from fa2cupy.jit.source import kernel_directory, render_kernel
 from fa2cupy.jit.spec import KernelSpec
 from fa2cupy.problem.attention import AttentionProblem
-from fa2cupy.problem.features import FEATURES
+from fa2cupy.problem.features import FEATURES, FeatureSettings
 from fa2cupy.problem.options import CallOptions
 from fa2cupy.testing import Expectation, make_inputs
 
@@ -328,15 +328,15 @@ def test_a_forward_whose_queries_of_a_group_are_one_tile_reads_keys_once(queries
     assert list(choose("forward", call, H100, STRIDES, is_launched=False).tiles) == [wanted]
 
 
-@pytest.mark.parametrize("extra", ("dbias", "dscore_args"))
+@pytest.mark.parametrize("wanted", (FeatureSettings(dbias=True), FeatureSettings(dscore_args=True)))
 @pytest.mark.parametrize(("family", "dtype"), (("sm80", "float16"), ("sm90", "float16"), ("sm90", "float32")))
-def test_gradients_that_only_kernels_with_query_tiles_write_are_given_by_two_passes(family, dtype, extra):
+def test_gradients_that_only_kernels_with_query_tiles_write_are_given_by_two_passes(family, dtype, wanted):
     for method in (None, *METHODS):
         options = CallOptions(family=family, method=method)
-        choice = choose("backward", problem(dtype), H100, STRIDES, options, extras=(extra,), is_launched=False)
+        choice = choose("backward", problem(dtype, settings=wanted), H100, STRIDES, options, is_launched=False)
         assert (choice.family.name, choice.method) == (family, "two_pass")
     options = CallOptions(family="simt", method="single_pass")
-    choice = choose("backward", problem("float32"), H100, STRIDES, options, extras=(extra,), is_launched=False)
+    choice = choose("backward", problem("float32", settings=wanted), H100, STRIDES, options, is_launched=False)
     assert choice.method == "single_pass"
 
 

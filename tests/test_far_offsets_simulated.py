@@ -119,7 +119,8 @@ class Case:
         self.config = {"forward": tile, "backward_dq": tile, "backward": by_keys, "backward_dkdv": by_keys}
         self.inputs = make_inputs(dtype, seqlen_q=rows, num_heads=1, head_dim=head_dim, layout="bhsd")
         self.arrays = arrays or {}
-        features = FeatureSettings(arrays=tuple(name for name in ARRAY_KEYWORDS if name in self.arrays))
+        given = tuple(name for name in ARRAY_KEYWORDS if name in self.arrays)
+        features = FeatureSettings(arrays=given, **dict.fromkeys(more, True))
         batch, total = (1, BATCH * rows) if packed else (BATCH, rows)
         if packed:
             features = dataclasses.replace(
@@ -214,9 +215,7 @@ class Case:
         adds_up = self.problem.itemsize > 2 and method == "single_pass"  # dk and dv in place, else dq in a workspace
         self.put(results=True, dq=np.empty_like(q))
         self.put(results=not adds_up, dk=np.zeros_like(k), dv=np.zeros_like(v))
-        plan = plans.backward_plan(
-            self.problem, self.device, self.strides, method, self.config, self.family, extras=self.more
-        )
+        plan = plans.backward_plan(self.problem, self.device, self.strides, method, self.config, self.family)
         self.put_workspace(plan)
         if "dsink" in self.more:
             # A block of dsink has a head of both sequences; rows of the first sequence see no key.

@@ -284,14 +284,13 @@ def test_sums_over_key_tiles_that_are_no_multiple_of_32_have_a_block_for_the_res
 WITH_SCORES = STRIDES | {"sink": (0, 1, 0, 0), **dict.fromkeys(("bias", "dbias"), (0, 0, 500, 1))}
 
 
-def with_gradients(dtype: str, method: str, *more: str, **settings) -> Plan:
+def with_gradients(dtype: str, method: str, **settings) -> Plan:
     """Plans a backward with a window, a sink and a bias, and with dlse, dbias and dsink."""
-    features = FeatureSettings(window=(9, 4), arrays=("bias", "sink"), **settings)
+    wanted = dict.fromkeys(("dlse", "dbias", "dsink"), True)
+    features = FeatureSettings(window=(9, 4), arrays=("bias", "sink"), **wanted, **settings)
     of_call = problem(dtype=dtype, causal=True, settings=features)
     family = "simt" if dtype == "float32" else None  # only simt gives dbias in one pass
-    return plans.backward_plan(
-        of_call, H100, WITH_SCORES, method, family=family, extras=("dlse", "dbias", "dsink", *more)
-    )
+    return plans.backward_plan(of_call, H100, WITH_SCORES, method, family=family)
 
 
 @pytest.mark.parametrize(
@@ -321,25 +320,25 @@ def test_each_stage_has_the_features_that_are_its_own(dtype, method):
 def test_what_gradients_are_added_to_is_cleared(dtype, method):
     wanted = {"dk", "dv", "dbias"} if method == "single_pass" else {"dbias"}
     assert set(with_gradients(dtype, method).cleared) == wanted
-    assert set(with_gradients(dtype, method, "full_dbias").cleared) == wanted - {"dbias"}
+    assert set(with_gradients(dtype, method, full_dbias=True).cleared) == wanted - {"dbias"}
 
 
 @pytest.mark.parametrize("wide", (False, True))
 def test_a_full_gradient_is_stored_in_the_dtype_of_the_bias(wide):
-    def kind(*more: str) -> str:
-        (stage,) = (s for s in with_gradients("float16", "two_pass", *more, wide_bias=wide).stages if is_dq(s))
+    def kind(**settings) -> str:
+        (stage,) = (s for s in with_gradients("float16", "two_pass", wide_bias=wide, **settings).stages if is_dq(s))
         return next(field.kind for field in stage.spec.params.fields if field.name == "dbias")
 
     def is_dq(stage: Stage) -> bool:
         return stage.spec.operation == "backward_dq"
 
     assert kind() == "output_accum"
-    assert kind("full_dbias") == ("output_accum" if wide else "output")
+    assert kind(full_dbias=True) == ("output_accum" if wide else "output")
 
 
 def test_rows_outside_packed_sequences_have_a_gradient_of_zero():
-    of_call = problem(**packed(arrays=("bias", "cu_seqlens_q", "cu_seqlens_k")))
-    plan = plans.backward_plan(of_call, H100, WITH_SCORES, "two_pass", extras=("dbias", "full_dbias"))
+    of_call = problem(**packed(arrays=("bias", "cu_seqlens_q", "cu_seqlens_k"), dbias=True, full_dbias=True))
+    plan = plans.backward_plan(of_call, H100, WITH_SCORES, "two_pass")
     assert plan.cleared == ("dbias",)
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..problem.attention import AttentionProblem
-from ..problem.features import NO_SETTINGS
+from ..problem.features import FEATURES
 from ..problem.sequences import Sequence, sequences_of
 from .scores import NO_SLOPES, HeadTerms, ScoreTerms, Slopes
 
@@ -106,7 +106,8 @@ class Head:
 def heads_of(problem: AttentionProblem, keywords: Mapping[str, object]) -> list[Head]:
     """The K/V heads of a call, sequence by sequence. `keywords` are those of features."""
     sequences = sequences_of(problem, keywords)
-    terms = None if problem.settings == NO_SETTINGS else ScoreTerms(problem, keywords)
+    has_terms = problem.settings.arrays or any(FEATURES[name].acts_on for name in problem.features)
+    terms = ScoreTerms(problem, keywords) if has_terms else None
     return [
         Head(problem, sequence, index, HeadTerms(terms, sequence, _group(problem, index)) if terms else None)
         for sequence in sequences

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field, replace
 from ..errors import UnsupportedProblemError
 from ..problem.arguments import check_bool
 from ..problem.attention import AttentionProblem
-from ..problem.features import FEATURES
 from ..problem.options import MAX_SPLITS, CallOptions
 from ..problem.strides import AnyStrides
 from .device import DeviceInfo
@@ -20,7 +19,7 @@ from .simt import SIMT
 from .tile import TileConfig
 from .tile_choice import choose_tile, decode_tile, default_tile, why_not_map
 
-__all__ = ["Choice", "choose", "choose_decode", "requested_method", "used_features"]
+__all__ = ["Choice", "choose", "choose_decode", "requested_method"]
 
 _DEFAULTS = CallOptions()
 
@@ -49,11 +48,6 @@ class Choice:
     method: str | None = None
     num_splits: Mapping[str, int] = field(default_factory=dict)
     fallback: Choice | None = None
-
-
-def used_features(problem: AttentionProblem, extras: Sequence[str] = ()) -> tuple[str, ...]:
-    """The features that a call uses; `extras` is that of `choose`."""
-    return (*problem.features, *(name for name in extras if name in FEATURES))
 
 
 def requested_method(method: str | None, deterministic: bool, *, with_atomics: bool = True) -> str | None:
@@ -90,7 +84,6 @@ def choose(
     strides: Mapping[str, AnyStrides],
     options: CallOptions = _DEFAULTS,
     *,
-    extras: Sequence[str] = (),
     is_launched: bool = True,
 ) -> Choice:
     """The family, method and tiles of all kernels of a call.
@@ -107,8 +100,6 @@ def choose(
         Strides of all tensors of the call, by the kernels' names.
     options : CallOptions, optional
         Only `family`, `method`, `deterministic`, `config` and `num_splits` are read.
-    extras : sequence of str, optional
-        Of a backward, as for `fa2cupy.plan.calls.plan_backward`.
     is_launched : bool, optional
         False if the kernels are only compiled, and will not run on this machine.
 
@@ -119,14 +110,13 @@ def choose(
     UnsupportedProblemError
         No family, or not the requested one, takes the call.
     """
-    used = used_features(problem, extras)
     if call == "forward" and options._replace(causal=False, softmax_scale=None, layout="bshd") == _DEFAULTS:
-        family = _decoding_family(problem, device, used)
+        family = _decoding_family(problem, device)
         if family is not None:
             return Choice(family, {"decode": decode_tile(family, problem, device)})
     refusals = []
-    for family in supporting_families(call, problem.dtype, device, options.family, used, options.precision):
-        choices, reasons = _choices_of(family, call, problem, device, strides, options, extras, is_launched)
+    for family in supporting_families(call, problem.dtype, device, options.family, problem.features, options.precision):
+        choices, reasons = _choices_of(family, call, problem, device, strides, options, is_launched)
         if choices:
             return _fastest(choices, problem, device)
         refusals += [f"family {family.name!r} {reason}" for reason in dict.fromkeys(reasons)]
@@ -140,13 +130,12 @@ def _choices_of(
     device: DeviceInfo,
     strides: Mapping[str, AnyStrides],
     options: CallOptions,
-    extras: Sequence[str],
     is_launched: bool,
 ) -> tuple[list[Choice], list[str]]:
     """The choices of a family, by methods and splits, and the reasons why other methods are none."""
     choices: list[Choice] = []
     reasons: list[str] = []
-    methods = _methods(family, options, extras) if call == "backward" else (None,)
+    methods = _methods(family, problem, options) if call == "backward" else (None,)
     for method in methods:
         operations = [operation for operation in (METHODS[method] if method else (call,)) if operation in TILED]
         reason = (
@@ -179,19 +168,19 @@ def choose_decode(problem: AttentionProblem, device: DeviceInfo, options: CallOp
     UnsupportedProblemError
         No family has a kernel for the dtype on the device, or no tile fits it.
     """
-    family = supporting_families("decode", problem.dtype, device, options.family, used_features(problem))[0]
+    family = supporting_families("decode", problem.dtype, device, options.family, problem.features)[0]
     return Choice(
         family, {"decode": decode_tile(family, problem, device, for_any_batch=options.num_splits is not None)}
     )
 
 
-def _decoding_family(problem: AttentionProblem, device: DeviceInfo, used: tuple[str, ...]) -> Family | None:
+def _decoding_family(problem: AttentionProblem, device: DeviceInfo) -> Family | None:
     """The family whose kernel of ``decode`` takes a forward with few queries, or None if there is none.
 
     It does if the queries of all heads of a group are rows of one tile. Then it reads keys and values once, and divides
     them among all multiprocessors; a forward reads them once for each query head. Both are bound by memory there.
     """
-    if problem.is_packed or not set(used) <= set(operation_named("decode").features):
+    if problem.is_packed or not set(problem.features) <= set(operation_named("decode").features):
         return None
     for family in FAMILIES:
         if family.supports("decode", problem.dtype, device) and "decode" in family.operations:
@@ -279,11 +268,11 @@ def _why_not_split(family: Family, operations: Sequence[str], options: CallOptio
     return None
 
 
-def _methods(family: Family, options: CallOptions, extras: Sequence[str]) -> tuple[str, ...]:
+def _methods(family: Family, problem: AttentionProblem, options: CallOptions) -> tuple[str, ...]:
     """The methods that come into question."""
     requested = requested_method(options.method, options.deterministic)
     methods = (requested,) if requested else family.default_methods
-    if not {"dbias", "dscore_args"}.isdisjoint(extras):
+    if problem.settings.dbias or problem.settings.dscore_args:
         methods = tuple(dict.fromkeys(map(family.method_with_dbias, methods)))
     return methods
 

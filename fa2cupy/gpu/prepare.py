@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 
 import cupy
 import numpy as np
 
 from ..errors import UnsupportedProblemError
-from ..families.choice import choose, used_features
+from ..families.choice import choose
 from ..families.device import DeviceInfo
 from ..families.family import Family
 from ..families.registry import choose_family
@@ -25,7 +24,6 @@ from ..problem.strides import (
     argument_layouts,
     contiguous_score_strides,
     feature_strides,
-    is_full,
     score_strides,
 )
 from .arguments import Arguments, function_arguments, kernel_name
@@ -68,25 +66,15 @@ def prepare(
     problem, results = _check(arguments.call, named, options, keywords)
     ordinal, device = device_of(arguments, named)
     check_outputs(results, tuple(named[name] for name in arguments.results))
-    extras = tuple(
-        name for name in ("dlse", "dbias", "dsink") if named.get(name) is not None or name in arguments.results
-    )
-    sums_dbias = "dbias" in extras and not is_full(features["bias"].shape, problem.score_shape)
-    if sums_dbias and options.deterministic:
-        _check_deterministic_dbias(problem, features["bias"])
-    sums_arguments = any(name.startswith("dscore_args") for name in arguments.results)
-    if sums_arguments:
-        extras += ("dscore_args",)
-        if options.deterministic:
-            raise UnsupportedProblemError("return_dscore_args: they are summed atomically; not with deterministic")
-    if "dbias" in extras and not sums_dbias:
-        extras += ("full_dbias",)
-    used = used_features(problem, extras)
-    family = choose_family(arguments.call, problem.dtype, device, options.family, used, options.precision)
-    kernels = _Kernels(arguments, named, options, device, extras)
+    settings = problem.settings
+    sums_dbias = settings.dbias and not settings.full_dbias
+    if options.deterministic:
+        _check_deterministic(problem, features)
+    family = choose_family(arguments.call, problem.dtype, device, options.family, problem.features, options.precision)
+    kernels = _Kernels(arguments, named, options, device)
     check_overlap = overlap_check(arguments, arrays)
     copied = [name for name in arguments.names if _must_be_copied(name, named[name], problem, family)]
-    if not (copied or sums_dbias or sums_arguments):
+    if not (copied or sums_dbias or settings.dscore_args):
         given = [name for name in arguments.results if named[name] is not None]
         plan = kernels.plan(problem, in_place=named)
         return KernelCall(plan, ordinal, arguments, results, given, check_overlap if given else None)
@@ -106,25 +94,24 @@ class _Kernels:
         named: Mapping[str, cupy.ndarray | None],
         options: CallOptions,
         device: DeviceInfo,
-        extras: tuple[str, ...],
     ):
         self._call = arguments.call
         self._tensors = [name for name in arguments.names if _is_tensor(name)]
         self._features = feature_arrays(named)
         self._arguments = function_arguments(named)
         self._with_delta = named.get("delta") is None
-        self._options, self._device, self._extras = options, device, extras
+        self._options, self._device = options, device
 
     def plan(self, problem: AttentionProblem, in_place: Mapping[str, cupy.ndarray | None]) -> Plan:
         """Chooses and plans the kernels. Tensors outside `in_place` lie in C order, in the problem's shapes."""
         strides = self._strides(problem, in_place)
-        device, extras = self._device, self._extras
-        choice = choose(self._call, problem, device, strides, self._options, extras=extras)
+        device = self._device
+        choice = choose(self._call, problem, device, strides, self._options)
         if self._call == "forward":
             return plan_forward(problem, device, strides, choice)
         if self._call == "delta":
             return plan_delta(problem, device, strides, choice)
-        return plan_backward(problem, device, strides, choice, extras=extras, with_delta=self._with_delta)
+        return plan_backward(problem, device, strides, choice, with_delta=self._with_delta)
 
     def _strides(self, problem: AttentionProblem, in_place: Mapping[str, cupy.ndarray | None]) -> dict[str, AnyStrides]:
         strides: dict[str, AnyStrides] = dict(feature_strides(self._features))
@@ -133,7 +120,7 @@ class _Kernels:
             in_kernel, array = kernel_name(name), in_place.get(name)
             layout = (problem.shape_of(in_kernel),) if array is None else (array.shape, array.strides)
             strides[in_kernel] = problem.kernel_strides(*layout)
-        if "dbias" in self._extras:
+        if problem.settings.dbias:
             given = in_place.get("dbias")
             shape = self._features["bias"].shape
             strides["dbias"] = contiguous_score_strides(shape) if given is None else score_strides("dbias", given)
@@ -148,12 +135,16 @@ def _check(
     return (check_forward if call == "forward" else check_backward)(named, options, keywords)
 
 
-def _check_deterministic_dbias(problem: AttentionProblem, bias: cupy.ndarray) -> None:
-    if bias.size < math.prod(problem.score_shape):
+def _check_deterministic(problem: AttentionProblem, features: Mapping[str, cupy.ndarray]) -> None:
+    """Raises UnsupportedProblemError if the call returns gradients that its kernels add up in any order."""
+    settings = problem.settings
+    if settings.dbias and not settings.full_dbias:
         raise UnsupportedProblemError(
-            f"return_dbias: for a bias that is broadcast, here {bias.shape}, it is summed atomically; "
+            f"return_dbias: for a bias that is broadcast, here {features['bias'].shape}, it is summed atomically; "
             "not with deterministic"
         )
+    if settings.dscore_args:
+        raise UnsupportedProblemError("return_dscore_args: they are summed atomically; not with deterministic")
 
 
 def _is_tensor(name: str) -> bool:

@@ -23,8 +23,8 @@ __all__ = ["plan_backward", "plan_delta", "plan_forward", "plan_merge"]
 
 #: The workspaces that the kernel of delta can clear, of a call that has none.
 _CLEARED_BY_DELTA = (Workspace("dq_accum", 0), Workspace(SHARES, 0))
-#: The feature of a forward that computes lse again for a backward, and the workspace that it writes.
-_GIVEN_LSE, _OWN_LSE = ("given_lse",), "own_lse"
+#: The workspace of the lse that a forward computes again for a backward.
+_OWN_LSE = "own_lse"
 
 
 def plan_forward(
@@ -73,7 +73,6 @@ def plan_backward(
     strides: Mapping[str, AnyStrides],
     choice: Choice,
     *,
-    extras: tuple[str, ...] = (),
     with_delta: bool = True,
 ) -> Plan:
     """The plan of `fa2cupy.backward`.
@@ -82,24 +81,22 @@ def plan_backward(
     ----------
     problem, device, choice
     strides : mapping
-        Strides of q, k, v, o, dout, dq, dk, dv and the features' arrays, and of dbias for ``"dbias"``.
-    extras : tuple of str, optional
-        The subset of ``"dlse"``, an input, and ``"dbias"`` and ``"dsink"``, results, that the call has; and
-        ``"full_dbias"`` if dbias has an element for each score (`fa2cupy.problem.strides.is_full`); and
-        ``"dscore_args"``, the gradients of the arrays of `score_mod`, to which kernels add.
+        Strides of q, k, v, o, dout, dq, dk, dv and the features' arrays, and of dbias if the call returns it.
     with_delta : bool, optional
         If True, the first stage computes delta; else the caller passes it.
     """
-    layout = StageLayout(problem, device, choice.family, strides, (*extras, *_GIVEN_LSE))
+    settings = problem.settings
+    has_own_lse = "forward" in choice.tiles
+    layout = StageLayout(_with_given_lse(problem) if has_own_lse else problem, device, choice.family, strides)
     tiled: list[Stage] = []
     workspaces: list[Workspace] = []
     added: list[Workspace] = []  # to which kernels add
     # A full dbias is stored by the blocks that own its rows; rows and keys beyond a packed sequence are nobody's, nor
     # are tiles that a sparse map leaves out.
-    is_partial = problem.is_packed or problem.settings.block_mask is not None
-    cleared = ["dbias"] if "dbias" in extras and ("full_dbias" not in extras or is_partial) else []
-    if "dscore_args" in extras:
-        cleared += [name for function in problem.settings.functions for name, _ in gradient_arrays(function)]
+    is_partial = problem.is_packed or settings.block_mask is not None
+    cleared = ["dbias"] if settings.dbias and (not settings.full_dbias or is_partial) else []
+    if settings.dscore_args:
+        cleared += [name for function in settings.functions for name, _ in gradient_arrays(function)]
     for operation, tile in choice.tiles.items():
         num_splits = choice.num_splits.get(operation, 1)
         tiled.append(layout.tiled(operation, tile, num_splits))
@@ -110,13 +107,13 @@ def plan_backward(
             tiled.append(sums.stage())
             workspaces += sums.workspaces
             added += sums.added
-    if "forward" in choice.tiles:
+    if has_own_lse:
         tiled = _with_own_lse(tiled)
         workspaces.append(Workspace(_OWN_LSE, _statistics_bytes(problem)))
-    if problem.settings.block_mask is not None and choice.family.clears_unlisted_keys:
+    if settings.block_mask is not None and choice.family.clears_unlisted_keys:
         cleared += ["dk", "dv"]
     if choice.family.multiplies_parts:
-        tiled, of_parts = _with_parts(layout, tiled, choice, extras)
+        tiled, of_parts = _with_parts(layout, tiled, choice)
         workspaces += of_parts
         cleared.append(EXCEPTIONS)
     stages: list[Stage] = []
@@ -127,16 +124,14 @@ def plan_backward(
         workspaces += [workspace for workspace in _CLEARED_BY_DELTA if workspace.name not in names]
     if not stages or not stages[0].blocks:
         cleared += [workspace.name for workspace in added]
-    if "dsink" in extras:
+    if settings.dsink:
         stages.append(layout.stage("dsink", _tile_of("dsink"), problem.num_heads))
     stages += _clear_unused(layout, "clear_backward")
     lists, of_lists = layout.lists(choice.tiles)
     return _plan([*stages, *lists, *tiled], [*workspaces, *of_lists], cleared)
 
 
-def _with_parts(
-    layout: StageLayout, tiled: Sequence[Stage], choice: Choice, extras: tuple[str, ...] = ()
-) -> tuple[list[Stage], list[Workspace]]:
+def _with_parts(layout: StageLayout, tiled: Sequence[Stage], choice: Choice) -> tuple[list[Stage], list[Workspace]]:
     """The stages of a family that multiplies parts, and their workspaces. The fallback comes last."""
     problem, fallback = layout.problem, choice.fallback
     assert fallback is not None, f"{choice.family.name} leaves heads to a fallback"
@@ -156,13 +151,18 @@ def _with_parts(
         all_blocks = 0  # nobody reads the parts
     operation = "split_gradients" if choice.method else "split_inputs"
     split = layout.stage(operation, _tile_of(operation, PART_ROWS, PART_ROWS), all_blocks)
-    extras = (*extras, *_GIVEN_LSE) if choice.method else extras
-    others = StageLayout(problem, layout.device, fallback.family, layout.strides, extras, is_fallback=True)
+    of_others = _with_given_lse(problem) if choice.method else problem
+    others = StageLayout(of_others, layout.device, fallback.family, layout.strides, is_fallback=True)
     left = [others.tiled(operation, tile) for operation, tile in fallback.tiles.items()]
     if choice.method:
         left = _with_own_lse(left)
         workspaces.append(Workspace(_OWN_LSE, _statistics_bytes(problem)))
     return [split, *tiled, *left], workspaces
+
+
+def _with_given_lse(problem: AttentionProblem) -> AttentionProblem:
+    """The problem of a backward one of whose kernels, a forward, computes lse again for the others."""
+    return problem.with_settings(replace(problem.settings, given_lse=True))
 
 
 def _with_own_lse(tiled: Iterable[Stage]) -> list[Stage]:

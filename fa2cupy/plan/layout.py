@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from ..families.choice import used_features
 from ..families.device import DeviceInfo
 from ..families.estimate import heads_in_cache
 from ..families.family import Family
@@ -44,8 +43,6 @@ class StageLayout:
         Family of the kernels that are not common to all families.
     strides : mapping
         Strides of the tensors and of the features' arrays, by the kernels' names.
-    extras : tuple of str
-        As for `fa2cupy.plan.calls.plan_backward`.
     is_fallback : bool, optional
         True if its tiled kernels compute only the heads that others left.
     """
@@ -56,7 +53,6 @@ class StageLayout:
         device: DeviceInfo,
         family: Family,
         strides: Mapping[str, AnyStrides],
-        extras: tuple[str, ...] = (),
         *,
         is_fallback: bool = False,
     ):
@@ -65,7 +61,7 @@ class StageLayout:
         self.device = device
         self.family = family
         self.strides = strides
-        self.used_features = dict.fromkeys(used_features(problem, extras))
+        self.used_features = dict.fromkeys(problem.features)
 
     def num_tiles(self, side: str, rows: int) -> int:
         """Tiles of a head along the queries or keys. No tile has rows of two packed sequences."""

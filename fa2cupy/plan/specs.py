@@ -17,13 +17,13 @@ from ..families.tile import TileConfig
 from ..functions.tracing import BoundFunction
 from ..jit.spec import KernelSpec
 from ..problem.block_mask import MIXED, BlockMask
-from ..problem.checks import problem_from_arrays, problem_from_parts
+from ..problem.checks import check_backward, check_forward, problem_from_parts
 from ..problem.decoding import check_decode
 from ..problem.dtypes import accumulator_dtype
 from ..problem.features import EXAMPLE_ROWS, FEATURES, FeatureKeywords, feature_arrays
 from ..problem.function_checks import bound_function
 from ..problem.options import CallOptions
-from ..problem.strides import AnyStrides, argument_layouts, contiguous_score_strides, feature_strides, is_full
+from ..problem.strides import AnyStrides, argument_layouts, contiguous_score_strides, feature_strides
 from .calls import plan_backward, plan_forward, plan_merge
 from .decode import plan_decode
 from .tile_states import plan_tile_states
@@ -31,10 +31,8 @@ from .tile_states import plan_tile_states
 __all__ = ["OF_BACKWARD", "decode_specs", "default_specs", "merge_spec"]
 
 _ROWS = EXAMPLE_ROWS
-#: Features of the backward only, and their names in `plan_backward`.
-OF_BACKWARD = {
-    "dlse": "dlse", "return_dbias": "dbias", "return_dsink": "dsink", "return_dscore_args": "dscore_args"
-}  # fmt: skip
+#: Features of the backward only: an array, and options.
+OF_BACKWARD = ("dlse", "return_dbias", "return_dsink", "return_dscore_args")
 _NO_FUNCTIONS: FeatureKeywords = {}
 
 
@@ -70,24 +68,24 @@ def default_specs(
     call = "forward" if method is None else "backward"
     step = choose_family(call, dtype, device, family).head_dim_step
     padded = -(-head_dim // step) * step
-    options = CallOptions(config=config, family=family, method=method, num_splits=num_splits)
-    extras = tuple(name for feature, name in OF_BACKWARD.items() if feature in features and method is not None)
+    returned: dict[str, Any] = {name: True for name in OF_BACKWARD if name != "dlse" and name in features}
+    options = CallOptions(causal, config=config, family=family, method=method, num_splits=num_splits, **returned)
     specs: dict[KernelSpec, None] = {}
     for keywords in _examples(features, dtype, functions):
         q = _array((_ROWS, 1, padded) if "cu_seqlens_q" in keywords else (1, _ROWS, 1, padded), dtype)
-        problem = problem_from_arrays(q, q, q, causal=causal, **keywords)
+        lse = _array((1, _ROWS) if "cu_seqlens_q" in keywords else (1, 1, _ROWS), accumulator_dtype(dtype))
+        arrays = dict.fromkeys(("q", "k", "v", "o", "do"), q) | {"lse": lse}
+        arrays |= {"dlse": lse} if "dlse" in features else {}
+        problem = (check_forward if method is None else check_backward)(arrays, options, keywords).problem
         strides: dict[str, AnyStrides] = {**problem.contiguous_strides()}
         strides |= feature_strides(keywords) | argument_layouts(functions)
-        present = extras
-        if "dbias" in extras:
-            shape = feature_arrays(keywords)["bias"].shape
-            strides["dbias"] = contiguous_score_strides(shape)
-            present += ("full_dbias",) if is_full(shape, problem.score_shape) else ()
-        choice = choose(call, problem, device, strides, options, extras=present, is_launched=False)
+        if problem.settings.dbias:
+            strides["dbias"] = contiguous_score_strides(feature_arrays(keywords)["bias"].shape)
+        choice = choose(call, problem, device, strides, options, is_launched=False)
         if method is None:
             plan = plan_forward(problem, device, strides, choice)
         else:
-            plan = plan_backward(problem, device, strides, choice, extras=present)
+            plan = plan_backward(problem, device, strides, choice)
         specs.update(dict.fromkeys(stage.spec for stage in plan.stages))
     function = _mask_function(functions) if "block_mask" in features else None
     if function is not None:

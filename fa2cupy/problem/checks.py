@@ -19,6 +19,7 @@ from .features import ARRAYS, FEATURES, FeatureSettings, feature_arrays
 from .function_checks import function_arrays
 from .keywords import check_keywords
 from .options import CallOptions, check_num_splits, check_precision
+from .strides import is_full
 
 __all__ = [
     "Request",
@@ -79,6 +80,11 @@ def check_backward(arrays: Mapping[str, Any], options: CallOptions, keywords: Ma
     dtype = arrays["q"].dtype
     gradients = (("dq", problem.q_shape), ("dk", problem.k_shape), ("dv", problem.v_shape))
     extra = extra_gradients(keywords, options.return_dbias, options.return_dsink, options.return_dscore_args)
+    if extra or arrays.get("dlse") is not None:
+        wanted: dict[str, Any] = {name.partition("[")[0]: True for name in extra}
+        wanted["dlse"] = arrays.get("dlse") is not None
+        wanted["full_dbias"] = "dbias" in extra and is_full(extra["dbias"].shape, problem.score_shape)
+        problem = problem.with_settings(dataclasses.replace(problem.settings, **wanted))
     return Request(
         problem,
         (

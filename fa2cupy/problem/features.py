@@ -154,6 +154,15 @@ class FeatureSettings:
         The keywords among `ARRAY_KEYWORDS` that the call has.
     wide_bias : bool
         True if the bias has the dtype of lse and q has another one.
+    dlse : bool
+        True if a backward has a gradient for lse.
+    dbias, dsink, dscore_args : bool
+        True if a backward returns the gradient of the bias, of the sink, or of the arrays of `score_mod`.
+    full_dbias : bool
+        True if it returns that of a bias with an element for each score, which are stored in the bias's dtype. The
+        gradient of another bias is added up in the accumulators' dtype, as are those of the arrays of `score_mod`.
+    given_lse : bool
+        True for the forward that computes lse again, in its own arithmetic, for a backward that is given one.
     """
 
     score_mod: BoundFunction | None = None
@@ -169,6 +178,12 @@ class FeatureSettings:
     max_seqlen_k: int = 0
     arrays: tuple[str, ...] = ()
     wide_bias: bool = False
+    dlse: bool = False
+    dbias: bool = False
+    full_dbias: bool = False
+    dsink: bool = False
+    dscore_args: bool = False
+    given_lse: bool = False
 
     @property
     def features(self) -> tuple[str, ...]:
@@ -218,10 +233,6 @@ class FeatureArray(NamedTuple):
 
 def _nothing(*_: object) -> dict[str, Any]:
     return {}
-
-
-def _never(settings: FeatureSettings) -> bool:
-    return False
 
 
 def _has(array: str) -> Callable[[FeatureSettings], bool]:
@@ -405,12 +416,9 @@ FEATURES = {
     ),
     # A bias in the accumulators' dtype.
     "wide_bias": Feature("kWideBias", lambda settings: settings.wide_bias, check=check_wide_bias, acts_on="scores"),
-    # The gradient of the bias, which `return_dbias` requests, and whether the bias is a full one: then each element of
-    # dbias belongs to one score, and is stored in the bias's dtype instead of added up in the accumulators'.
-    "dbias": Feature("kDbias", _never, arrays={"dbias": FeatureArray("output_accum")}),
-    "full_dbias": Feature("kFullDbias", _never),
-    # The gradients of the arrays of `score_mod`, which `return_dscore_args` requests.
-    "dscore_args": Feature("kDscoreArgs", _never),
+    "dbias": Feature("kDbias", lambda settings: settings.dbias, arrays={"dbias": FeatureArray("output_accum")}),
+    "full_dbias": Feature("kFullDbias", lambda settings: settings.full_dbias),
+    "dscore_args": Feature("kDscoreArgs", lambda settings: settings.dscore_args),
     "mask": Feature(
         "kMask",
         _has("mask"),
@@ -462,8 +470,11 @@ FEATURES = {
         in_gather="never",
         example={},  # a map depends on `mask_mod`, so that plans make it
     ),
-    # The lse of other arithmetic, which a backward is given and computes again in its own.
-    "given_lse": Feature("kGivenLse", _never, arrays={"given_lse": FeatureArray("input_accum", axes=None)}),
+    "given_lse": Feature(
+        "kGivenLse",
+        lambda settings: settings.given_lse,
+        arrays={"given_lse": FeatureArray("input_accum", axes=None)},
+    ),
     "sink": Feature(
         "kSink",
         _has("sink"),
@@ -495,8 +506,7 @@ FEATURES = {
             **dict.fromkeys(("dropout_seed", "philox_seed", "rng_state", "generator"), "seed, an int"),
         },
     ),
-    # The gradient for lse, an optional argument of the backward.
-    "dlse": Feature("kDlse", _never, arrays={"dlse": FeatureArray("input_accum", axes=None)}),
+    "dlse": Feature("kDlse", lambda settings: settings.dlse, arrays={"dlse": FeatureArray("input_accum", axes=None)}),
     "cu_seqlens": Feature(
         "kVarlen",
         lambda settings: settings.num_sequences is not None,

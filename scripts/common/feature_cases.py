@@ -242,18 +242,19 @@ class Case:
         options = small.options(np, 0)
         attention = problem_from_arrays(*small.inputs(np)[:3], **options)
         strides = _strides(attention) | feature_strides(options) | argument_layouts(options)
+        if operation == "backward":
+            returned = dict.fromkeys(self.gradients, True)
+            if "dbias" in returned:
+                strides["dbias"] = contiguous_score_strides(options["bias"].shape)
+                returned["full_dbias"] = is_full(options["bias"].shape, attention.score_shape)
+            attention = attention.with_settings(dataclasses.replace(attention.settings, **returned))
         large = self._as_large(attention)
-        extras = () if operation == "forward" else tuple(self.gradients)
-        if "dbias" in extras:
-            shape = options["bias"].shape
-            strides["dbias"] = contiguous_score_strides(shape)
-            extras += ("full_dbias",) if is_full(shape, attention.score_shape) else ()
         asked = (large, device, strides | _strides(large), CallOptions(family=family))
-        choice = choose(operation, *asked, extras=extras, is_launched=False)
+        choice = choose(operation, *asked, is_launched=False)
         if operation == "forward":
             plan = plan_forward(attention, device, strides, choice)
         else:
-            plan = plan_backward(attention, device, strides, choice, extras=extras)
+            plan = plan_backward(attention, device, strides, choice)
         specs = tuple(stage.spec for stage in plan.stages)
         return Kernels(choice.method or "", max(choice.num_splits.values(), default=1), choice.family.name, specs)
 

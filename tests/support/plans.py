@@ -23,10 +23,8 @@ def delta_plan(problem, device, strides) -> Plan:
     return plan_delta(problem, device, strides, choose("delta", problem, device, strides, is_launched=False))
 
 
-def backward_plan(
-    problem, device, strides, method, config=None, family=None, *, extras=(), with_delta=True, num_splits=1
-) -> Plan:
+def backward_plan(problem, device, strides, method, config=None, family=None, *, with_delta=True, num_splits=1) -> Plan:
     """Returns the plan of a backward by one method (None: the default), without splits unless the test asks."""
     options = CallOptions(config=config, family=family, method=method, num_splits=num_splits)
-    choice = choose("backward", problem, device, strides, options, extras=extras, is_launched=False)
-    return plan_backward(problem, device, strides, choice, extras=extras, with_delta=with_delta)
+    choice = choose("backward", problem, device, strides, options, is_launched=False)
+    return plan_backward(problem, device, strides, choice, with_delta=with_delta)

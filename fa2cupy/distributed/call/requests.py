@@ -193,8 +193,7 @@ def _request(comm: Communicator, arguments: CallArguments) -> Request:
     has_extras = len(results) > 3
     groups = groups_of(scheme, problem, ranks, arguments.head_groups, has_extras)
     if not is_on_host(arrays["q"]):
-        names = [result.name for result in results]
-        options = with_splits_of_whole(arguments.call, problem, options, scheme, keywords, names)
+        options = with_splits_of_whole(arguments.call, problem, options, scheme, keywords)
     return Request(problem, results, scheme, queries, keys, arguments.head_groups, groups, options, arguments.keywords)
 
 

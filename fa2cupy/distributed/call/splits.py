@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-from ...families.choice import choose, requested_method, used_features
+from ...families.choice import choose, requested_method
 from ...families.device import DeviceInfo
 from ...families.registry import choose_family
 from ...problem.attention import AttentionProblem
@@ -21,7 +21,6 @@ def with_splits_of_whole(
     options: CallOptions,
     scheme: str,
     keywords: Mapping[str, Any],
-    results: Sequence[str],
 ) -> CallOptions:
     """The options of the calls of parts on the current GPU.
 
@@ -34,19 +33,15 @@ def with_splits_of_whole(
     scheme : str
     keywords : mapping
         Those of features, with arrays of the shapes for the whole sequence.
-    results : sequence of str
-        Names of the results of the call.
     """
     if options.num_splits is not None or not _has_bits_of_whole(call, options, scheme) or 0 in problem.score_shape:
         return options
-    extras = tuple(name for name in ("dbias", "dsink") if name in results)
     device = DeviceInfo.current()
-    used = used_features(problem, extras)
-    family = choose_family(call, problem.dtype, device, options.family, used, options.precision)
+    family = choose_family(call, problem.dtype, device, options.family, problem.features, options.precision)
     padded = problem.padded(family.head_dim_step)
     strides: dict[str, AnyStrides] = {**padded.contiguous_strides()}
     strides |= feature_strides(keywords) | argument_layouts(keywords)
-    choice = choose(call, padded, device, strides, options, extras=extras)
+    choice = choose(call, padded, device, strides, options)
     if "decode" in choice.tiles:
         return options
     return options._replace(num_splits=max(choice.num_splits.values(), default=1))
