@@ -12,11 +12,11 @@ from support import CHECKOUT
 
 #: The most files and moves of a plain call until it renders kernels.
 BOUNDS = {
-    "forward": (38, 414),
-    "delta": (25, 141),
-    "backward": (37, 707),
-    "decode": (28, 270),
-    "merge": (24, 109),
+    "forward": (33, 353),
+    "delta": (23, 95),
+    "backward": (33, 602),
+    "decode": (26, 249),
+    "merge": (23, 97),
 }
 
 

@@ -11,7 +11,7 @@ from support.plans import backward_plan, forward_plan
 
 from fa2cupy import TileConfig, UnsupportedProblemError
 from fa2cupy.families import registry
-from fa2cupy.families.choice import choose
+from fa2cupy.families.choice import choose, choose_with_copies
 from fa2cupy.families.device import DeviceInfo
 from fa2cupy.families.family import TileRow
 from fa2cupy.families.operations import METHODS, OPERATIONS, TILED, operation_named
@@ -139,7 +139,7 @@ def test_kernels_are_chosen_once_for_a_call(monkeypatch, dtype, copied):
 
     calls = []
     monkeypatch.setattr(
-        prepare, "choose", lambda call, *rest, **options: calls.append(call) or choose(call, *rest, **options)
+        prepare, "choose_with_copies", lambda call, *rest: calls.append(call) or choose_with_copies(call, *rest)
     )
     q, k, v, do = (gapped(x) if copied else place(x) for x in inputs_of(dtype, num_heads=2, num_heads_kv=2))
     with fake_gpu(monkeypatch):

@@ -19,7 +19,6 @@ from fa2cupy import TileConfig
 from fa2cupy.families import sm90
 from fa2cupy.families.sm80 import SM80
 from fa2cupy.gpu import prepare, prepared, signatures
-from fa2cupy.problem.attention import AttentionProblem
 from fa2cupy.testing import Expectation, check_delta, make_inputs
 
 METHODS = ("single_pass", "two_pass")
@@ -103,8 +102,7 @@ def test_rows_are_taken_where_they_start_on_16_bytes_and_have_no_gaps(shape, str
     """Strides of axes of length 1 are ignored."""
     memory = place(np.zeros(200, np.float16))
     array = np.lib.stride_tricks.as_strided(memory, shape, strides, subok=True)
-    problem = AttentionProblem("float16", 1, 1, 1, 1, 1, 8, False, 1.0, "bshd", 4)
-    assert prepare._must_be_copied("q", array, problem, SM80) != taken
+    assert prepare._must_be_copied("q", array, SM80.row_alignment, is_padded=False) != taken
 
 
 @pytest.mark.parametrize("head_dims", ((24, 40), (40, 24), (64, 59), (59, 64)), ids=str)

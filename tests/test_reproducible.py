@@ -10,7 +10,7 @@ from support import plans
 from support.decode_cases import Case
 
 import fa2cupy
-from fa2cupy.families.choice import choose_decode
+from fa2cupy.families.choice import choose
 from fa2cupy.families.device import DeviceInfo
 from fa2cupy.problem.attention import AttentionProblem
 from fa2cupy.problem.options import CallOptions
@@ -116,7 +116,7 @@ def test_one_split_takes_the_same_kernel_of_decode_beside_any_sequences(device):
         options, tiles = CallOptions(num_splits=num_splits), set()
         for batch in (1, 2, 40, 3000):
             problem = AttentionProblem(dtype, batch, 1, 4096, 8, 2, 64, True, 0.125, "bshd", 4)
-            tiles.add(choose_decode(problem, DeviceInfo.named(device), options).tiles["decode"])
+            tiles.add(choose("decode", problem, DeviceInfo.named(device), {}, options).tiles["decode"])
         assert num_splits is None or len(tiles) == 1
         assert num_splits == 1 or dtype != "bfloat16" or device not in ("sm_80", "sm_90") or len(tiles) > 1
 

@@ -664,7 +664,7 @@ def test_a_warm_decode_prepares_nothing_and_allocates_results_and_one_workspace(
     arrays, out = decode_arrays(), all_decode_arrays()[1]["out"]
     keywords = {"out": out} if "out" in keywords else keywords
     first = fa2cupy.decode(*arrays.values(), **keywords)
-    monkeypatch.setitem(signatures._PREPARE, "decode", None)  # cannot be called
+    monkeypatch.setattr(signatures, "prepare", None)  # cannot be called
     cupy, made = prepare.cupy, []
     original = FakeArray.__new__
     monkeypatch.setattr(FakeArray, "__new__", lambda *given: made.append(given) or original(*given))

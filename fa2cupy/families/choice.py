@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from ..errors import UnsupportedProblemError
@@ -19,9 +19,12 @@ from .simt import SIMT
 from .tile import TileConfig
 from .tile_choice import choose_tile, decode_tile, default_tile, why_not_map
 
-__all__ = ["Choice", "choose", "choose_decode", "requested_method"]
+__all__ = ["Choice", "choose", "choose_with_copies", "requested_method"]
 
 _DEFAULTS = CallOptions()
+
+#: Gives the problem and the strides that kernels of a family get.
+_Taken = Callable[[Family], tuple[AttentionProblem, Mapping[str, AnyStrides]]]
 
 
 @dataclass(frozen=True)
@@ -86,20 +89,45 @@ def choose(
     *,
     is_launched: bool = True,
 ) -> Choice:
-    """The family, method and tiles of all kernels of a call.
-
-    All tiled kernels of a call are of one family: the first that supports the problem with its features, and whose
-    kernels for the method, which depends on the family, take the arrays.
+    """The same for arrays that kernels of any family take as they are.
 
     Parameters
     ----------
-    call : {"forward", "delta", "backward"}
-    problem : AttentionProblem
-    device : DeviceInfo
+    call, problem, device
+        As for `choose_with_copies`.
     strides : mapping
         Strides of all tensors of the call, by the kernels' names.
+    options, is_launched
+        As for `choose_with_copies`.
+    """
+    return choose_with_copies(
+        call, problem, device, lambda family: (problem, strides), options, is_launched=is_launched
+    )
+
+
+def choose_with_copies(
+    call: str,
+    problem: AttentionProblem,
+    device: DeviceInfo,
+    taken_by: _Taken,
+    options: CallOptions = _DEFAULTS,
+    *,
+    is_launched: bool = True,
+) -> Choice:
+    """The family, method and tiles of all kernels of a call.
+
+    All tiled kernels of a call are of one family: the first that supports the problem with its features, and whose
+    kernels for the method, which depends on the family, take the arrays or the copies that are made of them.
+
+    Parameters
+    ----------
+    call : {"forward", "delta", "backward", "decode", "merge"}
+    problem : AttentionProblem
+    device : DeviceInfo
+    taken_by : callable
+        Gives the problem and the strides of all tensors, by the kernels' names, that kernels of a family get.
     options : CallOptions, optional
-        Only `family`, `method`, `deterministic`, `config` and `num_splits` are read.
+        Only `family`, `method`, `deterministic`, `config`, `num_splits` and `precision` are read.
     is_launched : bool, optional
         False if the kernels are only compiled, and will not run on this machine.
 
@@ -111,11 +139,15 @@ def choose(
         No family, or not the requested one, takes the call.
     """
     if call == "forward" and options._replace(causal=False, softmax_scale=None, layout="bshd") == _DEFAULTS:
-        family = _decoding_family(problem, device)
-        if family is not None:
-            return Choice(family, {"decode": decode_tile(family, problem, device)})
+        choice = _choice_of_few_queries(problem, device, taken_by)
+        if choice is not None:
+            return choice
     refusals = []
     for family in supporting_families(call, problem.dtype, device, options.family, problem.features, options.precision):
+        problem, strides = taken_by(family)
+        if call == "decode":
+            tile = decode_tile(family, problem, device, for_any_batch=options.num_splits is not None)
+            return Choice(family, {"decode": tile})
         choices, reasons = _choices_of(family, call, problem, device, strides, options, is_launched)
         if choices:
             return _fastest(choices, problem, device)
@@ -160,35 +192,24 @@ def _choices_of(
     return choices, reasons
 
 
-def choose_decode(problem: AttentionProblem, device: DeviceInfo, options: CallOptions = _DEFAULTS) -> Choice:
-    """The family and the tile of a call of `fa2cupy.decode`; `family` and `num_splits` are read.
+def _choice_of_few_queries(problem: AttentionProblem, device: DeviceInfo, taken_by: _Taken) -> Choice | None:
+    """The kernel of ``decode`` for a forward with few queries, or None if it has too many.
 
-    Raises
-    ------
-    UnsupportedProblemError
-        No family has a kernel for the dtype on the device, or no tile fits it.
-    """
-    family = supporting_families("decode", problem.dtype, device, options.family, problem.features)[0]
-    return Choice(
-        family, {"decode": decode_tile(family, problem, device, for_any_batch=options.num_splits is not None)}
-    )
-
-
-def _decoding_family(problem: AttentionProblem, device: DeviceInfo) -> Family | None:
-    """The family whose kernel of ``decode`` takes a forward with few queries, or None if there is none.
-
-    It does if the queries of all heads of a group are rows of one tile. Then it reads keys and values once, and divides
-    them among all multiprocessors; a forward reads them once for each query head. Both are bound by memory there.
+    The kernel takes it if the queries of all heads of a group are rows of one tile. Then it reads keys and values once,
+    and divides them among all multiprocessors; a forward reads them once for each query head. Both are bound by memory
+    there.
     """
     if problem.is_packed or not set(problem.features) <= set(operation_named("decode").features):
         return None
     for family in FAMILIES:
         if family.supports("decode", problem.dtype, device) and "decode" in family.operations:
+            problem, _ = taken_by(family)
             try:
                 most = default_tile(family, "decode", problem, device).b_r
             except UnsupportedProblemError:
                 return None
-            return family if 0 < problem.seqlen_q * problem.heads_per_group <= most else None
+            is_one_tile = 0 < problem.seqlen_q * problem.heads_per_group <= most
+            return Choice(family, {"decode": decode_tile(family, problem, device)}) if is_one_tile else None
     return None
 
 

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from ..problem.arguments import array_backend, output_name
-from ..problem.function_checks import ARGUMENTS
 
 if TYPE_CHECKING:
     import cupy
 
-__all__ = ["Arguments", "arguments_of", "function_arguments", "kernel_name"]
+__all__ = ["TENSORS", "Arguments", "arguments_of"]
+
+#: The arrays with rows of head_dim columns.
+TENSORS = frozenset(("q", "k", "v", "o", "do", "dq", "dk", "dv", "k_cache", "v_cache", "o_parts"))
 
 #: By call: its inputs, those inputs that may be None, and its results.
 _ARRAYS = {
@@ -26,19 +27,6 @@ _ARRAYS = {
     ),
     "merge": (("o_parts", "lse_parts"), (), ("o", "lse")),
 }
-
-
-def kernel_name(name: str) -> str:
-    """The kernels' name of an array: ``do`` is a C++ keyword, and ``score_args[0]`` no name."""
-    return "dout" if name == "do" else name.replace("[", "").replace("]", "")
-
-
-def function_arguments(named: Mapping[str, cupy.ndarray | None]) -> dict[str, tuple[cupy.ndarray | None, ...]]:
-    """The arrays of the caller's functions, which are numbered, as the keywords that they come from."""
-    return {
-        keyword: tuple(array for name, array in named.items() if name.startswith(keyword))
-        for keyword in ARGUMENTS.values()
-    }
 
 
 class Arguments:
@@ -57,6 +45,10 @@ class Arguments:
     results : tuple of str
     names : tuple of str
         The inputs, then the results.
+    kernel_names : tuple of str
+        The kernels' names of them: ``do`` is a C++ keyword, and ``score_args[0]`` no name.
+    seed : int or None
+        The position of dropout's seed, which is passed as if it were an address.
     """
 
     def __init__(self, call: str, inputs: tuple[str, ...], optional: tuple[str, ...], results: tuple[str, ...]):
@@ -65,6 +57,11 @@ class Arguments:
         self.optional = optional
         self.results = results
         self.names = (*inputs, *results)
+        renamed = [name.replace("[", "").replace("]", "") for name in self.names]
+        self.kernel_names = tuple(["dout" if name == "do" else name for name in renamed])
+        self.seed = inputs.index("seed") if "seed" in inputs else None
+        self._labels = {name: name if name in inputs else output_name(name) for name in self.names}
+        self._may_be_none = frozenset((*optional, *results))
 
     def named(self, arrays: tuple[cupy.ndarray | None, ...]) -> dict[str, cupy.ndarray | None]:
         """The arrays by name."""
@@ -72,14 +69,15 @@ class Arguments:
 
     def label(self, name: str) -> str:
         """The name of an array in error messages."""
-        return name if name in self.inputs else output_name(name)
+        return self._labels[name]
 
     def check_backend(self, arrays: tuple[cupy.ndarray | None, ...]) -> None:
         """Raises TypeError unless all arrays are CuPy's; results and optional inputs may be None."""
-        labelled = {self.label(name): array for name, array in self.named(arrays).items()}
-        may_be_none = (*self.optional, *map(output_name, self.results))
-        optional = {label: labelled.pop(label) for label in may_be_none}
-        array_backend(labelled, optional)
+        required: dict[str, cupy.ndarray | None] = {}
+        optional: dict[str, cupy.ndarray | None] = {}
+        for name, array in zip(self.names, arrays, strict=True):
+            (optional if name in self._may_be_none else required)[self._labels[name]] = array
+        array_backend(required, optional)
 
 
 @functools.lru_cache(maxsize=None)

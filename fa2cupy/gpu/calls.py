@@ -41,8 +41,8 @@ def forward(
     o, lse = (None, None) if out is None else unpack_out(out, _FORWARD.results)
     if not keywords:
         return run(_FORWARD, (q, k, v, o, lse), options)
-    names, arrays, scalars, functions, seed = _split(keywords)
-    return run(arguments_of("forward", names), (q, k, v, *arrays, o, lse), options, scalars, functions, seed)
+    names, arrays, values = _split(keywords)
+    return run(arguments_of("forward", names), (q, k, v, *arrays, o, lse), options, values, keywords)
 
 
 def delta(o: cupy.ndarray, do: cupy.ndarray, out: cupy.ndarray | None, options: CallOptions) -> cupy.ndarray:
@@ -66,9 +66,9 @@ def decode(
     o, lse = (None, None) if out is None else unpack_out(out, _DECODE.results)
     if not keywords:
         return run(_DECODE, (q, k_cache, v_cache, cache_seqlens, k, v, block_table, o, lse), options)
-    names, arrays, scalars, *_ = _split(keywords)
+    names, arrays, values = _split(keywords)
     inputs = (q, k_cache, v_cache, cache_seqlens, k, v, block_table, *arrays)
-    return run(arguments_of("decode", names), (*inputs, o, lse), options, scalars)
+    return run(arguments_of("decode", names), (*inputs, o, lse), options, values, keywords)
 
 
 def merge(
@@ -106,10 +106,10 @@ def backward(
         gradients = tuple(
             extra_gradients(keywords, options.return_dbias, options.return_dsink, options.return_dscore_args)
         )
-    names, arrays, scalars, functions, seed = _split(keywords if dlse is None else {**keywords, "dlse": dlse})
+    names, arrays, values = _split(keywords if dlse is None else {**keywords, "dlse": dlse})
     arguments = arguments_of("backward", names, gradients)
     results = unpack_out(out, arguments.results)
-    return run(arguments, (q, k, v, o, lse, do, given_delta, *arrays, *results), options, scalars, functions, seed)
+    return run(arguments, (q, k, v, o, lse, do, given_delta, *arrays, *results), options, values, keywords)
 
 
 def _has_extra(options: CallOptions) -> bool:
@@ -117,26 +117,22 @@ def _has_extra(options: CallOptions) -> bool:
     return not (options.return_dbias is options.return_dsink is options.return_dscore_args is False)
 
 
-def _split(
-    keywords: Mapping[str, object],
-) -> tuple[tuple[str, ...], list[cupy.ndarray | None], Items, Items, int | None]:
-    """Splits the keywords of features into names of arrays, arrays, scalars, functions and the seed.
+def _split(keywords: Mapping[str, object]) -> tuple[tuple[str, ...], list[cupy.ndarray | None], Items]:
+    """What a signature has of the keywords of features, but for functions: names of arrays, arrays, and other values.
 
-    The seed is None unless it is legal. It travels in the place of an address, so that no call is prepared anew for it.
+    A legal seed travels in the place of an address, so that no call is prepared anew for it.
     """
     names: list[str] = []
     arrays: list[Any] = []
-    scalars: list[tuple[str, object]] = []
-    functions: list[tuple[str, object]] = []
-    seed = None
+    values: list[tuple[str, object]] = []
+    has_seed = False
     for name, x in keywords.items():
         if name in _ARRAYS:
             if x is not None:
                 names.append(name)
                 arrays.append(x)
         elif name in ARGUMENTS:
-            if x is not None:
-                functions.append((name, x))
+            continue
         elif name in _FUNCTIONS:
             given = x if type(x) is tuple else sequence_of(name, x)
             if given:
@@ -147,16 +143,15 @@ def _split(
         elif name == "block_mask" and isinstance(x, BlockMask):
             names.append(name)
             arrays.append(x.states)
-            scalars.append((name, x.layout))
+            values.append((name, x.layout))
         elif name == "seed" and isinstance(x, numbers.Integral) and not isinstance(x, bool) and 0 <= int(x) < 2**64:
-            seed = int(x)
-            scalars.append((name, 0))
+            has_seed = True
         else:
-            scalars.append((name, tuple(x) if isinstance(x, list) else x))  # a list cannot be hashed
-    if seed is not None:
+            values.append((name, tuple(x) if isinstance(x, list) else x))  # a list cannot be hashed
+    if has_seed:
         names.append("seed")
         arrays.append(None)
-    return tuple(names), arrays, tuple(scalars), tuple(functions), seed
+    return tuple(names), arrays, tuple(values)
 
 
 @functools.lru_cache(maxsize=None)

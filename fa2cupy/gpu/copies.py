@@ -6,9 +6,8 @@ from collections.abc import Callable, Collection
 
 import cupy
 
-from ..problem.attention import ROWS_OF
 from ..problem.checks import Result
-from .arguments import Arguments, kernel_name
+from .arguments import TENSORS, Arguments
 from .device_memory import is_capturing, temporaries
 from .prepared import KernelCall
 
@@ -77,7 +76,7 @@ class CopyingCall:
         return tuple([self._deliver(*parts) for parts in zip(self.results, found, given, strict=True)])
 
     def _copy(self, name: str, array: cupy.ndarray) -> cupy.ndarray:
-        if ROWS_OF.get(kernel_name(name)) not in ("queries", "keys"):
+        if name not in TENSORS:
             return cupy.ascontiguousarray(array)
         if self.head_dim == array.shape[-1]:
             return array.copy(order="C")

@@ -2,45 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import cupy
 import numpy as np
 
 from ..errors import UnsupportedProblemError
-from ..families.choice import choose
+from ..families.choice import Choice, choose_with_copies
 from ..families.device import DeviceInfo
 from ..families.family import Family
-from ..families.registry import choose_family
-from ..plan.calls import plan_backward, plan_delta, plan_forward
+from ..plan.calls import plan_backward, plan_delta, plan_forward, plan_merge
+from ..plan.decode import plan_decode
 from ..plan.stages import Plan
 from ..problem.arguments import check_outputs
-from ..problem.attention import ROWS_OF, AttentionProblem
-from ..problem.checks import Request, Result, check_backward, check_delta, check_forward
-from ..problem.features import OFFSETS, feature_arrays
+from ..problem.attention import AttentionProblem
+from ..problem.checks import Request, Result, check_backward, check_delta, check_forward, check_merge
+from ..problem.decoding import DecodeRequest, check_decode
+from ..problem.features import OFFSETS
 from ..problem.options import CallOptions
-from ..problem.strides import (
-    AnyStrides,
-    argument_layouts,
-    contiguous_score_strides,
-    feature_strides,
-    score_strides,
-)
-from .arguments import Arguments, function_arguments, kernel_name
+from ..problem.strides import AnyStrides, argument_layouts, contiguous_score_strides, feature_strides, score_strides
+from .arguments import TENSORS, Arguments
 from .copies import CopyingCall
-from .placement import device_of, takes_rows
 from .prepared import KernelCall, overlap_check
 
 __all__ = ["prepare"]
 
-_CONTIGUOUS = ("lse", "delta", "dlse", "dsink", *OFFSETS)
+_CACHES = ("k_cache", "v_cache")
+_CONTIGUOUS = ("lse", "lse_parts", "delta", "dlse", "dsink", "cache_seqlens", "block_table", *OFFSETS)
+
+_Arrays = Mapping[str, Any]
 
 
 def prepare(
     arguments: Arguments,
     arrays: tuple[cupy.ndarray | None, ...],
     options: CallOptions,
-    scalars: tuple[tuple[str, object], ...],
+    keywords: Mapping[str, Any],
 ) -> KernelCall | CopyingCall:
     """Makes the object that runs all calls of one signature, given their arrays and addresses.
 
@@ -51,8 +50,8 @@ def prepare(
     arrays : tuple of (cupy.ndarray or None)
         Arrays of the signature; their contents are not used.
     options : CallOptions
-    scalars : tuple of (name, value)
-        Keywords of features that are not arrays.
+    keywords : mapping
+        Those of features, with programs in place of functions.
 
     Raises
     ------
@@ -60,117 +59,190 @@ def prepare(
         As for `fa2cupy.forward`.
     """
     arguments.check_backend(arrays)
-    named = arguments.named(arrays)
-    features = feature_arrays(named)
-    keywords = dict(scalars) | features | function_arguments(named)
-    problem, results = _check(arguments.call, named, options, keywords)
-    ordinal, device = device_of(arguments, named)
-    check_outputs(results, tuple(named[name] for name in arguments.results))
-    settings = problem.settings
-    sums_dbias = settings.dbias and not settings.full_dbias
+    call, named = arguments.call, arguments.named(arrays)
+    request = _CHECKS[call](named, options, keywords)
+    problem, results = request.problem, request.results
+    ordinal, device = _device_of(arguments, named)
+    check_outputs(results, arrays[len(arguments.inputs) :])
     if options.deterministic:
-        _check_deterministic(problem, features)
-    family = choose_family(arguments.call, problem.dtype, device, options.family, problem.features, options.precision)
-    kernels = _Kernels(arguments, named, options, device)
-    check_overlap = overlap_check(arguments, arrays)
-    copied = [name for name in arguments.names if _must_be_copied(name, named[name], problem, family)]
-    if not (copied or sums_dbias or settings.dscore_args):
-        given = [name for name in arguments.results if named[name] is not None]
-        plan = kernels.plan(problem, in_place=named)
-        return KernelCall(plan, ordinal, arguments, results, given, check_overlap if given else None)
-    padded = problem.padded(family.head_dim_step)
-    in_place = {name: named[name] for name in arguments.inputs if name not in copied}
-    inner_results = _padded_results(padded, results, sums_dbias)
-    inner = KernelCall(kernels.plan(padded, in_place), ordinal, arguments, inner_results)
-    return CopyingCall(inner, arguments, results, copied, padded.head_dim, check_overlap)
+        _check_deterministic(problem, keywords)
+    taken_by = functools.cache(functools.partial(_taken_by, arguments, named, request, keywords))
+    choice = choose_with_copies(call, problem, device, lambda family: taken_by(family)[:2], options)
+    taken = taken_by(choice.family)
+    plan = _plan(call, named, request, taken, device, choice, options)
+    given = [name for name in arguments.results if named[name] is not None]
+    written = _CACHES if isinstance(request, DecodeRequest) and request.cache.num_new else ()
+    check_overlap = overlap_check(arguments, arrays, written)
+    if not taken.allocates:
+        return KernelCall(plan, ordinal, arguments, results, given, check_overlap if given or written else None)
+    inner = KernelCall(plan, ordinal, arguments, _inner_results(taken.problem, results))
+    return CopyingCall(inner, arguments, results, taken.copied, taken.problem.head_dim, check_overlap)
 
 
-class _Kernels:
-    """Plans the kernels of a call, for its problem or for the padded one."""
-
-    def __init__(
-        self,
-        arguments: Arguments,
-        named: Mapping[str, cupy.ndarray | None],
-        options: CallOptions,
-        device: DeviceInfo,
-    ):
-        self._call = arguments.call
-        self._tensors = [name for name in arguments.names if _is_tensor(name)]
-        self._features = feature_arrays(named)
-        self._arguments = function_arguments(named)
-        self._with_delta = named.get("delta") is None
-        self._options, self._device = options, device
-
-    def plan(self, problem: AttentionProblem, in_place: Mapping[str, cupy.ndarray | None]) -> Plan:
-        """Chooses and plans the kernels. Tensors outside `in_place` lie in C order, in the problem's shapes."""
-        strides = self._strides(problem, in_place)
-        device = self._device
-        choice = choose(self._call, problem, device, strides, self._options)
-        if self._call == "forward":
-            return plan_forward(problem, device, strides, choice)
-        if self._call == "delta":
-            return plan_delta(problem, device, strides, choice)
-        return plan_backward(problem, device, strides, choice, with_delta=self._with_delta)
-
-    def _strides(self, problem: AttentionProblem, in_place: Mapping[str, cupy.ndarray | None]) -> dict[str, AnyStrides]:
-        strides: dict[str, AnyStrides] = dict(feature_strides(self._features))
-        strides |= argument_layouts(self._arguments)
-        for name in self._tensors:
-            in_kernel, array = kernel_name(name), in_place.get(name)
-            layout = (problem.shape_of(in_kernel),) if array is None else (array.shape, array.strides)
-            strides[in_kernel] = problem.kernel_strides(*layout)
-        if problem.settings.dbias:
-            given = in_place.get("dbias")
-            shape = self._features["bias"].shape
-            strides["dbias"] = contiguous_score_strides(shape) if given is None else score_strides("dbias", given)
-        return strides
+#: What checks a call.
+_CHECKS: dict[str, Callable[[_Arrays, CallOptions, Mapping[str, Any]], Request | DecodeRequest]] = {
+    "forward": check_forward,
+    "delta": lambda arrays, options, keywords: check_delta(arrays, options),
+    "backward": check_backward,
+    "decode": check_decode,
+    "merge": lambda arrays, options, keywords: check_merge(arrays, options),
+}
 
 
-def _check(
-    call: str, named: Mapping[str, cupy.ndarray | None], options: CallOptions, keywords: Mapping[str, object]
-) -> Request:
-    if call == "delta":
-        return check_delta(named, options)
-    return (check_forward if call == "forward" else check_backward)(named, options, keywords)
+def _plan(
+    call: str,
+    named: _Arrays,
+    request: Request | DecodeRequest,
+    taken: _Taken,
+    device: DeviceInfo,
+    choice: Choice,
+    options: CallOptions,
+) -> Plan:
+    problem, strides = taken.problem, taken.strides
+    if isinstance(request, DecodeRequest):
+        return plan_decode(problem, request.cache, device, strides, choice, cuts_jobs=options.num_splits is None)
+    if call == "backward":
+        return plan_backward(problem, device, strides, choice, with_delta=named["delta"] is None)
+    if call == "merge":
+        parts = named["o_parts"]
+        is_copied = "o_parts" in taken.copied
+        part_stride = problem.num_elements if is_copied else parts.strides[0] // problem.itemsize
+        return plan_merge(problem, device, strides, choice, parts.shape[0], part_stride)
+    return (plan_forward if call == "forward" else plan_delta)(problem, device, strides, choice)
 
 
-def _check_deterministic(problem: AttentionProblem, features: Mapping[str, cupy.ndarray]) -> None:
+class _Taken(NamedTuple):
+    """A call as the kernels of a family take it.
+
+    Attributes
+    ----------
+    problem : AttentionProblem
+        With the head_dim of the kernels.
+    strides : dict
+        Those of all tensors and of the features' arrays, by the kernels' names.
+    copied : tuple of str
+        The arrays that kernels cannot take as they are; all tensors if they have another head_dim.
+    allocates : bool
+        True if all results are allocated, and then copied to those of the caller.
+    """
+
+    problem: AttentionProblem
+    strides: dict[str, AnyStrides]
+    copied: tuple[str, ...]
+    allocates: bool
+
+
+def _taken_by(
+    arguments: Arguments,
+    named: _Arrays,
+    request: Request | DecodeRequest,
+    keywords: Mapping[str, Any],
+    family: Family,
+) -> _Taken:
+    problem, settings = request.problem, request.problem.settings
+    alignment, step = family.row_alignment, family.head_dim_step
+    is_padded = problem.head_dim_v is not None or problem.head_dim % step != 0
+    if arguments.call == "decode":
+        _check_caches(named, problem, family)
+    elif arguments.call == "merge" and is_padded:
+        alignment, is_padded = 1, False  # its kernel reads single elements then
+    if is_padded:
+        problem = problem.padded(step)
+    copied = tuple(
+        name for name, array in named.items() if _must_be_copied(name, array, alignment, is_padded=is_padded)
+    )
+    # Kernels add some gradients up in the accumulators' dtype.
+    allocates = bool(copied) or settings.dscore_args or (settings.dbias and not settings.full_dbias)
+    strides: dict[str, AnyStrides] = {}
+    if keywords:
+        strides |= feature_strides(keywords) | argument_layouts(keywords)
+    shapes = {result.name: result.shape for result in request.results}
+    for name, in_kernel in zip(arguments.names, arguments.kernel_names, strict=True):
+        array = named[name]
+        is_new = array is None or name in copied or (allocates and name in shapes)
+        shape = shapes.get(name, ()) if array is None else array.shape
+        if name == "dbias":
+            strides[name] = contiguous_score_strides(shape) if is_new else score_strides(name, array)
+        if name not in TENSORS:
+            continue
+        if not shape:
+            strides[in_kernel] = (0, 0, 0)  # there is no such input
+            continue
+        shape, of_array = ((*shape[:-1], problem.head_dim), None) if is_new else (shape, array.strides)
+        if name == "o_parts":
+            shape, of_array = shape[1:], None if of_array is None else of_array[1:]
+        strides[in_kernel] = problem.kernel_strides(shape, of_array)
+    return _Taken(problem, strides, copied, allocates)
+
+
+def _must_be_copied(name: str, array: cupy.ndarray | None, alignment: int, *, is_padded: bool) -> bool:
+    """True if the kernels cannot take the array as it is. None stands for an absent input or a result to allocate."""
+    if name in TENSORS and is_padded:
+        return True
+    if array is None or array.size == 0 or name in _CACHES:
+        return False
+    if name in TENSORS:
+        return not _takes_rows(alignment, array)
+    return name in _CONTIGUOUS and not array.flags.c_contiguous
+
+
+def _takes_rows(step: int, array: cupy.ndarray) -> bool:
+    """True if the last axis of the array is contiguous and its rows start on multiples of `step` bytes."""
+    if array.shape[-1] > 1 and array.strides[-1] != array.itemsize:
+        return False
+    starts = (s for s, length in zip(array.strides[:-1], array.shape[:-1], strict=True) if length > 1)
+    return array.data.ptr % step == 0 and all(s % step == 0 for s in starts)
+
+
+def _inner_results(problem: AttentionProblem, results: tuple[Result, ...]) -> tuple[Result, ...]:
+    """The results that kernels of the padded problem write: sums of dbias and dscore_args are rounded afterwards."""
+
+    def of(result: Result) -> Result:
+        if result.name in TENSORS:
+            return result._replace(shape=(*result.shape[:-1], problem.head_dim))
+        if result.name.startswith("dscore_args") or (result.name == "dbias" and not problem.settings.full_dbias):
+            return result._replace(dtype=np.dtype(problem.accumulator_dtype))
+        return result
+
+    return tuple(map(of, results))
+
+
+def _device_of(arguments: Arguments, named: _Arrays) -> tuple[int, DeviceInfo]:
+    """The device of all arrays. Raises ValueError if there are several."""
+    ordinals = {name: array.data.device_id for name, array in named.items() if array is not None}
+    first_name = arguments.inputs[0]
+    first = ordinals[first_name]
+    for name, ordinal in ordinals.items():
+        if ordinal != first:
+            like = f"device {first} like {first_name}"
+            raise ValueError(f"{arguments.label(name)}: expected an array on {like}, got device {ordinal}")
+    with cupy.cuda.Device(first):
+        return first, DeviceInfo.current()
+
+
+def _check_deterministic(problem: AttentionProblem, keywords: Mapping[str, Any]) -> None:
     """Raises UnsupportedProblemError if the call returns gradients that its kernels add up in any order."""
     settings = problem.settings
     if settings.dbias and not settings.full_dbias:
         raise UnsupportedProblemError(
-            f"return_dbias: for a bias that is broadcast, here {features['bias'].shape}, it is summed atomically; "
+            f"return_dbias: for a bias that is broadcast, here {keywords['bias'].shape}, it is summed atomically; "
             "not with deterministic"
         )
     if settings.dscore_args:
         raise UnsupportedProblemError("return_dscore_args: they are summed atomically; not with deterministic")
 
 
-def _is_tensor(name: str) -> bool:
-    """True if the array has head_dim columns."""
-    return ROWS_OF.get(kernel_name(name)) in ("queries", "keys")
-
-
-def _must_be_copied(name: str, array: cupy.ndarray | None, problem: AttentionProblem, family: Family) -> bool:
-    """True if the kernels cannot take the array as it is. None stands for an absent input or a result to allocate."""
-    if _is_tensor(name) and (problem.head_dim_v is not None or problem.head_dim % family.head_dim_step):
-        return True
-    if array is None or array.size == 0:
-        return False
-    if _is_tensor(name):
-        return not takes_rows(family.row_alignment, array)
-    return name in _CONTIGUOUS and not array.flags.c_contiguous
-
-
-def _padded_results(padded: AttentionProblem, results: tuple[Result, ...], sums_dbias: bool) -> tuple[Result, ...]:
-    """The results that kernels of the padded problem write: sums of dbias and dscore_args are rounded afterwards."""
-
-    def of(result: Result) -> Result:
-        if _is_tensor(result.name):
-            return result._replace(shape=padded.shape_of(kernel_name(result.name)))
-        if result.name.startswith("dscore_args") or (result.name == "dbias" and sums_dbias):
-            return result._replace(dtype=np.dtype(padded.accumulator_dtype))
-        return result
-
-    return tuple(map(of, results))
+def _check_caches(named: _Arrays, problem: AttentionProblem, family: Family) -> None:
+    """Checks that kernels can take the caches as they are: a cache is written in place, and too large to copy."""
+    if problem.head_dim % family.head_dim_step:
+        raise UnsupportedProblemError(
+            f"k_cache: for {problem.dtype} a head_dim that is a multiple of {family.head_dim_step} is supported, "
+            f"got {problem.head_dim}"
+        )
+    for name in _CACHES:
+        array = named[name]
+        if array.size and not _takes_rows(family.row_alignment, array):
+            raise ValueError(
+                f"{name}: expected contiguous rows that start on {family.row_alignment} bytes, because a cache is not "
+                f"copied, got strides {array.strides} at {array.data.ptr:#x}"
+            )

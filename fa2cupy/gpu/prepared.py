@@ -11,7 +11,7 @@ from cupy.cuda import runtime
 from ..plan.stages import Plan
 from ..problem.arguments import OverlapCheck
 from ..problem.checks import Result
-from .arguments import Arguments, kernel_name
+from .arguments import Arguments
 from .device_memory import allocator_of
 from .launch import ABSENT, bind_plan
 
@@ -73,7 +73,7 @@ class KernelCall:
             for index, result in enumerate(results)
             if result.name not in given
         ]
-        positions = {kernel_name(name): position for position, name in enumerate(arguments.names)}
+        positions = {name: position for position, name in enumerate(arguments.kernel_names)}
         # Workspaces are parts of one allocation. Those that are cleared come last, so that one memset clears them.
         workspaces = sorted(plan.workspaces, key=lambda workspace: workspace.name in plan.cleared)
         self.cleared = [positions[name] - self.first_result for name in plan.cleared if name in positions]

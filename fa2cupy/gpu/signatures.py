@@ -7,16 +7,16 @@ lookup, the allocation of its results and one launch per kernel.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 from ..functions.state import state_of
+from ..functions.tracing import Program
 from ..problem.function_checks import ARGUMENTS, program_of
 from ..problem.options import CallOptions
 from ..system.recent import RecentlyUsed
-from .arguments import Arguments, function_arguments
+from .arguments import Arguments
 from .prepare import prepare
-from .prepare_decode import prepare_decode
-from .prepare_merge import prepare_merge
 
 if TYPE_CHECKING:
     import cupy
@@ -29,8 +29,7 @@ __all__ = ["Items", "run"]
 #: Names and values.
 Items = tuple[tuple[str, object], ...]
 
-#: What prepares calls that are not attention.
-_PREPARE = {"decode": prepare_decode, "merge": prepare_merge}
+_NO_KEYWORDS: Mapping[str, Any] = {}
 _prepared: RecentlyUsed[KernelCall | CopyingCall] = RecentlyUsed(4096)
 
 
@@ -38,9 +37,8 @@ def run(
     arguments: Arguments,
     arrays: tuple[cupy.ndarray | None, ...],
     options: CallOptions,
-    scalars: Items = (),
-    functions: Items = (),
-    seed: int | None = None,
+    values: Items = (),
+    keywords: Mapping[str, Any] = _NO_KEYWORDS,
 ) -> tuple[cupy.ndarray, ...]:
     """The results of a call.
 
@@ -50,18 +48,16 @@ def run(
         Names of the arrays.
     arrays : tuple of (cupy.ndarray or None)
     options : CallOptions
-    scalars : tuple of (name, value), optional
-        Keywords of features that are not arrays.
-    functions : tuple of (name, callable or Program), optional
-        The caller's functions by role.
-    seed : int, optional
-        Seed of dropout. It takes the place of an address, so that no call is prepared anew for it.
+    values : tuple of (name, value), optional
+        Those of the keywords of features that are neither arrays nor functions, nor a seed.
+    keywords : mapping, optional
+        All keywords of features.
     """
     addresses = []
     # Types distinguish values that are equal but not all legal: True, 1 and 1.0. Options compare their own.
-    types = _types(tuple([value for _, value in scalars])) if scalars else ()
-    states = _states(functions) if functions else ()
-    signature = [states, arguments, options, scalars, types]
+    types = _types(tuple([value for _, value in values])) if values else ()
+    states = _states(keywords) if keywords else ()
+    signature = [states, arguments, options, values, types]
     try:
         for array in arrays:
             if array is None:
@@ -75,49 +71,50 @@ def run(
     except AttributeError:
         arguments.check_backend(arrays)  # names the argument that is not a CuPy array
         raise
-    if seed is not None:
-        addresses[arguments.inputs.index("seed")] = seed
+    if arguments.seed is not None:
+        addresses[arguments.seed] = int(keywords["seed"])
     key = tuple(signature)
     try:
         prepared = _prepared.get(key)
     except TypeError:  # an option that cannot be hashed is not legal: the checks will report it
-        prepared = _prepare(arguments, arrays, options, (*scalars, *_programs_of(functions, arguments, arrays)))
+        prepared = prepare(arguments, arrays, options, {**keywords, **_programs(keywords)})
         return prepared(arrays, addresses)
     if prepared is None:
-        programs = _programs_of(functions, arguments, arrays)
-        signature[0] = programs  # functions that compute the same share a prepared call
+        programs = _programs(keywords)
+        signature[0] = tuple(programs.items())  # functions that compute the same share a prepared call
         key_of_programs = tuple(signature)
         prepared = _prepared.get(key_of_programs)
         if prepared is None:
-            prepared = _prepare(arguments, arrays, options, (*scalars, *programs))
+            prepared = prepare(arguments, arrays, options, {**keywords, **programs})
             prepared = _prepared.put(key_of_programs, prepared)
-        if functions and states == _states(functions):  # else functions have changed meanwhile, or have no state
+        if programs and states == _states(keywords):  # else functions have changed meanwhile, or have no state
             _prepared.put(key, prepared)
     return prepared(arrays, addresses)
 
 
-def _prepare(
-    arguments: Arguments, arrays: tuple[cupy.ndarray | None, ...], options: CallOptions, scalars: Items
-) -> KernelCall | CopyingCall:
-    return _PREPARE.get(arguments.call, prepare)(arguments, arrays, options, scalars)
+def _programs(keywords: Mapping[str, Any]) -> dict[str, Program]:
+    """The traced functions by role."""
+    found = {}
+    for role, name in ARGUMENTS.items():
+        function = keywords.get(role)
+        if function is not None:
+            arrays = keywords.get(name, ())
+            for number, array in enumerate(arrays):
+                if array.size == 0:
+                    raise ValueError(f"{name}[{number}]: expected at least one element, got shape {array.shape}")
+            found[role] = program_of(role, function, arrays)
+    return found
 
 
-def _programs_of(functions: Items, arguments: Arguments, arrays: tuple[cupy.ndarray | None, ...]) -> Items:
-    """The traced functions by role, after checks of their arrays."""
-    if not functions:
-        return ()
-    arguments.check_backend(arrays)
-    named = function_arguments(arguments.named(arrays))
-    for name, given in named.items():
-        for number, array in enumerate(given):
-            if array is not None and array.size == 0:
-                raise ValueError(f"{name}[{number}]: expected at least one element, got shape {array.shape}")
-    return tuple((role, program_of(role, function, named[ARGUMENTS[role]])) for role, function in functions)
-
-
-def _states(functions: Items) -> tuple[tuple[str, object], ...]:
+def _states(keywords: Mapping[str, Any]) -> tuple[tuple[str, object], ...]:
     """The states of functions by role. A function without one has an object that is equal to no other."""
-    return tuple([(role, object() if (state := state_of(function)) is None else state) for role, function in functions])
+    states = []
+    for role in ARGUMENTS:
+        function = keywords.get(role)
+        if function is not None:
+            state = state_of(function)
+            states.append((role, object() if state is None else state))
+    return tuple(states)
 
 
 def _types(values: tuple[object, ...]) -> tuple[object, ...]:

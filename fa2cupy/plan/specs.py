@@ -10,7 +10,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from ..families.choice import choose, choose_decode
+from ..families.choice import choose
 from ..families.device import DeviceInfo
 from ..families.registry import choose_family
 from ..families.tile import TileConfig
@@ -116,7 +116,7 @@ def decode_specs(
             ("q", "k_cache", "v_cache", "k", "v", "o"), problem.kernel_strides(q.shape)
         )
         strides |= feature_strides(keywords)
-        plan = plan_decode(problem, shape, device, strides, choose_decode(problem, device))
+        plan = plan_decode(problem, shape, device, strides, choose("decode", problem, device, strides))
         specs[plan.stages[0].spec] = None
     return list(specs)
 

@@ -20,12 +20,12 @@ from fa2cupy.distributed.call import run as run_module
 from fa2cupy.distributed.movers import copies as copies_of_ranks
 from fa2cupy.distributed.transport import messages
 from fa2cupy.distributed.transport.nccl import NcclTransport
-from fa2cupy.gpu import calls, copies, device_memory, placement, prepare, prepared, tile_states
+from fa2cupy.gpu import calls, copies, device_memory, prepare, prepared, tile_states
 
 INT8 = "NCCL_INT8"
 #: Ranks of the tests.
 SIZE = 4
-MODULES = (calls, copies, device_memory, placement, prepare, prepared, tile_states)
+MODULES = (calls, copies, device_memory, prepare, prepared, tile_states)
 WINDOW = NcclTransport.window
 try:
     import cupy as REAL

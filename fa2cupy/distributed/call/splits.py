@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ...families.choice import choose, requested_method
+from ...families.choice import choose_with_copies, requested_method
 from ...families.device import DeviceInfo
-from ...families.registry import choose_family
+from ...families.family import Family
 from ...problem.attention import AttentionProblem
 from ...problem.options import CallOptions
 from ...problem.strides import AnyStrides, argument_layouts, feature_strides
@@ -36,12 +36,13 @@ def with_splits_of_whole(
     """
     if options.num_splits is not None or not _has_bits_of_whole(call, options, scheme) or 0 in problem.score_shape:
         return options
-    device = DeviceInfo.current()
-    family = choose_family(call, problem.dtype, device, options.family, problem.features, options.precision)
-    padded = problem.padded(family.head_dim_step)
-    strides: dict[str, AnyStrides] = {**padded.contiguous_strides()}
-    strides |= feature_strides(keywords) | argument_layouts(keywords)
-    choice = choose(call, padded, device, strides, options)
+    own = feature_strides(keywords) | argument_layouts(keywords)
+
+    def contiguous(family: Family) -> tuple[AttentionProblem, dict[str, AnyStrides]]:
+        padded = problem.padded(family.head_dim_step)
+        return padded, {**padded.contiguous_strides(), **own}
+
+    choice = choose_with_copies(call, problem, DeviceInfo.current(), contiguous, options)
     if "decode" in choice.tiles:
         return options
     return options._replace(num_splits=max(choice.num_splits.values(), default=1))
