@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from .errors import UnsupportedProblemError
 from .families.device import DeviceInfo, current_device
-from .families.operations import METHODS, operation_named
+from .families.operations import METHODS, OPERATIONS
 from .families.registry import choose_family
 from .families.simt import SIMT
 from .families.tile import TileConfig
@@ -23,7 +23,7 @@ from .plan.specs import OF_BACKWARD, decode_specs, default_specs, merge_spec
 from .problem.arguments import check_bool
 from .problem.array_types import Array
 from .problem.choices import check_dtype, check_head_dim, check_jobs, check_method, feature_combinations, one_or_many
-from .problem.dtypes import accumulator_dtype
+from .problem.dtypes import ACCUMULATOR
 from .problem.feature_checks import extra_gradients
 from .problem.features import FeatureKeywords
 from .system.progress import progress as progress_bar
@@ -178,7 +178,7 @@ def _of_few_queries(
 ) -> list[KernelSpec]:
     """The kernels of `decode` with these features, none if it does not have them all or no tile fits the device."""
     features = [name for name in names if name not in OF_BACKWARD]
-    known = operation_named("decode").features
+    known = OPERATIONS["decode"].features
     if not set(features) <= set(known) or any(functions.get(name) for name in ("score_mod", "mask_mod")):
         return []
     step = choose_family("decode", dtype, device).head_dim_step
@@ -191,7 +191,7 @@ def _of_few_queries(
 def _of_ranks(devices: Iterable[DeviceInfo], dtypes: Iterable[Any]) -> Iterator[KernelSpec]:
     """Yields the kernels between the calls of several ranks. Gradients of features may have the dtype of lse."""
     for device in devices:
-        yield from specs_of_ranks(device.arch, dict.fromkeys((*dtypes, *map(accumulator_dtype, dtypes))))
+        yield from specs_of_ranks(device.arch, dict.fromkeys((*dtypes, *[ACCUMULATOR[dtype] for dtype in dtypes])))
 
 
 def _numbers_of_splits(

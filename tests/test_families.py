@@ -14,7 +14,7 @@ from fa2cupy.families import registry
 from fa2cupy.families.choice import choose, choose_with_copies
 from fa2cupy.families.device import DeviceInfo
 from fa2cupy.families.family import TileRow
-from fa2cupy.families.operations import METHODS, OPERATIONS, TILED, operation_named
+from fa2cupy.families.operations import METHODS, OPERATIONS, TILED
 from fa2cupy.families.registry import FAMILIES, choose_family, family_named, family_of_kernel
 from fa2cupy.families.simt import Simt
 from fa2cupy.jit.params import param_layout
@@ -66,7 +66,7 @@ def test_a_family_has_a_folder_records_and_tiles_for_all_that_it_computes(family
 @pytest.mark.parametrize(
     "make",
     (
-        lambda: operation_named("sideways"),
+        lambda: OPERATIONS["sideways"],
         lambda: choose_family("sideways", "float16", H100),
         lambda: param_layout("sideways", "sm80", "float16"),
         lambda: KernelSpec("sideways", "sm80", "sm_80", "float16", 64, False, TileConfig(64, 64, 4)),

@@ -15,7 +15,7 @@ from fa2cupy.distributed.movers.copies import copy
 from fa2cupy.distributed.movers.copy_kernel import copy_matrices
 from fa2cupy.distributed.movers.matrices import Matrix
 from fa2cupy.families.device import device_count
-from fa2cupy.problem.dtypes import accumulator_dtype
+from fa2cupy.problem.dtypes import ACCUMULATOR
 
 cp = pytest.importorskip("cupy")
 pytestmark = pytest.mark.gpu
@@ -72,7 +72,7 @@ def test_copies_of_matrices(word):
 @pytest.mark.parametrize("count", (0, 1, 3, 64, 65))
 def test_sums_of_shares(count, columns, dtype):
     """Small arrays, large ones as words, and large ones whose rows are not words."""
-    wide, dtype = accumulator_dtype(dtype), np.dtype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
+    wide, dtype = ACCUMULATOR[dtype], np.dtype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
     for rows in (4, 96):
         drawn = np.random.default_rng(rows).standard_normal((count, 8, rows + 1, 6, columns)).astype(dtype)
         target = cp.full((8, rows, 12, columns), 7, dtype)

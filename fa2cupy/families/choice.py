@@ -13,7 +13,7 @@ from ..problem.strides import AnyStrides
 from .device import DeviceInfo
 from .estimate import Costs, backward_time, forward_splits, split_candidates
 from .family import Family
-from .operations import METHODS, TILED, operation_named
+from .operations import METHODS, OPERATIONS, TILED
 from .registry import FAMILIES, supporting_families
 from .simt import SIMT
 from .tile import TileConfig
@@ -199,7 +199,7 @@ def _choice_of_few_queries(problem: AttentionProblem, device: DeviceInfo, taken_
     and divides them among all multiprocessors; a forward reads them once for each query head. Both are bound by memory
     there.
     """
-    if problem.is_packed or not set(problem.features) <= set(operation_named("decode").features):
+    if problem.is_packed or not set(problem.features) <= set(OPERATIONS["decode"].features):
         return None
     for family in FAMILIES:
         if family.supports("decode", problem.dtype, device) and "decode" in family.operations:

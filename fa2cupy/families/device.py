@@ -48,12 +48,12 @@ class DeviceInfo:
     threads_per_multiprocessor: int
     l2_bytes: int
 
-    @property
+    @functools.cached_property
     def compute_capability(self) -> int:
         """Major times ten plus minor: 90 for ``sm_90``."""
         return int(self.arch.removeprefix("sm_"))
 
-    @property
+    @functools.cached_property
     def float16_rate(self) -> int:
         """Throughput of ``mma.sync`` for float16 with sums in float32, over that of the CUDA cores' float32 FMA.
 
@@ -63,7 +63,7 @@ class DeviceInfo:
             return 4 if self.name.removeprefix("NVIDIA ") in _PROFESSIONAL_CARDS else 2
         return _FLOAT16_RATES.get(self.arch, 0)
 
-    @property
+    @functools.cached_property
     def reserved_shared_memory(self) -> int:
         """Bytes of a multiprocessor's shared memory that the system reserves for each resident block."""
         return _reserved_bytes(self.arch)

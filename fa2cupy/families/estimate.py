@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from ..problem.attention import AttentionProblem
-from ..problem.dtypes import itemsize
+from ..problem.dtypes import ITEMSIZE
 from .device import DeviceInfo
 from .tile import TileConfig
 
@@ -190,7 +190,7 @@ def heads_in_cache(problem: AttentionProblem, device: DeviceInfo) -> int:
 
 def _bytes_of_head(problem: AttentionProblem, rows: int) -> int:
     """Bytes of Q, dO and of the sums of dQ."""
-    return (2 * problem.itemsize + itemsize(problem.accumulator_dtype)) * rows * problem.head_dim
+    return (2 * problem.itemsize + ITEMSIZE[problem.accumulator_dtype]) * rows * problem.head_dim
 
 
 def _drift(costs: Costs, problem: AttentionProblem, device: DeviceInfo, splits: int) -> float:

@@ -11,7 +11,7 @@ from ..problem.features import FEATURES
 from ..problem.strides import AnyStrides
 from .device import DeviceInfo
 from .estimate import Costs
-from .operations import METHODS, TILED, operation_named
+from .operations import METHODS, OPERATIONS, TILED
 from .records import Record
 from .tile import TileConfig
 
@@ -135,7 +135,7 @@ class Family(ABC):
     def supports(self, operation: str, dtype: str, device: DeviceInfo, features: tuple[str, ...] = ()) -> bool:
         """True if the family has a kernel for the operation and dtype, with the features, on the device."""
         return (
-            (operation in self.operations or operation_named(operation).is_common)
+            (operation in self.operations or OPERATIONS[operation].is_common)
             and set(features) <= set(self.features)
             and dtype in self.dtypes
             and self.min_compute_capability <= device.compute_capability <= self.max_compute_capability
@@ -176,11 +176,11 @@ class Family(ABC):
 
     def owns(self, operation: str) -> str | None:
         """The tiles that the blocks of a kernel own: ``"queries"``, ``"keys"``, or None if it computes no scores."""
-        return self.backward_owns if operation == "backward" else operation_named(operation).owns
+        return self.backward_owns if operation == "backward" else OPERATIONS[operation].owns
 
     def kernel_features(self, operation: str, used: Mapping[str, object]) -> tuple[str, ...]:
         """The features that the kernel must have out of those that a call uses, in the order of `FEATURES`."""
-        concerned = set(operation_named(operation).features)
+        concerned = set(OPERATIONS[operation].features)
         if self.owns(operation) == "keys":
             concerned -= {"dbias", "full_dbias"}  # kernels that own queries write it
         return tuple(name for name in FEATURES if name in used and name in concerned)

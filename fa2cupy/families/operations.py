@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from ..problem.block_mask import KEY_LISTS, LIST_STRIDES, QUERY_LISTS
 from ..problem.features import FEATURES
 from .records import COPIED, PARTS, SHARES, SUMMED, Record
 
-__all__ = ["METHODS", "OPERATIONS", "TILED", "Operation", "operation_named"]
+__all__ = ["METHODS", "OPERATIONS", "TILED", "Operation"]
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ class Operation:
     record: Record | None = None
     has_config: bool = True
 
-    @property
+    @cached_property
     def is_tiled(self) -> bool:
         """True if its tile is a parameter of the kernel."""
         return self.num_warps is None
@@ -62,9 +63,17 @@ _OF_LISTS = (
 #: Integer members of the kernels that sum shares.
 _KEY_SIDE = ("batch", "num_heads", "heads_per_group", "seqlen_k", "num_key_tiles", "num_copies")
 
+
+class _Operations(dict[str, Operation]):
+    """Operations by name, with an error that lists the names."""
+
+    def __missing__(self, name: str) -> Operation:
+        raise ValueError(f"operation: expected one of {list(self)}, got {name!r}")
+
+
 #: All operations by name. ``backward`` is the one tiled kernel of ``single_pass``, the next two those of ``two_pass``.
-OPERATIONS = {
-    operation.name: operation
+OPERATIONS = _Operations(
+    (operation.name, operation)
     for operation in (
         Operation("forward", (*_OF_SCORES, "sink", "given_lse"), owns="queries"),
         Operation("decode", _OF_DECODE, owns="queries", has_config=False),
@@ -223,23 +232,10 @@ OPERATIONS = {
             record=Record("dq:output dk:output dv:output", ("dq", "dk", "dv"), (), ("num_heads", "heads_per_group")),
         ),
     )
-}
+)
 
 #: The tiled operations that have a ``config=``: its keys.
 TILED = tuple(name for name, operation in OPERATIONS.items() if operation.is_tiled and operation.has_config)
 
 #: The tiled operations of each method of the backward.
 METHODS = {"single_pass": ("backward",), "two_pass": ("backward_dq", "backward_dkdv")}
-
-
-def operation_named(name: str) -> Operation:
-    """The row of an operation.
-
-    Raises
-    ------
-    ValueError
-        No operation has this name.
-    """
-    if name not in OPERATIONS:
-        raise ValueError(f"operation: expected one of {list(OPERATIONS)}, got {name!r}")
-    return OPERATIONS[name]

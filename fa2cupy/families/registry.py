@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from ..errors import UnsupportedProblemError
 from .device import DeviceInfo
 from .family import Family
-from .operations import operation_named
 from .simt import SIMT
 from .sm80 import SM80
 from .sm80_float32 import SM80_FLOAT32
@@ -97,11 +96,11 @@ def supporting_families(
     ValueError, UnsupportedProblemError
         As for `choose_family`.
     """
-    operation_named(operation)
     if family is not None:
         family_named(family)
     is_chosen = family is not None or precision == "split"
-    candidates = [one for one in FAMILIES if family in (None, one.name) and _has_precision(one, precision)]
+    candidates = [one for one in FAMILIES if family in (None, one.name) and dtype in one.dtypes]
+    candidates = [one for one in candidates if _has_precision(one, precision)]
     candidates = [one for one in candidates if is_chosen or one.is_default_on(device)]
     supporting = [one for one in candidates if one.supports_call(operation, dtype, device, features)]
     if not supporting:
@@ -132,7 +131,6 @@ def _why_none(
     features: tuple[str, ...],
 ) -> str:
     wanted = f"family {family!r}" if family else "no kernel family"
-    rows = [one for one in rows if dtype in one.dtypes]
     if not rows:
         return f"{wanted} has no kernels for {dtype}"
     place = f"{device.name} ({device.arch})"

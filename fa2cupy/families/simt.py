@@ -5,7 +5,7 @@ Its kernels are the simplest, and the best ones to read first.
 
 from __future__ import annotations
 
-from ..problem.dtypes import itemsize
+from ..problem.dtypes import ITEMSIZE
 from ..problem.features import FEATURES
 from .family import Family, TileRow, register_shortage, why_no_decode
 from .records import POINTER_RECORDS, Record
@@ -161,7 +161,7 @@ class Simt(Family):
         return -(-head_dim // 32) * 32  # eight lanes share a row, with four columns each at a time
 
     def shared_memory_bytes(self, operation: str, dtype: str, head_dim: int, tile: TileConfig) -> int:
-        element = itemsize(dtype)
+        element = ITEMSIZE[dtype]
         row = self.padded_head_dim(head_dim) * element + 16
         own, other = (getattr(tile, name) for name in _OWN_AND_OTHER[operation])
         if operation == "decode":
@@ -175,7 +175,7 @@ class Simt(Family):
         own_name, other_name = _OWN_AND_OTHER[operation]
         own, other = getattr(tile, own_name), getattr(tile, other_name)
         if operation == "decode":
-            sums = (head_dim // 8 + 2 * 2) * itemsize(dtype) // 4
+            sums = (head_dim // 8 + 2 * 2) * ITEMSIZE[dtype] // 4
             return why_no_decode(tile, (4, 8, 16)) or register_shortage(own // 4 * sums, 40, tile)
         step = 4 * tile.num_warps
         if own % step or own // step not in (1, 2, 4, 8):
@@ -189,7 +189,7 @@ class Simt(Family):
         sums = head_dim // 8 * (2 if operation == "backward_dkdv" else 1)
         # S, or S and dP; in float32, the sums over fewer columns as well.
         scores = other // 8 * ((1 if operation == "forward" else 2) + (dtype == "float32"))
-        return register_shortage(own // step * (sums + scores) * itemsize(dtype) // 4, 24, tile)
+        return register_shortage(own // step * (sums + scores) * ITEMSIZE[dtype] // 4, 24, tile)
 
 
 SIMT = Simt()

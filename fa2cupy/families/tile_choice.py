@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from ..errors import UnsupportedProblemError
 from ..problem.attention import AttentionProblem
-from ..problem.dtypes import itemsize
+from ..problem.dtypes import ITEMSIZE
 from .device import DeviceInfo
 from .family import Family
 from .tile import TileConfig, requested_tile
@@ -72,7 +72,7 @@ def default_tile(
     used, function = set(problem.features), problem.settings.score_mod
     if problem.settings.block_mask is not None:
         used.discard("mask_mod")  # it is evaluated for mixed tiles alone, beside the main loop
-    if function is not None and function.program.adds_little and itemsize(problem.dtype) == 2:
+    if function is not None and function.program.adds_little and ITEMSIZE[problem.dtype] == 2:
         used = used - {"score_mod"} | {"alibi_slopes"}  # it needs no more registers than ALiBi
     applying = [
         row.tile

@@ -67,6 +67,8 @@ def _tuned_tiles() -> dict[str, TileConfig]:
     """The entries that are tiles. The file is read once in a process, because every new problem looks tiles up."""
     path = tuning_file()
     try:
+        if not path.exists():
+            return {}
         file = _location()
         folder = trusted_folder(file.parent)
         entries = _read(folder / file.name) if folder else {}

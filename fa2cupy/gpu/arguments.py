@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING
 
-from ..problem.arguments import array_backend, output_name
-
-if TYPE_CHECKING:
-    import cupy
+from ..problem.arguments import output_name
 
 __all__ = ["TENSORS", "Arguments", "arguments_of"]
 
@@ -40,13 +36,15 @@ class Arguments:
         A key of the table.
     inputs : tuple of str
         The arrays that the call reads.
-    optional : tuple of str
-        The inputs that may be None.
     results : tuple of str
     names : tuple of str
         The inputs, then the results.
     kernel_names : tuple of str
         The kernels' names of them: ``do`` is a C++ keyword, and ``score_args[0]`` no name.
+    labels : dict of str
+        The names of them in messages.
+    may_be_none : frozenset of str
+        The inputs that may be None, and the results.
     seed : int or None
         The position of dropout's seed, which is passed as if it were an address.
     """
@@ -54,30 +52,13 @@ class Arguments:
     def __init__(self, call: str, inputs: tuple[str, ...], optional: tuple[str, ...], results: tuple[str, ...]):
         self.call = call
         self.inputs = inputs
-        self.optional = optional
         self.results = results
         self.names = (*inputs, *results)
         renamed = [name.replace("[", "").replace("]", "") for name in self.names]
         self.kernel_names = tuple(["dout" if name == "do" else name for name in renamed])
         self.seed = inputs.index("seed") if "seed" in inputs else None
-        self._labels = {name: name if name in inputs else output_name(name) for name in self.names}
-        self._may_be_none = frozenset((*optional, *results))
-
-    def named(self, arrays: tuple[cupy.ndarray | None, ...]) -> dict[str, cupy.ndarray | None]:
-        """The arrays by name."""
-        return dict(zip(self.names, arrays, strict=True))
-
-    def label(self, name: str) -> str:
-        """The name of an array in error messages."""
-        return self._labels[name]
-
-    def check_backend(self, arrays: tuple[cupy.ndarray | None, ...]) -> None:
-        """Raises TypeError unless all arrays are CuPy's; results and optional inputs may be None."""
-        required: dict[str, cupy.ndarray | None] = {}
-        optional: dict[str, cupy.ndarray | None] = {}
-        for name, array in zip(self.names, arrays, strict=True):
-            (optional if name in self._may_be_none else required)[self._labels[name]] = array
-        array_backend(required, optional)
+        self.labels = {name: name if name in inputs else output_name(name) for name in self.names}
+        self.may_be_none = frozenset((*optional, *results))
 
 
 @functools.lru_cache(maxsize=None)

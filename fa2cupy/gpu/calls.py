@@ -95,14 +95,14 @@ def backward(
     keywords: Mapping[str, object],
 ) -> tuple[cupy.ndarray, ...]:
     """`fa2cupy.backward` on CuPy arrays."""
-    if not keywords and dlse is None and not _has_extra(options):
+    if not keywords and dlse is None and not options.returns_more:
         results = (None, None, None) if out is None else unpack_out(out, _BACKWARD.results)
         return run(_BACKWARD, (q, k, v, o, lse, do, given_delta, *results), options)
     if given_delta is not None and dlse is not None and _alike(given_delta, dlse):
         with cupy.cuda.Device(given_delta.data.device_id), temporaries():
             given_delta, dlse = given_delta - dlse, None
     gradients: tuple[str, ...] = ()
-    if _has_extra(options):
+    if options.returns_more:
         gradients = tuple(
             extra_gradients(keywords, options.return_dbias, options.return_dsink, options.return_dscore_args)
         )
@@ -110,11 +110,6 @@ def backward(
     arguments = arguments_of("backward", names, gradients)
     results = unpack_out(out, arguments.results)
     return run(arguments, (q, k, v, o, lse, do, given_delta, *arrays, *results), options, values, keywords)
-
-
-def _has_extra(options: CallOptions) -> bool:
-    """True if a call has options for further gradients, legal or not."""
-    return not (options.return_dbias is options.return_dsink is options.return_dscore_args is False)
 
 
 def _split(keywords: Mapping[str, object]) -> tuple[tuple[str, ...], list[cupy.ndarray | None], Items]:

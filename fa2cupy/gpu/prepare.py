@@ -48,7 +48,7 @@ def prepare(
     arguments : Arguments
         Names of the arrays.
     arrays : tuple of (cupy.ndarray or None)
-        Arrays of the signature; their contents are not used.
+        Arrays of the signature, all of CuPy; their contents are not used.
     options : CallOptions
     keywords : mapping
         Those of features, with programs in place of functions.
@@ -58,8 +58,7 @@ def prepare(
     TypeError, ValueError, UnsupportedProblemError
         As for `fa2cupy.forward`.
     """
-    arguments.check_backend(arrays)
-    call, named = arguments.call, arguments.named(arrays)
+    call, named = arguments.call, dict(zip(arguments.names, arrays, strict=True))
     request = _CHECKS[call](named, options, keywords)
     problem, results = request.problem, request.results
     ordinal, device = _device_of(arguments, named)
@@ -215,7 +214,7 @@ def _device_of(arguments: Arguments, named: _Arrays) -> tuple[int, DeviceInfo]:
     for name, ordinal in ordinals.items():
         if ordinal != first:
             like = f"device {first} like {first_name}"
-            raise ValueError(f"{arguments.label(name)}: expected an array on {like}, got device {ordinal}")
+            raise ValueError(f"{arguments.labels[name]}: expected an array on {like}, got device {ordinal}")
     with cupy.cuda.Device(first):
         return first, DeviceInfo.current()
 

@@ -30,8 +30,8 @@ def overlap_check(
     These are the results, and the inputs in `written`.
     """
     layouts = [
-        None if array is None else (arguments.label(name), array.shape, array.strides, array.itemsize)
-        for name, array in arguments.named(arrays).items()
+        None if array is None else (arguments.labels[name], array.shape, array.strides, array.itemsize)
+        for name, array in zip(arguments.names, arrays, strict=True)
     ]
     outputs = {*arguments.results, *written}
     return OverlapCheck(layouts, [position for position, name in enumerate(arguments.names) if name in outputs])

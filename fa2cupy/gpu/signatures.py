@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..functions.state import state_of
 from ..functions.tracing import Program
+from ..problem.arguments import array_backend
 from ..problem.function_checks import ARGUMENTS, program_of
 from ..problem.options import CallOptions
 from ..system.recent import RecentlyUsed
@@ -69,7 +70,7 @@ def run(
                 addresses.append(address)
                 signature.append((array.shape, array.strides, array.dtype, memory.device_id, address & 15))
     except AttributeError:
-        arguments.check_backend(arrays)  # names the argument that is not a CuPy array
+        _check_backend(arguments, arrays)  # names the argument that is not a CuPy array
         raise
     if arguments.seed is not None:
         addresses[arguments.seed] = int(keywords["seed"])
@@ -77,9 +78,11 @@ def run(
     try:
         prepared = _prepared.get(key)
     except TypeError:  # an option that cannot be hashed is not legal: the checks will report it
+        _check_backend(arguments, arrays)
         prepared = prepare(arguments, arrays, options, {**keywords, **_programs(keywords)})
         return prepared(arrays, addresses)
     if prepared is None:
+        _check_backend(arguments, arrays)
         programs = _programs(keywords)
         signature[0] = tuple(programs.items())  # functions that compute the same share a prepared call
         key_of_programs = tuple(signature)
@@ -90,6 +93,15 @@ def run(
         if programs and states == _states(keywords):  # else functions have changed meanwhile, or have no state
             _prepared.put(key, prepared)
     return prepared(arrays, addresses)
+
+
+def _check_backend(arguments: Arguments, arrays: tuple[cupy.ndarray | None, ...]) -> None:
+    """Raises TypeError unless all arrays are CuPy's; results and optional inputs may be None."""
+    required: dict[str, object] = {}
+    optional: dict[str, object] = {}
+    for name, array in zip(arguments.names, arrays, strict=True):
+        (optional if name in arguments.may_be_none else required)[arguments.labels[name]] = array
+    array_backend(required, optional)
 
 
 def _programs(keywords: Mapping[str, Any]) -> dict[str, Program]:

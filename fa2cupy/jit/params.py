@@ -7,7 +7,7 @@ import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ..families.operations import operation_named
+from ..families.operations import OPERATIONS
 from ..families.records import ARRIVALS, EXCEPTIONS, split_record
 from ..families.registry import family_named
 from ..functions.tracing import BoundFunction
@@ -158,7 +158,7 @@ def param_layout(
     functions: tuple[BoundFunction, ...] = (),
 ) -> ParamLayout:
     """The record of kernels of this operation, family and dtype. Features add members to each of its parts."""
-    record = operation_named(operation).record or family_named(family, dtype).record(operation)
+    record = OPERATIONS[operation].record or family_named(family, dtype).record(operation)
     pointers, strides, reals, ints, sizes = split_record(record) if is_split else record
     rows = [FEATURES[feature] for feature in features]
     arrays = {name: array for row in rows for name, array in row.arrays.items()}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..families.family import Family
-from ..families.operations import operation_named
+from ..families.operations import OPERATIONS
 from ..families.registry import family_named
 from ..families.tile import TileConfig
 from ..functions.tracing import BoundFunction
@@ -66,13 +66,13 @@ class KernelSpec:
     functions: tuple[BoundFunction, ...] = ()
 
     def __post_init__(self) -> None:
-        if not operation_named(self.operation).is_common:
+        if not OPERATIONS[self.operation].is_common:
             family_named(self.family, self.dtype)
 
     @property
     def folder(self) -> str:
         """Folder and C++ namespace of the kernel's body; ``"common"`` where all families share it."""
-        return "common" if operation_named(self.operation).is_common else self._family.folder
+        return "common" if OPERATIONS[self.operation].is_common else self._family.folder
 
     @property
     def needs_positive_scale(self) -> bool:
@@ -100,7 +100,7 @@ class KernelSpec:
     @property
     def shared_memory_bytes(self) -> int:
         """Dynamic shared memory of a block, in bytes."""
-        if not operation_named(self.operation).is_tiled:
+        if not OPERATIONS[self.operation].is_tiled:
             return 0
         return self._family.shared_memory_with(self.features, self.operation, self.dtype, self.head_dim, self.tile)
 

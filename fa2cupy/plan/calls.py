@@ -12,7 +12,7 @@ from ..families.records import EXCEPTIONS, SHARES
 from ..families.tile import TileConfig
 from ..jit.params import gradient_arrays
 from ..problem.attention import AttentionProblem
-from ..problem.dtypes import itemsize
+from ..problem.dtypes import ITEMSIZE
 from ..problem.strides import AnyStrides
 from .decode import plan_few_queries
 from .layout import PART_ROWS, StageLayout
@@ -141,12 +141,12 @@ def _with_parts(layout: StageLayout, tiled: Sequence[Stage], choice: Choice) -> 
     for name, side in sides.items():
         heads = problem.num_heads if side == "queries" else problem.num_heads_kv
         blocks = problem.batch * heads * layout.num_strips(side)
-        workspaces.append(Workspace(f"{name}_parts", 2 * blocks * PART_ROWS * columns * itemsize("float16")))
-        workspaces.append(Workspace(f"{name}_units", blocks * itemsize("float32")))
+        workspaces.append(Workspace(f"{name}_parts", 2 * blocks * PART_ROWS * columns * ITEMSIZE["float16"]))
+        workspaces.append(Workspace(f"{name}_units", blocks * ITEMSIZE["float32"]))
         all_blocks += blocks
     # For each K/V head a mark, the largest elements of the columns of q and k, and a count of blocks.
     of_head = 1 + 2 * columns + 1
-    workspaces.append(Workspace(EXCEPTIONS, problem.batch * problem.num_heads_kv * of_head * itemsize("float32")))
+    workspaces.append(Workspace(EXCEPTIONS, problem.batch * problem.num_heads_kv * of_head * ITEMSIZE["float32"]))
     if not any(stage.blocks for stage in tiled):
         all_blocks = 0  # nobody reads the parts
     operation = "split_gradients" if choice.method else "split_inputs"
@@ -174,7 +174,7 @@ def _with_own_lse(tiled: Iterable[Stage]) -> list[Stage]:
 
 def _statistics_bytes(problem: AttentionProblem) -> int:
     """The size of an array with a number for each query row, such as lse."""
-    return problem.batch * problem.num_heads * problem.seqlen_q * itemsize(problem.accumulator_dtype)
+    return problem.batch * problem.num_heads * problem.seqlen_q * ITEMSIZE[problem.accumulator_dtype]
 
 
 def _delta(layout: StageLayout, cleared: Sequence[Workspace] = ()) -> Stage:
@@ -208,7 +208,7 @@ class _Sums:
     @property
     def workspaces(self) -> list[Workspace]:
         """The sum of dQ has the columns of the family's kernels, the shares have multiples of 16."""
-        head_dim, float32 = self._layout.problem.head_dim, itemsize("float32")
+        head_dim, float32 = self._layout.problem.head_dim, ITEMSIZE["float32"]
         of_query_tile = self._tile.b_r * self._layout.family.padded_head_dim(head_dim) * float32
         of_key_tile = 2 * self._tile.b_c * -(-head_dim // 16) * 16 * float32
         workspaces = [Workspace("dq_accum", self._query_tiles * of_query_tile)] if self._with_dq else []
@@ -244,7 +244,7 @@ def _merge_forward(layout: StageLayout, tile: TileConfig, num_splits: int) -> tu
     columns = -(-problem.head_dim // 16) * 16
     merged = _tile_of("merge_forward", b_r=tile.b_r)
     stage = layout.stage("merge_forward", merged, tiles * tile.b_r // 16, num_tiles=num_tiles, num_splits=num_splits)
-    return stage, Workspace(SHARES, num_splits * tiles * tile.b_r * (columns + 1) * itemsize("float32"))
+    return stage, Workspace(SHARES, num_splits * tiles * tile.b_r * (columns + 1) * ITEMSIZE["float32"])
 
 
 def _clear_unused(layout: StageLayout, operation: str) -> list[Stage]:

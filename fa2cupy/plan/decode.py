@@ -12,7 +12,7 @@ from ..families.records import ARRIVALS, PARTIALS
 from ..jit.params import COUNTERS
 from ..problem.attention import AttentionProblem
 from ..problem.decoding import CacheShape
-from ..problem.dtypes import itemsize
+from ..problem.dtypes import ITEMSIZE
 from ..problem.strides import AnyStrides
 from .layout import StageLayout
 from .stages import Plan, Workspace
@@ -72,7 +72,7 @@ def plan_decode(
     )
     if not cuts_jobs:
         stage = replace(stage, renamed={ARRIVALS: None})
-    partial = tile.b_r * (choice.family.padded_head_dim(problem.head_dim) + 1) * itemsize(problem.accumulator_dtype)
+    partial = tile.b_r * (choice.family.padded_head_dim(problem.head_dim) + 1) * ITEMSIZE[problem.accumulator_dtype]
     return Plan((stage,) if blocks else (), (Workspace(PARTIALS, _PARTIALS_OF_BLOCK * blocks * partial),))
 
 

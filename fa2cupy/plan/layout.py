@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from ..families.device import DeviceInfo
 from ..families.estimate import heads_in_cache
 from ..families.family import Family
-from ..families.operations import operation_named
+from ..families.operations import OPERATIONS
 from ..families.tile import TileConfig
 from ..jit.params import TILE_COUNTER, param_layout
 from ..jit.spec import KernelSpec
@@ -148,7 +148,7 @@ class StageLayout:
         **values: int,
     ) -> Stage:
         """A kernel with its grid. `values` are the members of its record that depend on the grid."""
-        problem, row = self.problem, operation_named(operation)
+        problem, row = self.problem, OPERATIONS[operation]
         features = self.family.kernel_features(operation, self.used_features)
         # With a window, its right limit stands for the causal mask.
         causal = problem.causal and row.is_tiled and "window" not in features
@@ -183,8 +183,9 @@ class StageLayout:
             **problem.feature_values,
             **values,
         }
-        constants = spec.params.pack_constants(
-            {f.name: available[f.name] for f in spec.params.fields if f.name not in spec.params.pointers}
+        record = spec.params
+        constants = record.pack_constants(
+            {field.name: available[field.name] for field in record.fields if field.name not in record.pointers}
         )
         return Stage(spec, blocks, constants, maps)
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from ..families.operations import OPERATIONS
 from ..families.tile import TileConfig
 from ..jit.spec import KernelSpec
-from ..problem.dtypes import itemsize
+from ..problem.dtypes import ITEMSIZE
 
 __all__ = ["LONGEST_WORD", "SUMS_OF_BLOCK", "WORDS_OF_BLOCK", "copy_spec", "specs_of_ranks", "sum_spec"]
 
@@ -35,7 +35,7 @@ def specs_of_ranks(arch: str, dtypes: Iterable[str]) -> Iterator[KernelSpec]:
     for exponent in range(LONGEST_WORD.bit_length()):
         yield copy_spec(arch, 1 << exponent)
     for dtype in dtypes:
-        for items in (1, LONGEST_WORD // itemsize(dtype)):
+        for items in (1, LONGEST_WORD // ITEMSIZE[dtype]):
             yield sum_spec(arch, dtype, items)
 
 

@@ -19,7 +19,7 @@ from ..jit.spec import KernelSpec
 from ..problem.block_mask import MIXED, BlockMask
 from ..problem.checks import check_backward, check_forward, problem_from_parts
 from ..problem.decoding import check_decode
-from ..problem.dtypes import accumulator_dtype
+from ..problem.dtypes import ACCUMULATOR
 from ..problem.features import EXAMPLE_ROWS, FEATURES, FeatureKeywords, feature_arrays
 from ..problem.function_checks import bound_function
 from ..problem.options import CallOptions
@@ -73,7 +73,7 @@ def default_specs(
     specs: dict[KernelSpec, None] = {}
     for keywords in _examples(features, dtype, functions):
         q = _array((_ROWS, 1, padded) if "cu_seqlens_q" in keywords else (1, _ROWS, 1, padded), dtype)
-        lse = _array((1, _ROWS) if "cu_seqlens_q" in keywords else (1, 1, _ROWS), accumulator_dtype(dtype))
+        lse = _array((1, _ROWS) if "cu_seqlens_q" in keywords else (1, 1, _ROWS), ACCUMULATOR[dtype])
         arrays = dict.fromkeys(("q", "k", "v", "o", "do"), q) | {"lse": lse}
         arrays |= {"dlse": lse} if "dlse" in features else {}
         problem = (check_forward if method is None else check_backward)(arrays, options, keywords).problem
@@ -124,7 +124,7 @@ def decode_specs(
 def merge_spec(device: DeviceInfo, dtype: str, head_dim: int) -> KernelSpec:
     """The kernel of `fa2cupy.merge`."""
     parts = _array((1, 1, 1, 1, head_dim), dtype)
-    problem = problem_from_parts(parts, np.zeros((1, 1, 1, 1), accumulator_dtype(dtype)))
+    problem = problem_from_parts(parts, np.zeros((1, 1, 1, 1), ACCUMULATOR[dtype]))
     strides: dict[str, AnyStrides] = dict.fromkeys(("o_parts", "o"), problem.kernel_strides(problem.q_shape))
     choice = choose("merge", problem, device, strides, is_launched=False)
     return plan_merge(problem, device, strides, choice, 1, head_dim).stages[0].spec
@@ -132,7 +132,7 @@ def merge_spec(device: DeviceInfo, dtype: str, head_dim: int) -> KernelSpec:
 
 def _examples(features: Sequence[str], dtype: str, functions: FeatureKeywords) -> Iterator[FeatureKeywords]:
     """Keywords of calls with these features, for each kind of bias. Kernels do not depend on their values."""
-    wide = accumulator_dtype(dtype)
+    wide = ACCUMULATOR[dtype]
     dtypes = {"input": dtype, "input_accum": wide, "input_bool": "bool", "input_int": "int32"}
     keywords: Any = {**functions}
     for feature in (FEATURES[name] for name in features if name in FEATURES):

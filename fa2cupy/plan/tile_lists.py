@@ -8,7 +8,7 @@ from ..errors import UnsupportedProblemError
 from ..families.tile import TileConfig
 from ..problem.attention import AttentionProblem
 from ..problem.block_mask import KEY_LISTS, LIST_STRIDES, QUERY_LISTS, MapLayout
-from ..problem.dtypes import itemsize
+from ..problem.dtypes import ITEMSIZE
 from .stages import Workspace
 
 __all__ = ["LIST_OPERATIONS", "LIST_WARPS", "ListLayout", "list_layout", "list_values", "list_workspaces"]
@@ -54,7 +54,7 @@ class ListLayout(NamedTuple):
     @property
     def nbytes(self) -> int:
         """Bytes of all lists."""
-        return self.num_lists * self.stride * itemsize("float32")
+        return self.num_lists * self.stride * ITEMSIZE["float32"]
 
     @property
     def strides(self) -> dict[str, int]:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TypeVar
 
-from . import dtypes
 from .array_types import Array
+from .dtypes import ACCUMULATOR, ITEMSIZE
 from .features import NO_SETTINGS, FeatureSettings, Sizes
 from .strides import Strides
 
@@ -78,42 +79,42 @@ class AttentionProblem:
     head_dim_v: int | None = None
     settings: FeatureSettings = NO_SETTINGS
 
-    @property
+    @cached_property
     def heads_per_group(self) -> int:
         """Query heads that share a K/V head."""
         return self.num_heads // self.num_heads_kv if self.num_heads_kv else 1
 
-    @property
+    @cached_property
     def itemsize(self) -> int:
         """Bytes of an element."""
-        return dtypes.itemsize(self.dtype)
+        return ITEMSIZE[self.dtype]
 
-    @property
+    @cached_property
     def accumulator_dtype(self) -> str:
         """Dtype of lse and delta."""
-        return dtypes.accumulator_dtype(self.dtype)
+        return ACCUMULATOR[self.dtype]
 
-    @property
+    @cached_property
     def q_shape(self) -> tuple[int, ...]:
         """Shape of q and its gradient, as the caller sees it."""
         return array_shape(self.layout, self.rank, self.batch, self.seqlen_q, self.num_heads, self.head_dim)
 
-    @property
+    @cached_property
     def k_shape(self) -> tuple[int, ...]:
         """Shape of k and its gradient, as the caller sees it."""
         return array_shape(self.layout, self.rank, self.batch, self.seqlen_k, self.num_heads_kv, self.head_dim)
 
-    @property
+    @cached_property
     def o_shape(self) -> tuple[int, ...]:
         """Shape of o and its gradient, as the caller sees it."""
         return (*self.q_shape[:-1], self.head_dim_v or self.head_dim)
 
-    @property
+    @cached_property
     def v_shape(self) -> tuple[int, ...]:
         """Shape of v and its gradient, as the caller sees it."""
         return (*self.k_shape[:-1], self.head_dim_v or self.head_dim)
 
-    @property
+    @cached_property
     def num_elements(self) -> int:
         """Elements of q."""
         return math.prod(self.q_shape)
@@ -129,12 +130,12 @@ class AttentionProblem:
             return self.batch, self.seqlen_k, self.num_heads_kv
         return self.batch, self.seqlen_q, self.num_heads
 
-    @property
+    @cached_property
     def is_packed(self) -> bool:
         """True if sequences are packed one behind the other along the rows."""
         return self.settings.num_sequences is not None
 
-    @property
+    @cached_property
     def typical_seqlen_q(self) -> int:
         """Number of queries of a sequence. For packed ones, an estimate of the length of the sequence of most queries.
 
@@ -146,7 +147,7 @@ class AttentionProblem:
         mean = self.seqlen_q // max(1, settings.num_sequences)
         return min(2 * mean, settings.max_seqlen_q)
 
-    @property
+    @cached_property
     def score_shape(self) -> tuple[int, int, int, int]:
         """(batch, num_heads, seqlen_q, seqlen_k), with the number and the longest lengths of packed sequences."""
         settings = self.settings
@@ -154,18 +155,20 @@ class AttentionProblem:
             return self.batch, self.num_heads, self.seqlen_q, self.seqlen_k
         return settings.num_sequences, self.num_heads, settings.max_seqlen_q, settings.max_seqlen_k
 
-    @property
+    @cached_property
     def band(self) -> tuple[int | None, int | None]:
         """Number of visible keys left and right of the diagonal, by window and causal together; None is no limit."""
         left, right = self.settings.window
         return left, 0 if self.causal else right
 
-    @property
+    @cached_property
     def feature_values(self) -> dict[str, int | float]:
         """Numbers that features add to a kernel's record."""
+        if not self.features:
+            return {}
         return self.settings.record(Sizes(self.seqlen_q, self.seqlen_k, self.band, self.softmax_scale))
 
-    @property
+    @cached_property
     def features(self) -> tuple[str, ...]:
         """The features that its kernels must have: rows of `fa2cupy.problem.features.FEATURES`."""
         return self.settings.features
@@ -179,7 +182,7 @@ class AttentionProblem:
         widest = max(self.head_dim, self.head_dim_v or 0)
         return dataclasses.replace(self, head_dim=-(-widest // step) * step, head_dim_v=None)
 
-    @property
+    @cached_property
     def lse_shape(self) -> tuple[int, ...]:
         """Shape of lse and delta: (batch, num_heads, seqlen_q), without the axes that the caller left out."""
         return (self.batch, self.num_heads, self.seqlen_q)[4 - self.rank :]

@@ -79,7 +79,9 @@ def check_backward(arrays: Mapping[str, Any], options: CallOptions, keywords: Ma
             check_array(name, arrays[name], problem.lse_shape, problem.accumulator_dtype, "q")
     dtype = arrays["q"].dtype
     gradients = (("dq", problem.q_shape), ("dk", problem.k_shape), ("dv", problem.v_shape))
-    extra = extra_gradients(keywords, options.return_dbias, options.return_dsink, options.return_dscore_args)
+    extra = {}
+    if options.returns_more:
+        extra = extra_gradients(keywords, options.return_dbias, options.return_dsink, options.return_dscore_args)
     if extra or arrays.get("dlse") is not None:
         wanted: dict[str, Any] = {name.partition("[")[0]: True for name in extra}
         wanted["dlse"] = arrays.get("dlse") is not None
@@ -132,7 +134,8 @@ def problem_from_arrays(
     **keywords: Any,
 ) -> AttentionProblem:
     """The problem of q, k, v, options and keywords of features (see `FeatureKeywords`), checked against each other."""
-    check_keywords(problem_from_arrays, keywords)
+    if keywords:
+        check_keywords(problem_from_arrays, keywords)
     check_bool("causal", causal)
     array_backend({"q": q, "k": k, "v": v})
     batch, seqlen_q, num_heads, head_dim = sizes_of("q", q, layout)

@@ -163,6 +163,10 @@ class FeatureSettings:
         gradient of another bias is added up in the accumulators' dtype, as are those of the arrays of `score_mod`.
     given_lse : bool
         True for the forward that computes lse again, in its own arithmetic, for a backward that is given one.
+    features : tuple of str
+        The rows of `FEATURES` that a kernel must have. Features at their neutral values are left out.
+    functions : tuple of BoundFunction
+        The functions of the call.
     """
 
     score_mod: BoundFunction | None = None
@@ -184,16 +188,14 @@ class FeatureSettings:
     dsink: bool = False
     dscore_args: bool = False
     given_lse: bool = False
+    features: tuple[str, ...] = field(init=False, repr=False, compare=False)
+    functions: tuple[BoundFunction, ...] = field(init=False, repr=False, compare=False)
 
-    @property
-    def features(self) -> tuple[str, ...]:
-        """The rows of `FEATURES` that a kernel must have. Features at their neutral values are left out."""
-        return tuple(name for name, feature in FEATURES.items() if feature.is_used(self))
-
-    @property
-    def functions(self) -> tuple[BoundFunction, ...]:
-        """The functions of the call."""
-        return tuple(one for one in (self.score_mod, self.mask_mod) if one is not None)
+    def __post_init__(self) -> None:
+        used = tuple(name for name, feature in FEATURES.items() if feature.is_used(self))
+        functions = tuple(one for one in (self.score_mod, self.mask_mod) if one is not None)
+        object.__setattr__(self, "features", used)
+        object.__setattr__(self, "functions", functions)
 
     def record(self, sizes: Sizes) -> dict[str, int | float]:
         """The numbers of the features in a kernel's record."""
@@ -201,9 +203,6 @@ class FeatureSettings:
         for name in self.features:
             found |= FEATURES[name].numbers(self, sizes)
         return found
-
-
-NO_SETTINGS = FeatureSettings()
 
 
 class FeatureArray(NamedTuple):
@@ -524,6 +523,7 @@ FEATURES = {
     ),
 }
 
+NO_SETTINGS = FeatureSettings()
 
 #: The arrays of all features, by name.
 ARRAYS = {name: array for feature in FEATURES.values() for name, array in feature.arrays.items()}

@@ -72,6 +72,11 @@ class CallOptions(_Options):
 
     __slots__ = ()
 
+    @property
+    def returns_more(self) -> bool:
+        """True if a backward returns gradients besides dq, dk and dv, or if one of the options is not legal."""
+        return not (self.return_dbias is self.return_dsink is self.return_dscore_args is False)
+
     def __eq__(self, other: object) -> bool:
         if not (isinstance(other, tuple) and tuple.__eq__(self, other)):
             return False

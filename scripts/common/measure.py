@@ -33,7 +33,7 @@ from fa2cupy.families.operations import METHODS
 from fa2cupy.jit.cache import cached_kernel
 from fa2cupy.jit.spec import KernelSpec
 from fa2cupy.problem.attention import MAX_HEAD_DIM
-from fa2cupy.problem.dtypes import itemsize
+from fa2cupy.problem.dtypes import ITEMSIZE
 from fa2cupy.system.progress import progress  # noqa: F401  (the scripts take it from here)
 
 
@@ -104,12 +104,12 @@ class Problem:
     @property
     def tensor_bytes(self) -> int:
         """Bytes of q, o or one of their gradients."""
-        return math.prod(self.shape) * itemsize(self.dtype)
+        return math.prod(self.shape) * ITEMSIZE[self.dtype]
 
     @property
     def input_bytes(self) -> int:
         """Bytes of q, k and v."""
-        return (math.prod(self.shape) + 2 * math.prod(self.shape_kv)) * itemsize(self.dtype)
+        return (math.prod(self.shape) + 2 * math.prod(self.shape_kv)) * ITEMSIZE[self.dtype]
 
     def result_bytes(self, operation: str) -> int:
         """Returns the bytes of o in a forward, of dq, dk and dv in a backward, and of all four in a training step."""

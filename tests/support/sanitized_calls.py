@@ -26,7 +26,7 @@ import fa2cupy
 from fa2cupy.distributed.call.sums import sum_into
 from fa2cupy.distributed.movers.copy_kernel import copy_matrices
 from fa2cupy.distributed.movers.matrices import Matrix
-from fa2cupy.problem.dtypes import accumulator_dtype
+from fa2cupy.problem.dtypes import ACCUMULATOR
 from fa2cupy.testing import make_inputs
 
 #: (dtype, head_dim): a native and a padded dimension of each main loop.
@@ -158,7 +158,7 @@ def copied() -> None:
         copy_matrices([one._replace(height=50), one._replace(target=one.target + 60 * 40 * word, height=30)])
     for dtype, columns in itertools.product(("float16", "bfloat16", "float32", "float64"), (64, 59)):
         shares, *_ = make_inputs(dtype, batch=6, seqlen_q=90, num_heads=4, head_dim=columns, xp=cupy)
-        sum_into(shares[0, :, 1:], [share[:, :3] for share in shares[1:]], accumulator_dtype(dtype))
+        sum_into(shares[0, :, 1:], [share[:, :3] for share in shares[1:]], ACCUMULATOR[dtype])
 
 
 def check_calls(q, k, v, do, dtype: str, options: dict) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from ...plan.ranks import LONGEST_WORD, SUMS_OF_BLOCK, sum_spec
 from ...problem.array_types import Array
-from ...problem.dtypes import DTYPES, accumulator_dtype
+from ...problem.dtypes import ACCUMULATOR, DTYPES
 from ..movers.kernels import launch
 from ..transport.messages import is_on_host
 
@@ -40,7 +40,7 @@ def sum_into(target: Array, shares: Sequence[Array], wide: str) -> None:
         is_on_host(target)
         or len(shares) > _MOST_SHARES
         or dtype not in DTYPES
-        or accumulator_dtype(dtype) != wide  # an array of float64 of a score function
+        or ACCUMULATOR[dtype] != wide  # an array of float64 of a score function
     ):
         total = shares[0].astype(wide)
         for share in shares[1:]:
