@@ -14,6 +14,7 @@ from mutants.mutant import replace_once
 from support.fake_cupy import place
 from support.fake_gpu import merge as merge_on_gpu
 from support.simulator import simulated_gpu
+from support.strided_arrays import shifted
 
 import fa2cupy
 from fa2cupy import reference
@@ -209,6 +210,12 @@ class TestKernel:
             o, lse = merge_on_gpu(view, place(lse_parts.swapaxes(2, 3)).swapaxes(2, 3))
             np.testing.assert_allclose(o.astype("float32"), expected[0].astype("float32"), rtol=2e-3, atol=1e-6)
             np.testing.assert_allclose(lse, expected[1], rtol=1e-6)
+
+    def test_contiguous_parts_that_do_not_start_on_16_bytes(self, merge_simulated):
+        *_, o_parts, lse_parts = parts_of("float16", (0, 9, 30))
+        (o, lse), expected = merge_on_gpu(shifted(o_parts), place(lse_parts)), fa2cupy.merge(o_parts, lse_parts)
+        np.testing.assert_allclose(o.astype("float32"), expected[0].astype("float32"), rtol=2e-3, atol=1e-6)
+        np.testing.assert_allclose(lse, expected[1], rtol=1e-6)
 
     def test_rows_that_no_part_has_a_key_of(self, merge_simulated):
         o, lse = merge_simulated(np.full((3, 1, 2, 1, 8), np.nan, "float16"), np.full((3, 1, 1, 2), -np.inf, "float32"))
