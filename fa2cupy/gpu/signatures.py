@@ -31,6 +31,7 @@ __all__ = ["Items", "run"]
 Items = tuple[tuple[str, object], ...]
 
 _NO_KEYWORDS: Mapping[str, Any] = {}
+_ROLES = frozenset(ARGUMENTS)
 _prepared: RecentlyUsed[KernelCall | CopyingCall] = RecentlyUsed(4096)
 
 
@@ -57,7 +58,7 @@ def run(
     addresses = []
     # Types distinguish values that are equal but not all legal: True, 1 and 1.0. Options compare their own.
     types = _types(tuple([value for _, value in values])) if values else ()
-    states = _states(keywords) if keywords else ()
+    states = _states(keywords) if keywords and not _ROLES.isdisjoint(keywords) else ()
     signature = [states, arguments, options, values, types]
     try:
         for array in arrays:
