@@ -205,7 +205,7 @@ def _why_not_mappable(sizes: Sequence[int], strides: Sequence[int], itemsize: in
 def _held_array(features: Sequence[str]) -> str | None:
     """The array over scores that warps copy to shared memory where that has room for it, or None."""
     # The same as in kernels/common/held_array.cuh.
-    of_scores = features_of_scores(features)
+    of_scores = features_of_scores(features) if features else ()
     return of_scores[0] if of_scores in (("bias",), ("mask",)) else None
 
 
