@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from .api import backward, forward
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from .problem.features import FeatureKeywords
 
-__all__ = ["attention"]
+__all__ = ["attention", "with_backprop"]
 
 
 @takes_features
@@ -83,7 +83,6 @@ def attention(
     >>> dq, dk, dv = backprop(do, dlse=2 * lse / lse.size)
     """
     check_keywords(attention, keywords)
-    check_bool("return_lse", return_lse)
     shared: dict[str, Any] = {
         "causal": causal,
         "softmax_scale": softmax_scale,
@@ -92,8 +91,8 @@ def attention(
         "family": family,
         "num_splits": num_splits,
         "precision": precision,
+        **keywords,
     }
-    shared |= traced_now(keywords)  # what a function reads may have changed when `backprop` is called
     own: dict[str, Any] = {
         "method": method,
         "deterministic": deterministic,
@@ -101,12 +100,26 @@ def attention(
         "return_dsink": return_dsink,
         "return_dscore_args": return_dscore_args,
     }
+    return with_backprop(forward, backward, (q, k, v), shared, own, return_lse)
+
+
+def with_backprop(
+    forward: Callable[..., tuple[Array, Array]],
+    backward: Callable[..., tuple[Array, ...]],
+    inputs: tuple[Any, ...],
+    shared: dict[str, Any],
+    own: dict[str, Any],
+    return_lse: bool,
+) -> tuple[Any, ...]:
+    """`attention` of these functions. Both begin with `inputs` and take `shared`; the backward takes also `own`."""
+    check_bool("return_lse", return_lse)
+    shared = traced_now(shared)  # what a function reads may have changed when `backprop` is called
     # Errors are raised before the forward runs.
-    extra_gradients(keywords, return_dbias, return_dsink, return_dscore_args)
-    o, lse = forward(q, k, v, **shared)
+    extra_gradients(shared, own["return_dbias"], own["return_dsink"], own["return_dscore_args"])
+    o, lse = forward(*inputs, **shared)
 
     def backprop(do: Array, dlse: Array | None = None) -> tuple[Array, ...]:
-        """Gradients of the call of `fa2cupy.attention` that returned this function: see `fa2cupy.backward`.
+        """Gradients of the call of `attention` that returned this function: see `fa2cupy.backward`.
 
         Parameters
         ----------
@@ -121,6 +134,6 @@ def attention(
         dbias, dsink, *dscore_args : ndarray
             The requested ones.
         """
-        return backward(q, k, v, o, lse, do, dlse=dlse, **own, **shared)
+        return backward(*inputs, o, lse, do, dlse=dlse, **own, **shared)
 
     return (o, lse, backprop) if return_lse else (o, backprop)

@@ -8,11 +8,10 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from ..backends import backend_of
+from ..closure import with_backprop
 from ..families.tile import TileConfig
-from ..problem.arguments import check_bool, unpack_out
+from ..problem.arguments import unpack_out
 from ..problem.array_types import Array
-from ..problem.feature_checks import extra_gradients
-from ..problem.function_checks import traced_now
 from ..problem.keywords import check_keywords, takes_features
 from ..problem.options import CallOptions, hashable_config
 from .call.agreement import collective
@@ -332,7 +331,6 @@ def attention(
         As for `forward` and `backward`.
     """
     check_keywords(attention, keywords)
-    check_bool("return_lse", return_lse)
     shared: dict[str, Any] = {
         "causal": causal,
         "softmax_scale": softmax_scale,
@@ -344,8 +342,8 @@ def attention(
         "family": family,
         "num_splits": num_splits,
         "precision": precision,
+        **keywords,
     }
-    shared |= traced_now(keywords)  # what a function reads may have changed when `backprop` is called
     own: dict[str, Any] = {
         "method": method,
         "deterministic": deterministic,
@@ -353,27 +351,7 @@ def attention(
         "return_dsink": return_dsink,
         "return_dscore_args": return_dscore_args,
     }
-    # Errors are raised before the forward runs.
-    extra_gradients(keywords, return_dbias, return_dsink, return_dscore_args)
-    o, lse = inspect.unwrap(forward)(comm, q, k, v, **shared)
-
-    def backprop(do: Array, dlse: Array | None = None) -> tuple[Array, ...]:
-        """Gradients of the call of `fa2cupy.distributed.attention` that returned this function.
-
-        Parameters
-        ----------
-        do : ndarray, shape of o
-        dlse : ndarray, shape and dtype of lse, optional
-
-        Returns
-        -------
-        dq, dk, dv : ndarray
-        dbias, dsink, *dscore_args : ndarray
-            The requested ones.
-        """
-        return backward(comm, q, k, v, o, lse, do, dlse=dlse, **own, **shared)
-
-    return (o, lse, backprop) if return_lse else (o, backprop)
+    return with_backprop(inspect.unwrap(forward), backward, (comm, q, k, v), shared, own, return_lse)
 
 
 def _given(keywords: Mapping[str, Any]) -> dict[str, Any]:
