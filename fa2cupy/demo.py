@@ -170,7 +170,7 @@ def _kernels(
     seconds = sum(cached_kernel(spec).seconds for spec in specs)
     tiled = [spec for spec in specs if spec.operation in TILED and not spec.is_fallback]
     tiles = [str(spec.tile) for spec in tiled]
-    family = tiled[0].family if tiled else specs[0].family
+    family = (tiled or specs)[0].family_name
     return f"{family} {'; '.join(tile.split(',')[0] for tile in tiles) if len(tiles) > 1 else ''.join(tiles)}", seconds
 
 

@@ -96,10 +96,10 @@ def info() -> dict[str, object]:
 
 
 def _families() -> dict[str, tuple[str, ...]]:
-    """The dtypes of each name."""
+    """The dtypes of each public name."""
     dtypes: dict[str, tuple[str, ...]] = {}
     for one in FAMILIES:
-        dtypes[one.name] = dtypes.get(one.name, ()) + one.dtypes
+        dtypes[one.public_name] = dtypes.get(one.public_name, ()) + one.dtypes
     return dtypes
 
 

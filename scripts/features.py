@@ -322,7 +322,11 @@ def table(rows: Sequence[dict[str, object]]) -> list[str]:
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Parses the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add, names, families = parser.add_argument, tuple(FEATURES), (DEFAULT, *dict.fromkeys(row.name for row in FAMILIES))
+    add, names, families = (
+        parser.add_argument,
+        tuple(FEATURES),
+        (DEFAULT, *dict.fromkeys(row.public_name for row in FAMILIES)),
+    )
     add("--features", nargs="+", choices=names, default=names, metavar="NAME", help=f"of {', '.join(names)}")
     add("--head-dims", nargs="+", type=supported_head_dim, default=HEAD_DIMS, metavar="N")
     divisors = f"divisors of {TOKENS}, but for packed"

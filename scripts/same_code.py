@@ -109,9 +109,9 @@ def of_family(device: DeviceInfo, family: Family, dtype: str, head_dims: Sequenc
     """Yields the kernels of calls without features."""
     for head_dim, causal, method in itertools.product(head_dims, (False, True), METHODS):
         if has_method(family, method):
-            yield from kernels_of(device, dtype, head_dim, causal, method, family.name)
+            yield from kernels_of(device, dtype, head_dim, causal, method, family.public_name)
             if family.split_operations and causal:
-                yield from kernels_of(device, dtype, head_dim, causal, method, family.name, num_splits=2)
+                yield from kernels_of(device, dtype, head_dim, causal, method, family.public_name, num_splits=2)
     for head_dim in head_dims:
         yield merge_spec(device, dtype, head_dim)
         if "decode" in family.operations:
@@ -125,10 +125,12 @@ def of_features(device: DeviceInfo, family: Family, dtype: str) -> Iterator[Kern
     for method in (method for method in METHODS if has_method(family, method)):
         results = [name for name in OF_RESULTS if method and (name != "return_dbias" or "dbias" in family.features)]
         for features in (*((name,) for name in OF_BOTH), (*OF_BOTH, *results)):
-            yield from kernels_of(device, dtype, 64, True, method, family.name, features=features)
+            yield from kernels_of(device, dtype, 64, True, method, family.public_name, features=features)
         if "block_mask" in family.features:
             features = ("block_mask", *(("return_dscore_args",) if method == "two_pass" else ()))
-            yield from kernels_of(device, dtype, 64, False, method, family.name, features=features, functions=functions)
+            yield from kernels_of(
+                device, dtype, 64, False, method, family.public_name, features=features, functions=functions
+            )
     if "decode" in family.operations:
         yield from decode_specs(device, dtype, 64, features=OPERATIONS["decode"].features)
 

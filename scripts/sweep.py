@@ -50,7 +50,7 @@ from fa2cupy.cli import run_command
 from fa2cupy.families.choice import choose
 from fa2cupy.families.device import DeviceInfo
 from fa2cupy.families.operations import TILED
-from fa2cupy.families.registry import family_named, family_of_kernel
+from fa2cupy.families.registry import family_of_kernel
 from fa2cupy.families.tile import TileConfig
 from fa2cupy.families.tuning import save_tuned_tile
 from fa2cupy.gpu.launch import bind_plan
@@ -96,9 +96,7 @@ def interesting(spec: KernelSpec, device: DeviceInfo) -> bool:
     warps = (
         device.occupancy(spec.tile.num_threads, 1, spec.shared_memory_bytes) * device.threads_per_multiprocessor / 32
     )
-    fits = family_named(spec.family, spec.dtype).fits_blocks(
-        spec.operation, spec.dtype, spec.head_dim, spec.tile, device
-    )
+    fits = spec.family.fits_blocks(spec.operation, spec.dtype, spec.head_dim, spec.tile, device)
     return warps >= 4 and fits
 
 
@@ -107,12 +105,12 @@ def choose_specs(options: argparse.Namespace, device: DeviceInfo) -> list[Kernel
     family = family_of_kernel(options.operation, options.dtype, device, options.family)
     head_dim = -(-options.head_dim // family.head_dim_step) * family.head_dim_step
     tiles = legal_configs(
-        options.operation, dtype=options.dtype, head_dim=head_dim, arch=options.arch, family=family.name
+        options.operation, dtype=options.dtype, head_dim=head_dim, arch=options.arch, family=family.public_name
     )
     wanted = {name: getattr(options, name) for name in FILTERS.values()}
     arch = device.arch + family.arch_suffix
     specs = [
-        KernelSpec(options.operation, family.name, arch, options.dtype, head_dim, options.causal, tile)
+        KernelSpec(options.operation, family, arch, options.dtype, head_dim, options.causal, tile)
         for tile in tiles
         if all(values is None or getattr(tile, name) in values for name, values in wanted.items())
     ]
@@ -138,12 +136,12 @@ class KernelRunner:
     """Launches the kernel of the sweep, alone, on inputs that are prepared once."""
 
     def __init__(self, gpu: Gpu, problem: Problem, spec: KernelSpec):
-        self.gpu, self.operation, self.family = gpu, spec.operation, spec.family
+        self.gpu, self.operation, self.family = gpu, spec.operation, spec.family_name
         xp = gpu.xp
         self._arrays = []
         for tensors in rotating_inputs(gpu, problem):
             q, k, v = tensors.q, tensors.k, tensors.v
-            o, lse = fa2cupy.forward(q, k, v, causal=problem.causal, family=spec.family)
+            o, lse = fa2cupy.forward(q, k, v, causal=problem.causal, family=spec.family_name)
             arrays = {"q": q, "k": k, "v": v, "o": o, "lse": lse, "dout": tensors.do}
             self._arrays.append({**arrays, "delta": fa2cupy.delta(o, tensors.do)})
         outputs = {name: xp.zeros(problem.shape, problem.numpy_dtype) for name in ("dq", "dk", "dv")}
@@ -191,7 +189,7 @@ def time_rows(gpu: Gpu, problem: Problem, rows: Sequence[Row], rounds: int) -> N
     with progress(len(compiled), "timing") as bar:
         for row in compiled:
             try:
-                check.verify(METHODS[spec.operation], config={spec.operation: row.spec.tile}, family=spec.family)
+                check.verify(METHODS[spec.operation], config={spec.operation: row.spec.tile}, family=spec.family_name)
                 candidate = runner.candidate(row.spec.tile)
                 candidate.call()
                 row.samples = (milliseconds(gpu, candidate.call, 10.0),)
@@ -211,7 +209,9 @@ def as_record(row: Row, problem: Problem, stamp: dict[str, object]) -> dict[str,
     spec = row.spec
     record = {
         **stamp,
-        **{name: getattr(spec, name) for name in ("arch", "family", "operation", "dtype", "head_dim")},
+        "arch": spec.arch,
+        "family": spec.family_name,
+        **{name: getattr(spec, name) for name in ("operation", "dtype", "head_dim")},
         "seqlen": problem.seqlen,
         "causal": int(spec.causal),
         **dataclasses.asdict(spec.tile),
@@ -325,7 +325,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     head_dim = specs[0].head_dim
     batch = max(1, TOKENS[options.dtype] // options.seqlen)
     problem = Problem(options.dtype, head_dim, options.seqlen, batch, max(1, MODEL_DIM // head_dim), options.causal)
-    print(f"{len(specs)} tiles of {options.operation} ({specs[0].family}) on {device.name} ({device.arch}): {problem}")
+    kernels = f"{options.operation} ({specs[0].family_name})"
+    print(f"{len(specs)} tiles of {kernels} on {device.name} ({device.arch}): {problem}")
     rows = compile_rows(specs, device, options.jobs)
     stamp = {"gpu": device.name if gpu else "", "date": datetime.date.today().isoformat()}
     name = f"sweep-{options.operation}-{options.dtype}-d{problem.head_dim}-s{problem.seqlen}"
@@ -354,15 +355,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def save(spec: KernelSpec, device: DeviceInfo) -> int:
     """Makes a tile the default for calls on this device; returns 0 if it could be saved."""
     try:
-        save_tuned_tile(
-            spec.operation,
-            family_named(spec.family, spec.dtype),
-            spec.dtype,
-            spec.head_dim,
-            spec.causal,
-            device,
-            spec.tile,
-        )
+        save_tuned_tile(spec.operation, spec.family, spec.dtype, spec.head_dim, spec.causal, device, spec.tile)
     except OSError as error:  # somebody else can write to the folder, or saves to it just now
         print(f"--save: {error}", file=sys.stderr)
         return 1

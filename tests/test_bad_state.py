@@ -19,7 +19,7 @@ from fa2cupy.jit.compiler import compile_source, nvrtc_build
 from fa2cupy.jit.source import kernel_directory, render_kernel
 from fa2cupy.jit.spec import KernelSpec
 
-SPEC = KernelSpec("delta", "common", "sm_80", "float16", 64, False, TileConfig(16, 1, 4))
+SPEC = KernelSpec("delta", None, "sm_80", "float16", 64, False, TileConfig(16, 1, 4))
 
 # Scripts that hide the real CuPy: no CuPy at all, or one that fails to import.
 WITHOUT_CUPY = "import sys; sys.modules['cupy'] = None\n"
@@ -248,7 +248,7 @@ from fa2cupy.jit.compiler import CompiledKernel
 from fa2cupy.families.device import DeviceInfo
 from fa2cupy.families.sm80 import SM80
 from fa2cupy.jit.spec import KernelSpec
-spec = KernelSpec("delta", "common", "sm_80", "float16", 64, False, TileConfig(16, 1, 4))
+spec = KernelSpec("delta", None, "sm_80", "float16", 64, False, TileConfig(16, 1, 4))
 cache.nvrtc_build, cache.compile_options = (lambda: "build"), (lambda arch: ())
 cache.compile_source = lambda source: CompiledKernel(source.spec.symbol, b"code", 24, 0, 0, "", 0.5)
 kernel = cache.cached_kernel(spec)

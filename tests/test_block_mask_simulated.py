@@ -101,7 +101,7 @@ def check(launched: list, family: str, *, methods=METHODS, inputs=None, num_spli
             gradients = backward(q, k, v, o, lse, do, method=method, **own, **switches)
             expected.check(spec=method, **dict(zip(names, gradients, strict=True)))
     specs = [stage.spec for stage in launched if stage.spec.operation in TILED]
-    assert {spec.family for spec in specs} == {family}
+    assert {spec.family_name for spec in specs} == {family}
     assert all("block_mask" in spec.features for spec in specs)
 
 
@@ -453,7 +453,7 @@ def test_kernels_of_float32_parts_leave_maps_to_those_without(launched):
     q, k, v, _ = map(place, make_inputs("float32", seqlen_q=128, seqlen_k=128, num_heads=1, head_dim=8))
     sparse = BlockMask(place(np.eye(8, dtype=bool)), 128, 128, (16, 16))
     forward(q, k, v, block_mask=sparse)
-    assert launched[-1].spec.family == "simt"
+    assert launched[-1].spec.family_name == "simt"
     with pytest.raises(UnsupportedProblemError, match="^block_mask: family 'sm90' for forward with float32"):
         forward(q, k, v, block_mask=sparse, family="sm90")
 

@@ -33,7 +33,7 @@ from fa2cupy.system import folders
 pytest.importorskip("cupy", reason="kernels are compiled by the NVRTC that CuPy loads", exc_type=ImportError)
 
 # The kernel that compiles fastest, for two head dimensions.
-SPEC = KernelSpec("delta", "common", "sm_80", "float16", 64, False, TileConfig(16, 1, 4))
+SPEC = KernelSpec("delta", None, "sm_80", "float16", 64, False, TileConfig(16, 1, 4))
 OTHER = dataclasses.replace(SPEC, head_dim=32)
 TIMEOUT = 120  # for threads and processes that would otherwise wait for ever
 

@@ -26,6 +26,9 @@ from fa2cupy import TileConfig, legal_configs, mods, precompile
 from fa2cupy.errors import KernelCompileError
 from fa2cupy.families.device import DeviceInfo
 from fa2cupy.families.operations import OPERATIONS, TILED
+from fa2cupy.families.simt import SIMT
+from fa2cupy.families.sm80 import SM80
+from fa2cupy.families.sm90 import SM90
 from fa2cupy.inspection import default_specs
 from fa2cupy.jit import source
 from fa2cupy.jit.cache import cached_kernel, entry_path
@@ -279,7 +282,7 @@ def test_a_share_of_the_forward_spills_no_more_than_the_whole(family, head_dim, 
 def test_what_is_called_legal_compiles(operation, head_dim):
     legal = legal_configs(operation, dtype="float16", head_dim=head_dim, arch="sm_90", family="sm80")
     for tile in dict.fromkeys((legal[0], legal[len(legal) // 2], legal[-1])):  # the smallest, a usual one, the largest
-        assert cached_kernel(KernelSpec(operation, "sm80", "sm_90", "float16", head_dim, True, tile)).registers
+        assert cached_kernel(KernelSpec(operation, SM80, "sm_90", "float16", head_dim, True, tile)).registers
 
 
 @pytest.mark.matrix
@@ -293,7 +296,7 @@ def test_what_is_called_legal_compiles(operation, head_dim):
 def test_what_is_called_legal_on_hopper_compiles(operation, head_dim):
     legal = legal_configs(operation, head_dim=head_dim, arch="sm_90", family="sm90")
     for tile in dict.fromkeys((legal[0], legal[-1])):
-        assert "C75" not in cached_kernel(KernelSpec(operation, "sm90", "sm_90a", "float16", head_dim, True, tile)).log
+        assert "C75" not in cached_kernel(KernelSpec(operation, SM90, "sm_90a", "float16", head_dim, True, tile)).log
 
 
 @pytest.mark.matrix
@@ -312,7 +315,7 @@ def test_wgmma_is_not_serialised_with_a_feature(method, feature):
 @pytest.mark.parametrize("operation", TILED)
 def test_smallest_legal_simt_tile_compiles(operation):
     tile = legal_configs(operation, dtype="float64", head_dim=24, arch="sm_90")[0]
-    assert cached_kernel(KernelSpec(operation, "simt", "sm_90", "float64", 24, True, tile)).registers
+    assert cached_kernel(KernelSpec(operation, SIMT, "sm_90", "float64", 24, True, tile)).registers
 
 
 # -------------------------------------------------------------------------------------------- the text that is compiled
@@ -349,7 +352,7 @@ def test_a_kernel_without_features_knows_nothing_of_them(spec):
 @pytest.mark.parametrize("name", sorted(set(FEATURES) - {"dlse", "given_lse"}))
 def test_a_kernel_with_a_feature_is_another_one(name):
     tile = TileConfig(64, 32, 4)
-    plain = KernelSpec("backward_dq", "sm80", "sm_80", "float16", 64, False, tile)
+    plain = KernelSpec("backward_dq", SM80, "sm_80", "float16", 64, False, tile)
     base = {"wide_bias": ("bias",), "dbias": ("bias",), "full_dbias": ("bias", "dbias")}.get(name, ())
     with_feature = dataclasses.replace(plain, features=(*base, name))
     assert with_feature.symbol != dataclasses.replace(plain, features=base).symbol
@@ -366,7 +369,7 @@ def test_the_first_kernels_of_a_process_are_compiled_side_by_side():
         from fa2cupy.families.tile import TileConfig
 
         tile = TileConfig(16, 1, 4)
-        specs = [KernelSpec("delta", "common", "sm_80", "float16", d, False, tile) for d in (32, 64, 96, 128)]
+        specs = [KernelSpec("delta", None, "sm_80", "float16", d, False, tile) for d in (32, 64, 96, 128)]
         sources = [render_kernel(spec) for spec in specs]
         with ThreadPoolExecutor(4) as threads:
             print(len([kernel.cubin for kernel in threads.map(compile_source, sources)]))
@@ -440,7 +443,7 @@ def test_jinja_is_in_entry_files_and_templates_only():
 def test_every_file_of_kernels_is_used_by_some_kernel():
     with_settings = (("dsink", "sink"), ("clear_forward", "cu_seqlens"), ("clear_backward", "cu_seqlens"))
     others = [
-        KernelSpec(operation, "common", "sm_80", "float16", 64, False, TileConfig(1, 1, 8), (feature,))
+        KernelSpec(operation, None, "sm_80", "float16", 64, False, TileConfig(1, 1, 8), (feature,))
         for operation, feature in with_settings
     ]
     for method in (None, *METHODS):
@@ -470,17 +473,17 @@ def test_every_file_of_kernels_is_used_by_some_kernel():
 
 def delta_spec() -> KernelSpec:
     """Returns the spec of the kernel that compiles fastest."""
-    return KernelSpec("delta", "common", "sm_80", "float16", 64, False, TileConfig(16, 1, 4))
+    return KernelSpec("delta", None, "sm_80", "float16", 64, False, TileConfig(16, 1, 4))
 
 
 def forward_spec(**changes) -> KernelSpec:
-    base = KernelSpec("forward", "sm80", "sm_80", "float16", 64, False, TileConfig(64, 32, 4))
+    base = KernelSpec("forward", SM80, "sm_80", "float16", 64, False, TileConfig(64, 32, 4))
     return dataclasses.replace(base, **changes)
 
 
 VARIANTS = {
     "operation": forward_spec(operation="backward_dq"),
-    "family": forward_spec(family="simt"),
+    "family": forward_spec(family=SIMT),
     "dtype": forward_spec(dtype="bfloat16"),
     "head_dim": forward_spec(head_dim=72),
     "causal": forward_spec(causal=True),

@@ -17,7 +17,8 @@ from fa2cupy import TileConfig
 from fa2cupy.families import estimate
 from fa2cupy.families.choice import choose
 from fa2cupy.families.device import DeviceInfo
-from fa2cupy.families.registry import family_named
+from fa2cupy.families.sm80 import SM80
+from fa2cupy.families.sm90 import SM90
 from fa2cupy.problem.attention import AttentionProblem
 from fa2cupy.problem.features import FeatureSettings
 from fa2cupy.problem.options import MAX_SPLITS, CallOptions
@@ -107,7 +108,7 @@ class TestForwardSplits:
 
     def shares(self, seqlen_q: int, seqlen_k: int, heads: tuple[int, int], family: str = "sm90", **window) -> int:
         call = dataclasses.replace(problem(heads=heads), seqlen_q=seqlen_q, seqlen_k=seqlen_k)
-        settings, costs = FeatureSettings(**window), family_named(family).costs
+        settings, costs = FeatureSettings(**window), (SM90 if family == "sm90" else SM80).costs
         return estimate.forward_splits(costs, call.with_settings(settings), H100, self.TILES[family], MAX_SPLITS)
 
     def test_keys_are_shared_where_query_tiles_leave_multiprocessors_idle(self):

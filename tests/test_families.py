@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import pickle
 import re
 
 import pytest
@@ -15,8 +16,10 @@ from fa2cupy.families.choice import choose, choose_with_copies
 from fa2cupy.families.device import DeviceInfo
 from fa2cupy.families.family import TileRow
 from fa2cupy.families.operations import METHODS, OPERATIONS, TILED
-from fa2cupy.families.registry import FAMILIES, choose_family, family_named, family_of_kernel
+from fa2cupy.families.registry import FAMILIES, choose_family, family_of_kernel
 from fa2cupy.families.simt import Simt
+from fa2cupy.families.sm80 import SM80
+from fa2cupy.families.sm90 import Sm90
 from fa2cupy.jit.params import param_layout
 from fa2cupy.jit.source import kernel_directory, render_kernel
 from fa2cupy.jit.spec import KernelSpec
@@ -52,8 +55,9 @@ def test_every_feature_concerns_an_operation():
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
 def test_a_family_has_a_folder_records_and_tiles_for_all_that_it_computes(family):
-    assert (kernel_directory() / family.folder).is_dir()
-    assert all(family_named(family.name, dtype) is family for dtype in family.dtypes)
+    assert (kernel_directory() / family.name).is_dir()
+    assert [one.name for one in FAMILIES].count(family.name) == 1
+    assert pickle.loads(pickle.dumps(family)) is family
     assert set(family.tiles) == set(family.operations) <= {name for name, one in OPERATIONS.items() if one.is_tiled}
     for operation in family.operations:
         assert family.record(operation).pointers
@@ -68,8 +72,8 @@ def test_a_family_has_a_folder_records_and_tiles_for_all_that_it_computes(family
     (
         lambda: OPERATIONS["sideways"],
         lambda: choose_family("sideways", "float16", H100),
-        lambda: param_layout("sideways", "sm80", "float16"),
-        lambda: KernelSpec("sideways", "sm80", "sm_80", "float16", 64, False, TileConfig(64, 64, 4)),
+        lambda: param_layout("sideways", SM80, "float16"),
+        lambda: KernelSpec("sideways", SM80, "sm_80", "float16", 64, False, TileConfig(64, 64, 4)).params,
     ),
 )
 def test_an_unknown_operation_is_refused_where_it_is_named(make):
@@ -80,15 +84,15 @@ def test_an_unknown_operation_is_refused_where_it_is_named(make):
 @pytest.mark.parametrize(
     "make",
     (
-        lambda: family_named("sm70"),
+        lambda: choose_family("forward", "float32", H100, "sm90_float32"),
         lambda: choose_family("forward", "float16", H100, "sm70"),
         lambda: choose("forward", problem(), H100, STRIDES, CallOptions(family="sm70")),
-        lambda: param_layout("forward", "sm70", "float16"),
-        lambda: KernelSpec("forward", "sm70", "sm_80", "float16", 64, False, TileConfig(64, 64, 4)),
     ),
 )
 def test_an_unknown_family_is_refused_where_it_is_named(make):
-    with pytest.raises(ValueError, match=r"^family: expected one of \['sm90', 'sm80', 'simt'\], got 'sm70'$"):
+    with pytest.raises(
+        ValueError, match=r"^family: expected one of \['sm90', 'sm80', 'simt'\], got 'sm(70|90_float32)'$"
+    ):
         make()
 
 
@@ -119,7 +123,7 @@ def test_a_call_that_falls_back_has_the_method_and_tiles_of_the_family_that_it_g
 
 
 def test_what_this_machine_lacks_matters_to_calls_and_not_to_kernels_that_are_compiled_ahead(monkeypatch):
-    monkeypatch.setattr(type(family_named("sm90")), "why_not_here", lambda self: "needs more")
+    monkeypatch.setattr(Sm90, "why_not_here", lambda self: "needs more")
     assert choose("forward", problem(), H100, STRIDES).family.name == "sm80"
     assert choose("forward", problem(), H100, STRIDES, is_launched=False).family.name == "sm90"
     with pytest.raises(UnsupportedProblemError, match="^family 'sm90' needs more$"):
@@ -198,7 +202,7 @@ def test_the_precision_of_float32_and_what_has_no_kernel_for_it(precision, chang
     one = problem("float32", **{**LONG, **changes})
     chosen = choose(call, one, DeviceInfo.named(device), STRIDES, options, is_launched=False)
     operations = {"forward", "backward_dq", "backward_dkdv"} if call == "backward" else {call}
-    assert chosen.family.name == wanted
+    assert chosen.family.public_name == wanted
     assert (chosen.fallback is None) == (wanted == "simt")
     if chosen.fallback is not None:
         # The fallback stores its gradients over others, so that it never adds to them.
@@ -236,17 +240,17 @@ def test_parts_are_the_default_where_three_products_are_faster_than_one(arch, na
     """The driver reports most names with the prefix NVIDIA."""
     device = dataclasses.replace(DeviceInfo.named("sm_86"), arch=arch, name=name)
     for call in ("forward", "backward"):
-        assert choose(call, problem("float32", **LONG), device, STRIDES, is_launched=False).family.name == wanted
-        assert choose_family(call, "float32", device).name == wanted
+        assert choose(call, problem("float32", **LONG), device, STRIDES, is_launched=False).family.public_name == wanted
+        assert choose_family(call, "float32", device).public_name == wanted
 
 
 def test_a_family_without_a_kernel_of_single_pass():
     a100, options = DeviceInfo.named("sm_80"), CallOptions(family="sm80", method="single_pass")
     with pytest.raises(UnsupportedProblemError, match="^family 'sm80' has no kernel of backward$"):
         choose("backward", problem("float32", **LONG), a100, STRIDES, options, is_launched=False)
-    assert choose_family("backward", "float32", a100).name == "sm80"
+    assert choose_family("backward", "float32", a100).name == "sm80_float32"
     assert family_of_kernel("backward", "float32", a100).name == "simt"
-    assert family_of_kernel("backward_dq", "float32", a100).name == "sm80"
+    assert family_of_kernel("backward_dq", "float32", a100).name == "sm80_float32"
     with pytest.raises(UnsupportedProblemError, match="^family 'sm80' has no kernel of backward for float32$"):
         family_of_kernel("backward", "float32", a100, "sm80")
 
@@ -265,8 +269,7 @@ def test_a_family_that_does_not_have_the_precision():
 class Toy(Simt):
     """The kernels of simt under another name, with tiles of its own, for float32 alone."""
 
-    name = "toy"
-    folder = "simt"
+    public_name = "toy"
     operations = TILED
     dtypes = ("float32",)
     tiles = {
@@ -292,7 +295,7 @@ def test_a_family_that_is_in_the_list_is_chosen(toy):
     assert choose_family("forward", "float64", H100).name == "simt"
     forward = forward_plan(problem("float32"), H100, STRIDES).stages
     single = backward_plan(problem("float32"), H100, STRIDES, None).stages
-    assert [(s.spec.operation, s.spec.family) for s in single] == [("delta", "common"), ("backward", "toy")]
+    assert [(s.spec.operation, s.spec.family_name) for s in single] == [("delta", "common"), ("backward", "toy")]
     assert forward[0].spec.tile == TileConfig(16, 16, 4)
     assert re.match("fa2_forward_toy_fp32_d64_r16_c16", forward[0].spec.symbol)
     assert 'kernels/simt/forward.cuh"' in render_kernel(forward[0].spec).text
@@ -310,7 +313,7 @@ def test_a_family_that_is_in_the_list_runs(toy, monkeypatch, method):
     with simulated_gpu(monkeypatch, "sm_80") as launched:
         o, lse = forward(q, k, v, causal=True)
         dq, dk, dv = backward(q, k, v, o, lse, do, causal=True, method=method)
-    assert {s.spec.family for s in launched} == {"common", "toy"}
+    assert {s.spec.family_name for s in launched} == {"common", "toy"}
     assert [s.spec.operation for s in launched][2:] == list(METHODS[method or "single_pass"])
     Expectation(q, k, v, do, causal=True).check(o=o, lse=lse, dq=dq, dk=dk, dv=dv)
 
@@ -334,7 +337,7 @@ def test_gradients_that_only_kernels_with_query_tiles_write_are_given_by_two_pas
     for method in (None, *METHODS):
         options = CallOptions(family=family, method=method)
         choice = choose("backward", problem(dtype, settings=wanted), H100, STRIDES, options, is_launched=False)
-        assert (choice.family.name, choice.method) == (family, "two_pass")
+        assert (choice.family.public_name, choice.method) == (family, "two_pass")
     options = CallOptions(family="simt", method="single_pass")
     choice = choose("backward", problem("float32", settings=wanted), H100, STRIDES, options, is_launched=False)
     assert choice.method == "single_pass"

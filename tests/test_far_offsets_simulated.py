@@ -101,7 +101,7 @@ def blocks_of_last_head(stage: Stage, rows: int, tile: int) -> Iterable[int]:
     operation, values = stage.spec.operation, stage_values(stage)
     if operation == "dsink":
         return (HEADS - 1,)
-    if (operation, stage.spec.family) == ("convert_dq", "sm90"):
+    if (operation, stage.spec.family_name) == ("convert_dq", "sm90"):
         return (0,)  # its first block has the last tile
     if operation in ("delta", "convert_dq"):
         return range(stage.blocks - -(-rows // stage.spec.tile.b_r), stage.blocks)

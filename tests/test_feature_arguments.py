@@ -12,6 +12,7 @@ from support.feature_cases import SIZES, inputs_of, numbers, options_of, run
 import fa2cupy
 from fa2cupy import UnsupportedProblemError, block_mask, mods
 from fa2cupy.families import registry as families
+from fa2cupy.families.sm80 import SM80
 from fa2cupy.jit.params import param_layout
 from fa2cupy.problem import strides
 from fa2cupy.problem.block_mask import KEY_LISTS, QUERY_LISTS
@@ -385,7 +386,7 @@ def test_where_the_elements_of_an_array_lie_over_the_scores(name, shape, wanted)
 def test_a_bias_is_read_in_its_own_dtype(dtype, bias_dtype, kind):
     q, k, v, _ = inputs_of(dtype)
     needs = problem_from_arrays(q, k, v, bias=zeros(37, 53).astype(bias_dtype)).features
-    kinds = {field.name: field.kind for field in param_layout("forward", "sm80", dtype, needs).fields}
+    kinds = {field.name: field.kind for field in param_layout("forward", SM80, dtype, needs).fields}
     assert kinds["bias"] == kind
 
 

@@ -99,7 +99,7 @@ def check(
     for method, results in results_by_method(name, inputs, methods, dlse=dlse, **options):
         expected.check(spec=method, **results)
     specs = [stage.spec for stage in launched if stage.spec.operation in TILED]
-    assert {spec.family for spec in specs} == {name.split()[0]}
+    assert {spec.family_name for spec in specs} == {name.split()[0]}
     assert used is None or all(used in spec.features for spec in specs)
 
 
@@ -419,7 +419,7 @@ class TestArraysInSharedMemory:
             stage.spec for stage in launched if stage.spec.operation == operation.replace("single_pass", "backward")
         }
         without = dataclasses.replace(spec, features=tuple(name for name in spec.features if name != array))
-        assert (spec.family, spec.shared_memory_bytes > without.shared_memory_bytes) == ("sm90", True)
+        assert (spec.family_name, spec.shared_memory_bytes > without.shared_memory_bytes) == ("sm90", True)
 
     @staticmethod
     def check(operation: str, inputs: tuple, config: dict | None, options: dict, expected=None) -> None:

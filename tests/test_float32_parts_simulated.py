@@ -96,8 +96,13 @@ def check(inputs: tuple, launched: list, kernels: Kernels, **options) -> dict:
     if inputs[0].size and inputs[1].size:
         tiled = [stage.spec for stage in launched if stage.spec.operation in TILED]
         own = kernels.family
-        assert [spec.family for spec in tiled] == [own, "simt", *[own] * len(METHODS[kernels.method]), *["simt"] * 3]
-        assert [spec.is_fallback for spec in tiled] == [spec.family == "simt" for spec in tiled]
+        assert [spec.family_name for spec in tiled] == [
+            own,
+            "simt",
+            *[own] * len(METHODS[kernels.method]),
+            *["simt"] * 3,
+        ]
+        assert [spec.is_fallback for spec in tiled] == [spec.family_name == "simt" for spec in tiled]
     return results
 
 
@@ -242,7 +247,7 @@ def check_dbias(launched: list, kernels: Kernels, repeated: str, head_dim: int, 
     assert results["dbias"] is given
     expected.check(**results)
     specs = [stage.spec for stage in launched if stage.spec.operation == "backward_dq"]
-    assert [(spec.family, spec.is_fallback) for spec in specs] == [(kernels.family, False), ("simt", True)]
+    assert [(spec.family_name, spec.is_fallback) for spec in specs] == [(kernels.family, False), ("simt", True)]
     assert all(("full_dbias" in spec.features) == (not repeated) for spec in specs)
 
 
@@ -309,7 +314,7 @@ def left_heads(monkeypatch, inputs: tuple, kernels: Kernels, rows: slice, **opti
     left = []
 
     def look(launch: Launch) -> None:
-        own = launch.spec.family == kernels.family and not launch.spec.is_fallback
+        own = launch.spec.family_name == kernels.family and not launch.spec.is_fallback
         if own and launch.spec.operation in TILED:
             results = [launch.array(name) for name in ("o", "dq", "dk", "dv") if name in launch.pointers]
             left.extend(np.isnan(x[:, rows]).any(axis=(1, 3)).tolist() for x in results)
@@ -363,9 +368,9 @@ def test_rings_of_few_pieces(launched, kernels):
     inputs = draw("float32", (150, 200), 200)
     results = run(inputs, kernels, causal=True, config=config)
     Expectation(*inputs, causal=True).check(**results)
-    assert {stage.spec.tile for stage in launched if stage.spec.family == "sm90" and stage.spec.operation in TILED} == {
-        *config.values()
-    }
+    assert {
+        stage.spec.tile for stage in launched if stage.spec.family_name == "sm90" and stage.spec.operation in TILED
+    } == {*config.values()}
 
 
 @of_wide_rows

@@ -27,7 +27,7 @@ from fa2cupy.system.folders import UNFINISHED, UntrustedError, read_file, replac
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "geteuid"), reason="files belong to nobody here")
 
-SPEC = KernelSpec("delta", "common", "sm_80", "float16", 64, False, TileConfig(16, 1, 4))
+SPEC = KernelSpec("delta", None, "sm_80", "float16", 64, False, TileConfig(16, 1, 4))
 OTHER = dataclasses.replace(SPEC, head_dim=32)
 ME, OTHER_USER = 1000, 1001
 FOLDER = Path("/some/folder")

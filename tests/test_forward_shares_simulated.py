@@ -50,7 +50,7 @@ def check(launched: list, kernel: tuple, inputs: tuple, num_splits: int, out=(No
     o, lse = forward(q, k, v, num_splits=num_splits, config=KERNELS[kernel], family=kernel[0], out=out, **problem)
     Expectation(q, k, v, **problem).check(spec=num_splits, o=o, lse=lse)
     specs = [stage.spec for stage in launched if stage.spec.operation != "clear_forward"]
-    assert [(spec.operation, spec.family, spec.is_split) for spec in specs] == [
+    assert [(spec.operation, spec.family_name, spec.is_split) for spec in specs] == [
         ("forward", kernel[0], True),
         ("merge_forward", "common", False),
     ]

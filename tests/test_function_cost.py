@@ -12,6 +12,7 @@ from support.traced_cases import ready_made
 
 import fa2cupy
 from fa2cupy import TileConfig, UnsupportedProblemError, mods, precompile
+from fa2cupy.families.simt import SIMT
 from fa2cupy.functions.tracing import trace
 from fa2cupy.jit import cache, costs
 from fa2cupy.jit.cache import cached_kernel
@@ -44,7 +45,7 @@ def remainders(number):
 def spec_of(function, arrays=(), operation="forward", features=(), role="score_mod") -> KernelSpec:
     own = (bound_function(role, function, arrays),)
     return KernelSpec(
-        operation, "simt", "sm_80", "float32", 64, False, TileConfig(16, 16, 4), (role, *features), functions=own
+        operation, SIMT, "sm_80", "float32", 64, False, TileConfig(16, 16, 4), (role, *features), functions=own
     )
 
 
@@ -145,7 +146,7 @@ def test_the_log_names_the_function_of_a_kernel(caplog):
     pytest.importorskip("cupy", reason="kernels are compiled by the NVRTC that CuPy loads", exc_type=ImportError)
     own = (bound_function("mask_mod", remainders(1), ()),)
     tile = TileConfig(16, 16, 8)
-    spec = KernelSpec("tile_states", "common", "sm_80", "float32", 1, False, tile, ("mask_mod",), functions=own)
+    spec = KernelSpec("tile_states", None, "sm_80", "float32", 1, False, tile, ("mask_mod",), functions=own)
     with caplog.at_level(logging.INFO, logger="fa2cupy"):
         kernel = compile_source(render_kernel(spec))
     (record,) = caplog.records

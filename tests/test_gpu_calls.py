@@ -370,7 +370,7 @@ def kernels_of_backward(launched, arrays: tuple, **options) -> list[tuple[str, s
     o, lse = forward(q, k, v, **forward_options)
     launched.clear()
     backward(q, k, v, o, lse, do, **options)
-    return [(s.spec.family, s.spec.operation) for s in launched if s.spec.operation.startswith("backward")]
+    return [(s.spec.family_name, s.spec.operation) for s in launched if s.spec.operation.startswith("backward")]
 
 
 def test_a_call_that_falls_back_takes_the_method_of_the_kernels_that_it_falls_back_to(launched, monkeypatch):

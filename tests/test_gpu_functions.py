@@ -45,19 +45,19 @@ def check(inputs: tuple, families: list[Family], *, dlse=None, **options) -> Non
     switches = extras(options)
     names = gradient_names(options)
     for family in families:
-        own = {"family": family.name, **options}
+        own = {"family": family.public_name, **options}
         o, lse = fa2cupy.forward(q, k, v, out=expected.unwritten("o", "lse"), **own)
-        expected.check(spec=family.name, o=o, lse=lse)
+        expected.check(spec=family.public_name, o=o, lse=lse)
         for method, operations in METHODS.items():
             if not all(family.supports(operation, dtype, device) for operation in operations):
                 continue
             (dq, dk, dv) = fa2cupy.backward(q, k, v, o, lse, do, dlse=dlse, method=method, **own)
-            expected.check(spec=(method, family.name), dq=dq, dk=dk, dv=dv)
+            expected.check(spec=(method, family.public_name), dq=dq, dk=dk, dv=dv)
         if switches:
             gradients = fa2cupy.backward(
                 q, k, v, o, lse, do, dlse=dlse, out=expected.unwritten(*names), **switches, **own
             )
-            expected.check(spec=("all", family.name), **dict(zip(names, gradients, strict=True)))
+            expected.check(spec=("all", family.public_name), **dict(zip(names, gradients, strict=True)))
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -386,7 +386,7 @@ def check_forward(inputs: tuple, launched: list, *, family: str = "sm90", **opti
     expected = Expectation(q, k, v, softmax_scale=options.get("scale"), **problem)
     o, lse = forward(q, k, v, num_splits=1, **options)
     expected.check(o=o, lse=lse)
-    assert launched[-1].spec.family == family
+    assert launched[-1].spec.family_name == family
 
 
 @pytest.mark.sample(head_dim=(64, 256), dtype=("float16",), causal=(True,))
@@ -424,7 +424,7 @@ def test_strided_arrays_on_hopper(on_hopper, view):
     o = view(np.full_like(q, np.nan))
     _, lse = forward(q, k, v, causal=True, config=GROUPS[0], out=(o, None))
     Expectation(q, k, v, causal=True).check(o=o, lse=lse)
-    assert on_hopper[-1].spec.family == "sm90"
+    assert on_hopper[-1].spec.family_name == "sm90"
 
 
 @pytest.mark.parametrize(
@@ -523,7 +523,7 @@ def check_backward(inputs: tuple, launched: list, *, methods: tuple = METHODS, f
         stages = [
             stage.spec for stage in launched if stage.spec.operation in ("backward", "backward_dkdv", "convert_dq")
         ]
-        assert stages and {spec.family for spec in stages} == {family}
+        assert stages and {spec.family_name for spec in stages} == {family}
     return results
 
 
@@ -614,7 +614,7 @@ def test_strided_arrays_in_the_hopper_backward(on_hopper, head_dim, view):
         gradients = backward(q, k, v, o, lse, do, causal=True, config=by_keys(head_dim), method=method, out=out)
         assert all(x is y for x, y in zip(gradients, out, strict=True))
         expected.check(**dict(zip(("dq", "dk", "dv"), out, strict=True)))
-        assert "sm90" in {stage.spec.family for stage in on_hopper}
+        assert "sm90" in {stage.spec.family_name for stage in on_hopper}
 
 
 @pytest.mark.sample(view=(backwards,))
@@ -673,7 +673,7 @@ def test_probabilities_are_at_most_one_on_hopper(on_hopper, method, head_dim):
     wanted, results = (backward(q, k, v, o, x, do, **options) for x in (lse, lower))
     for gradient, expected in zip(results, wanted, strict=True):
         np.testing.assert_array_equal(gradient, expected)
-    assert {stage.spec.family for stage in on_hopper if stage.spec.operation in TILED} == {"sm90"}
+    assert {stage.spec.family_name for stage in on_hopper if stage.spec.operation in TILED} == {"sm90"}
 
 
 @pytest.mark.sample(head_dim=(64,), method=("two_pass",))
@@ -717,7 +717,7 @@ def test_dq_on_hopper_at_every_head_dim(dq_launched, dtype, head_dim, causal):
     tile = GROUPS[0] if head_dim <= 192 else TileConfig(128, 48, 12, 2)
     for lengths in ((1, 1), (64, 48), (65, 47), (133, 150), (190, 70)):
         check_dq(draw(dtype, lengths, head_dim), causal=causal, config=tile)
-        assert (dq_launched[-1].spec.family, dq_launched[-1].spec.tile) == ("sm90", tile)
+        assert (dq_launched[-1].spec.family_name, dq_launched[-1].spec.tile) == ("sm90", tile)
 
 
 #: Tiles for both orders of the products, dQ stored through its own buffer and through dO's, one to three stages of V,
@@ -766,7 +766,7 @@ def test_dq_of_strided_arrays_on_hopper(dq_launched, view):
     inputs = draw("float16", (70, 100), 72, batch=2, view=view)
     out = tuple(view(np.full_like(x, np.nan)) for x in inputs[:3])
     check_dq(inputs, causal=True, config=GROUPS[0], out=(out[0], None, None) if view in (packed, joined) else None)
-    assert dq_launched[-1].spec.family == "sm90"
+    assert dq_launched[-1].spec.family_name == "sm90"
 
 
 @pytest.mark.parametrize("rows", (slice(0, 1), slice(None)), ids=("one row", "all rows"))

@@ -14,6 +14,7 @@ from support import plans
 from fa2cupy import TileConfig
 from fa2cupy.families.device import DeviceInfo
 from fa2cupy.families.records import ARRIVALS
+from fa2cupy.families.sm80 import SM80
 from fa2cupy.gpu import counters, launch
 from fa2cupy.jit.compiler import CompiledKernel
 from fa2cupy.jit.spec import KernelSpec
@@ -75,7 +76,7 @@ def driver(monkeypatch):
 
 
 def spec_of(num_stages: int) -> KernelSpec:
-    return KernelSpec("forward", "sm80", "sm_80", "float16", 64, False, TileConfig(64, 64, 4, num_stages))
+    return KernelSpec("forward", SM80, "sm_80", "float16", 64, False, TileConfig(64, 64, 4, num_stages))
 
 
 # -------------------------------------------------------------------------------------------------------------- loading

@@ -25,7 +25,7 @@ from fa2cupy.jit.spec import KernelSpec
 from fa2cupy.system import locks
 from fa2cupy.system.locks import ForkGate, file_lock, new_lock
 
-SPEC = KernelSpec("delta", "common", "sm_80", "float16", 64, False, TileConfig(16, 1, 4))
+SPEC = KernelSpec("delta", None, "sm_80", "float16", 64, False, TileConfig(16, 1, 4))
 OTHER = dataclasses.replace(SPEC, head_dim=32)
 TIMEOUT = 60  # for threads and processes that would otherwise wait for ever
 

@@ -99,7 +99,7 @@ def record(stage: Stage) -> dict[str, object]:
 def test_forward_is_one_launch_with_a_block_for_each_query_tile_of_each_head():
     plan = forward_plan(family="sm80")
     (stage,) = plan.stages
-    assert (stage.spec.operation, stage.spec.family, stage.spec.arch) == ("forward", "sm80", "sm_90")
+    assert (stage.spec.operation, stage.spec.family_name, stage.spec.arch) == ("forward", "sm80", "sm_90")
     assert stage.blocks == -(-300 // stage.spec.tile.b_r) * 8 * 3
     assert stage.threads == 32 * stage.spec.tile.num_warps
     assert (plan.workspaces, plan.cleared) == ((), ())
@@ -110,7 +110,7 @@ def test_forward_on_hopper_is_one_launch_with_a_block_for_each_multiprocessor_or
         plan = forward_plan(batch=batch, causal=causal)
         (stage,) = plan.stages
         tiles = -(-300 // stage.spec.tile.b_r) * 8 * batch
-        assert (stage.spec.operation, stage.spec.family, stage.spec.arch) == ("forward", "sm90", "sm_90a")
+        assert (stage.spec.operation, stage.spec.family_name, stage.spec.arch) == ("forward", "sm90", "sm_90a")
         assert stage.blocks == min(tiles, H100.multiprocessors * stage.spec.tile.blocks_per_sm)
         assert (plan.workspaces, plan.cleared) == ((), ())
 
@@ -136,14 +136,14 @@ def test_a_split_forward_has_a_block_for_each_share_and_merges_them(family, head
     forward, merge = plan.stages
     rows = forward.spec.tile.b_r
     tiles = -(-300 // rows) * 8 * 3
-    assert (forward.spec.operation, forward.spec.family, forward.spec.is_split) == ("forward", family, True)
+    assert (forward.spec.operation, forward.spec.family_name, forward.spec.is_split) == ("forward", family, True)
     values = record(forward)
     assert (values["num_heads"], values["scheduled_heads"], values["num_splits"]) == (8, 8 * num_splits, num_splits)
     most = H100.multiprocessors * forward.spec.tile.blocks_per_sm if family == "sm90" else math.inf
     assert forward.blocks == min(tiles * num_splits, most)
     assert {"o", "lse"}.isdisjoint(forward.spec.params.pointers) and "o_strides" not in values
 
-    assert (merge.spec.operation, merge.spec.family, merge.spec.is_split) == ("merge_forward", "common", False)
+    assert (merge.spec.operation, merge.spec.family_name, merge.spec.is_split) == ("merge_forward", "common", False)
     assert merge.blocks == tiles * rows // 16 and merge.spec.tile.b_r == rows
     assert record(merge)["num_splits"] == num_splits
     (workspace,) = plan.workspaces
@@ -166,7 +166,7 @@ def packed(**changes) -> dict[str, object]:
 @pytest.mark.parametrize("family", ("sm80", "sm90"))
 def test_packed_sequences_have_tiles_for_all_rows_and_one_more_each(family):
     clear, stage = forward_plan(family=family, causal=True, **packed()).stages
-    assert (clear.spec.operation, clear.spec.family, clear.blocks) == (
+    assert (clear.spec.operation, clear.spec.family_name, clear.blocks) == (
         "clear_forward",
         "common",
         -(-300 // clear.threads),
@@ -196,7 +196,7 @@ def test_without_packed_rows_nothing_is_launched():
         assert [op for op in operations(forward_plan(**changes)) if op != "clear_forward"] == []
     assert operations(forward_plan(**packed(num_sequences=0))) == ["clear_forward"]
     assert operations(forward_plan(**packed(), num_heads=0, num_heads_kv=0)) == []
-    assert {s.spec.family for s in forward_plan(**packed(max_seqlen_k=0)).stages} == {"common", "sm90"}
+    assert {s.spec.family_name for s in forward_plan(**packed(max_seqlen_k=0)).stages} == {"common", "sm90"}
 
 
 # ----------------------------------------------------------------------------------------------- the size of workspaces
@@ -462,7 +462,7 @@ ODD_STRIDES = {
 @pytest.mark.parametrize("strides", ODD_STRIDES.values(), ids=ODD_STRIDES)
 def test_strides_that_tma_does_not_take_fall_back_to_sm80(strides, name):
     (stage,) = plans.forward_plan(problem(), H100, {**STRIDES, name: strides}).stages
-    assert (stage.spec.family, stage.spec.arch, stage.maps) == ("sm80", "sm_90", ())
+    assert (stage.spec.family_name, stage.spec.arch, stage.maps) == ("sm80", "sm_90", ())
     assert record(stage)[f"{name}_strides"] == strides
     with pytest.raises(UnsupportedProblemError, match=f"'sm90'.*{name} is not for TMA, a stride of"):
         plans.forward_plan(problem(), H100, {**STRIDES, name: strides}, family="sm90")
@@ -471,7 +471,7 @@ def test_strides_that_tma_does_not_take_fall_back_to_sm80(strides, name):
 @pytest.mark.parametrize("changes", ({"seqlen_k": 0}, {"softmax_scale": 0.0}, {"softmax_scale": -1.0}), ids=str)
 def test_problems_that_the_hopper_kernels_do_not_know_fall_back_to_sm80(changes):
     (stage,) = forward_plan(**changes).stages
-    assert stage.spec.family == "sm80"
+    assert stage.spec.family_name == "sm80"
     with pytest.raises(UnsupportedProblemError, match="'sm90'"):
         forward_plan(family="sm90", **changes)
 
@@ -486,7 +486,7 @@ def test_dq_on_hopper_is_one_launch_with_a_block_for_each_multiprocessor_or_tile
     for batch, causal in itertools.product((1, 50), (False, True)):
         stage = hopper_dq(batch=batch, causal=causal)
         tiles = -(-300 // stage.spec.tile.b_r) * 8 * batch
-        assert (stage.spec.operation, stage.spec.family, stage.spec.arch) == ("backward_dq", "sm90", "sm_90a")
+        assert (stage.spec.operation, stage.spec.family_name, stage.spec.arch) == ("backward_dq", "sm90", "sm_90a")
         assert stage.blocks == min(tiles, H100.multiprocessors * stage.spec.tile.blocks_per_sm)
         assert (record(stage)["num_tiles"], record(stage)["softmax_scale"]) == (tiles // 8 // batch, 0.25)
 
@@ -508,23 +508,25 @@ def test_the_record_of_dq_on_hopper_has_tensor_maps():
 def test_dq_falls_back_to_sm80_where_an_array_of_its_own_is_not_for_tma(name):
     for strides in ODD_STRIDES.values():
         stage = plans.backward_plan(problem(), H100, {**STRIDES, name: strides}, "two_pass").stages[1]
-        assert (stage.spec.operation, stage.spec.family, stage.maps) == ("backward_dq", "sm80", ())
+        assert (stage.spec.operation, stage.spec.family_name, stage.maps) == ("backward_dq", "sm80", ())
         assert record(stage)[f"{name}_strides"] == strides
-    assert plans.backward_plan(problem(softmax_scale=0.0), H100, STRIDES, "two_pass").stages[1].spec.family == "sm80"
+    assert (
+        plans.backward_plan(problem(softmax_scale=0.0), H100, STRIDES, "two_pass").stages[1].spec.family_name == "sm80"
+    )
     # Only another kernel of the call has a tensor map of dk, but all of them are of one family.
     strides = {**STRIDES, "dk": (8000, -800, 80)}
-    assert {s.spec.family for s in plans.backward_plan(problem(), H100, strides, "two_pass").stages} == {
+    assert {s.spec.family_name for s in plans.backward_plan(problem(), H100, strides, "two_pass").stages} == {
         "common",
         "sm80",
     }
     strides = {**STRIDES, "o": (8000, -800, 80)}
-    assert plans.backward_plan(problem(), H100, strides, "two_pass").stages[1].spec.family == "sm90"
+    assert plans.backward_plan(problem(), H100, strides, "two_pass").stages[1].spec.family_name == "sm90"
 
 
 def test_delta_is_one_launch_with_a_row_for_every_group_of_lanes():
     for dtype, head_dim in itertools.product(DTYPES, (8, 16, 64, 104, 256)):
         (stage,) = plans.delta_plan(problem(dtype=dtype, head_dim=head_dim), H100, STRIDES).stages
-        assert (stage.spec.operation, stage.spec.family) == ("delta", "common")
+        assert (stage.spec.operation, stage.spec.family_name) == ("delta", "common")
         assert stage.blocks == -(-300 // stage.spec.tile.b_r) * 8 * 3
         assert stage.threads % stage.spec.tile.b_r == 0
         assert stage.threads // stage.spec.tile.b_r <= 32
@@ -590,7 +592,7 @@ def test_a_backward_of_ieee_arithmetic_computes_lse_again_after_a_forward_in_par
     options = CallOptions(method=method, **more)
     choice = choose("backward", one, gpu, STRIDES, options, is_launched=False)
     plan = plan_backward(one, gpu, STRIDES, choice)
-    of_simt = [stage for stage in plan.stages if stage.spec.family == "simt"]
+    of_simt = [stage for stage in plan.stages if stage.spec.family_name == "simt"]
     assert [stage.spec.operation for stage in of_simt].count("forward") == (has_own or choice.family.multiplies_parts)
     for stage in of_simt:
         is_forward = stage.spec.operation == "forward"
@@ -624,7 +626,7 @@ def test_workspaces_are_cleared_ahead_where_no_kernel_computes_delta():
 def test_single_pass_on_hopper_has_a_block_for_each_key_tile_and_maps_of_what_it_copies(causal):
     plan = backward_plan("single_pass", batch=50, causal=causal)
     delta, main, convert = plan.stages
-    assert [stage.spec.family for stage in plan.stages] == ["common", "sm90", "sm90"]
+    assert [stage.spec.family_name for stage in plan.stages] == ["common", "sm90", "sm90"]
     assert [stage.spec.arch for stage in plan.stages] == ["sm_90", "sm_90a", "sm_90a"]
     tile = main.spec.tile
     assert main.blocks == -(-500 // tile.b_c) * 2 * 50 > H100.multiprocessors
@@ -641,8 +643,8 @@ def test_single_pass_on_hopper_has_a_block_for_each_key_tile_and_maps_of_what_it
 def test_gradients_that_tma_does_not_take_fall_back_to_sm80(method, strides, name):
     plan = plans.backward_plan(problem(), H100, {**STRIDES, name: strides}, method)
     by_keys = next(stage for stage in plan.stages if stage.spec.operation in ("backward", "backward_dkdv"))
-    assert (by_keys.spec.family, by_keys.maps) == ("sm80", ())
-    assert "sm90" not in {stage.spec.family for stage in plan.stages}
+    assert (by_keys.spec.family_name, by_keys.maps) == ("sm80", ())
+    assert "sm90" not in {stage.spec.family_name for stage in plan.stages}
     with pytest.raises(UnsupportedProblemError, match=f"'sm90'.*{name} is not for TMA, a stride of"):
         plans.backward_plan(problem(), H100, {**STRIDES, name: strides}, method, family="sm90")
 
@@ -650,13 +652,13 @@ def test_gradients_that_tma_does_not_take_fall_back_to_sm80(method, strides, nam
 @pytest.mark.parametrize("name", ("o", "dq"))
 def test_what_is_read_and_written_without_tma_may_lie_as_it_likes_on_hopper(name):
     plan = plans.backward_plan(problem(), H100, {**STRIDES, name: ODD_STRIDES["reversed"]}, "single_pass")
-    assert [stage.spec.family for stage in plan.stages] == ["common", "sm90", "sm90"]
+    assert [stage.spec.family_name for stage in plan.stages] == ["common", "sm90", "sm90"]
 
 
 @pytest.mark.parametrize("changes", ({"seqlen_q": 0}, {"softmax_scale": 0.0}, {"softmax_scale": -1.0}), ids=str)
 def test_problems_that_the_hopper_backward_does_not_know_fall_back_to_sm80(changes):
     for method in ("single_pass", "two_pass"):
-        assert "sm90" not in {stage.spec.family for stage in backward_plan(method, **changes).stages}
+        assert "sm90" not in {stage.spec.family_name for stage in backward_plan(method, **changes).stages}
 
 
 @pytest.mark.parametrize(("dtype", "itemsize"), [("float32", 4), ("float64", 8)])
@@ -873,13 +875,13 @@ def every_layout() -> list:
     found = {}
     for dtype, method in itertools.product(DTYPES, (None, "single_pass", "two_pass")):
         for spec in default_specs(H100, dtype, 32, False, method):
-            found.setdefault((spec.operation, spec.family, "float64" if dtype == "float64" else "float32"), spec)
+            found.setdefault((spec.operation, spec.family_name, "float64" if dtype == "float64" else "float32"), spec)
     split = [stage.spec for family in ("sm80", "sm90") for stage in forward_plan(family=family, num_splits=2).stages]
     return list(found.values()) + list(dict.fromkeys(split))
 
 
 def layout_id(spec) -> str:
-    return f"{spec.operation}-{spec.family}-{spec.dtype}{'-split' if spec.is_split else ''}"
+    return f"{spec.operation}-{spec.family_name}-{spec.dtype}{'-split' if spec.is_split else ''}"
 
 
 def compile_checks(spec: KernelSpec, checks: str) -> None:

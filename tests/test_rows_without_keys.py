@@ -114,7 +114,7 @@ def test_nothing_of_such_a_row_is_seen(launched, kernels, case, method):
     for name, gradient, expected in zip(gradient_names(options, switches), results, wanted, strict=True):
         assert np.isfinite(np.asarray(expected, "float32")).all()
         np.testing.assert_array_equal(gradient, expected, err_msg=name)
-    assert {stage.spec.family for stage in launched if stage.spec.operation == "backward_dq"} <= {"sm90", "simt"}
+    assert {stage.spec.family_name for stage in launched if stage.spec.operation == "backward_dq"} <= {"sm90", "simt"}
 
 
 @pytest.mark.matrix

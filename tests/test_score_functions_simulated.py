@@ -82,7 +82,7 @@ def check(
             gradients = backward(q, k, v, o, lse, do, method=method, **more, **own, **switches)
             expected.check(spec=method, **dict(zip(names, gradients, strict=True)))
     specs = [stage.spec for stage in launched if stage.spec.operation in TILED]
-    assert {spec.family for spec in specs} == {family}
+    assert {spec.family_name for spec in specs} == {family}
     assert all(set(used) <= set(spec.features) for spec in specs)
 
 

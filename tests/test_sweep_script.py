@@ -72,7 +72,7 @@ def compile_forever(spec):
 
 
 def specs_with(*heights):
-    return [KernelSpec("forward", "sm80", "sm_80", "float16", 64, False, TileConfig(b_r, 64, 4)) for b_r in heights]
+    return [KernelSpec("forward", SM80, "sm_80", "float16", 64, False, TileConfig(b_r, 64, 4)) for b_r in heights]
 
 
 def test_a_crashing_compiler_is_one_row():
@@ -210,7 +210,7 @@ def test_sweep_times_checks_and_saves(operation, tmp_path, monkeypatch, capsys, 
 
 @pytest.mark.skipif(not hasattr(os, "geteuid"), reason="modes of folders are POSIX")
 def test_a_sweep_that_cannot_save_its_winner_says_why(tuning_folder, capsys):
-    spec = KernelSpec("forward", "sm80", "sm_80", "float16", 64, False, TileConfig(64, 32, 4))
+    spec = KernelSpec("forward", SM80, "sm_80", "float16", 64, False, TileConfig(64, 32, 4))
     device = DeviceInfo.named("sm_80")
     assert sweep.save(spec, device) == 0
     assert "saved 64x32" in capsys.readouterr().out

@@ -165,7 +165,7 @@ def test_without_cuda_bindings_the_forward_falls_back_with_one_warning(without_b
             forward(q, k, v)
         with pytest.raises(NotImplementedError, match="'sm90' needs cuda-bindings"):
             forward(q, k, v, causal=True, family="sm90")
-    assert [stage.spec.family for stage in launched] == ["sm80", "sm80"]
+    assert [stage.spec.family_name for stage in launched] == ["sm80", "sm80"]
     (warning,) = caught
     assert "pip install" in str(warning.message)
 

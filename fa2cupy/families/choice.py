@@ -151,7 +151,7 @@ def choose_with_copies(
         choices, reasons = _choices_of(family, call, problem, device, strides, options, is_launched)
         if choices:
             return _fastest(choices, problem, device)
-        refusals += [f"family {family.name!r} {reason}" for reason in dict.fromkeys(reasons)]
+        refusals += [f"family {family.public_name!r} {reason}" for reason in dict.fromkeys(reasons)]
     raise UnsupportedProblemError("; ".join(refusals))
 
 

@@ -63,8 +63,7 @@ class Family(ABC):
     Attributes
     ----------
     name : str
-    folder : str
-        Folder in ``kernels/`` and namespace of its kernels.
+        Its module, its folder in ``kernels/`` and the namespace of its kernels.
     operations : tuple of str
         Operations that it has kernels for, in addition to those that all families share.
     dtypes : tuple of str
@@ -126,9 +125,12 @@ class Family(ABC):
     warps: tuple[int, ...] = (2, 4, 8, 12, 16)
 
     @property
-    def folder(self) -> str:
-        """The family's name, unless it runs the kernels of another family."""
-        return self.name
+    def public_name(self) -> str:
+        """The name for `family=` and messages, which the families of one architecture share: their dtypes differ."""
+        return self.name.partition("_")[0]
+
+    def __reduce__(self) -> str:
+        return self.name.upper()  # the constant in its module: kernels' specs go to other processes
 
     # Problems that the family supports.
 

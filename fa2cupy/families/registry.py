@@ -13,25 +13,10 @@ from .sm80_float32 import SM80_FLOAT32
 from .sm90 import SM90
 from .sm90_float32 import SM90_FLOAT32
 
-__all__ = ["FAMILIES", "choose_family", "family_named", "family_of_kernel", "supporting_families"]
+__all__ = ["FAMILIES", "choose_family", "family_of_kernel", "supporting_families"]
 
 #: The families in the order in which they are tried.
 FAMILIES: tuple[Family, ...] = (SM90, SM90_FLOAT32, SM80, SM80_FLOAT32, SIMT)
-
-
-def family_named(name: str, dtype: str | None = None) -> Family:
-    """The family with this name, and of this dtype where several have the name.
-
-    Raises
-    ------
-    ValueError
-        No family has this name.
-    """
-    families = [family for family in FAMILIES if family.name == name]
-    if not families:
-        names = list(dict.fromkeys(family.name for family in FAMILIES))
-        raise ValueError(f"family: expected one of {names}, got {name!r}")
-    return next((family for family in families if dtype in family.dtypes), families[0])
 
 
 def choose_family(
@@ -50,7 +35,7 @@ def choose_family(
         The call, or one of its operations. ``"backward"`` is the call, by any method.
     device : DeviceInfo
     family : str, optional
-        Name of the only family to consider.
+        Public name of the only families to consider.
     features : tuple of str, optional
         Features that it must have.
     precision : {None, "ieee", "split"}, optional
@@ -78,7 +63,7 @@ def family_of_kernel(operation: str, dtype: str, device: DeviceInfo, family: str
     for one in supporting:
         if one.supports(operation, dtype, device):
             return one
-    raise UnsupportedProblemError(f"family {supporting[0].name!r} has no kernel of {operation} for {dtype}")
+    raise UnsupportedProblemError(f"family {supporting[0].public_name!r} has no kernel of {operation} for {dtype}")
 
 
 def supporting_families(
@@ -96,11 +81,12 @@ def supporting_families(
     ValueError, UnsupportedProblemError
         As for `choose_family`.
     """
-    if family is not None:
-        family_named(family)
+    selected = [one for one in FAMILIES if family is None or one.public_name == family]
+    if not selected:
+        names = list(dict.fromkeys(one.public_name for one in FAMILIES))
+        raise ValueError(f"family: expected one of {names}, got {family!r}")
     is_chosen = family is not None or precision == "split"
-    candidates = [one for one in FAMILIES if family in (None, one.name) and dtype in one.dtypes]
-    candidates = [one for one in candidates if _has_precision(one, precision)]
+    candidates = [one for one in selected if dtype in one.dtypes and _has_precision(one, precision)]
     candidates = [one for one in candidates if is_chosen or one.is_default_on(device)]
     supporting = [one for one in candidates if one.supports_call(operation, dtype, device, features)]
     if not supporting:
@@ -110,10 +96,10 @@ def supporting_families(
 
 
 def _listed_families() -> str:
-    """The families, those with the same name and GPUs as one."""
+    """The families, those with the same public name and GPUs as one."""
     dtypes: dict[tuple[str, str], tuple[str, ...]] = {}
     for one in FAMILIES:
-        dtypes[one.name, one.gpus] = dtypes.get((one.name, one.gpus), ()) + one.dtypes
+        dtypes[one.public_name, one.gpus] = dtypes.get((one.public_name, one.gpus), ()) + one.dtypes
     return ", ".join(f"{name} ({', '.join(of)}; {gpus})" for (name, gpus), of in dtypes.items())
 
 

@@ -22,8 +22,7 @@ class Sm80Float32(Float32Parts):
     None of them adds to dQ: there is no ``backward`` for ``single_pass``.
     """
 
-    name = "sm80"
-    folder = "sm80_float32"
+    name = "sm80_float32"
     operations = tuple(_SIDES)
     min_compute_capability = 80
     largest_head_dim = 128

@@ -32,8 +32,7 @@ _PERSISTENT = ("forward", "backward_dq")
 class Sm90Float32(Float32Parts):
     """Kernels for sm_90a only, whose operands are pairs of float16 matrices (``kernels/float32_parts/parts.cuh``)."""
 
-    name = "sm90"
-    folder = "sm90_float32"
+    name = "sm90_float32"
     min_compute_capability = max_compute_capability = 90
     arch_suffix = "a"
     largest_head_dim = 256

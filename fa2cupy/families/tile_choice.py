@@ -90,7 +90,7 @@ def default_tile(
         return applying[0]
     remedy = "" if operation == "decode" else "; config= takes any of fa2cupy.legal_configs"
     raise UnsupportedProblemError(
-        f"no default tile of {operation} ({family.name}) at head_dim {problem.head_dim}, {problem.dtype} fits "
+        f"no default tile of {operation} ({family.public_name}) at head_dim {problem.head_dim}, {problem.dtype} fits "
         f"{device.name}, which has {device.shared_memory_per_block} bytes of shared memory for a block{remedy}"
     )
 

@@ -29,7 +29,7 @@ class _DamagedError(ValueError):
 
 
 def _key(operation: str, family: Family, dtype: str, head_dim: int, causal: bool, device: DeviceInfo) -> str:
-    return f"{device.name}/{family.name}/{operation}/{dtype}/{head_dim}/{'causal' if causal else 'full'}"
+    return f"{device.name}/{family.public_name}/{operation}/{dtype}/{head_dim}/{'causal' if causal else 'full'}"
 
 
 def _location() -> Path:

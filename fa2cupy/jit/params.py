@@ -7,9 +7,9 @@ import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from ..families.family import Family
 from ..families.operations import OPERATIONS
 from ..families.records import ARRIVALS, EXCEPTIONS, split_record
-from ..families.registry import family_named
 from ..functions.tracing import BoundFunction
 from ..problem.features import FEATURES
 from ..problem.strides import AnyStrides
@@ -150,7 +150,7 @@ def gradient_arrays(function: BoundFunction) -> list[tuple[str, int]]:
 @functools.lru_cache(maxsize=None)
 def param_layout(
     operation: str,
-    family: str,
+    family: Family | None,
     dtype: str,
     features: tuple[str, ...] = (),
     is_split: bool = False,
@@ -158,7 +158,10 @@ def param_layout(
     functions: tuple[BoundFunction, ...] = (),
 ) -> ParamLayout:
     """The record of kernels of this operation, family and dtype. Features add members to each of its parts."""
-    record = OPERATIONS[operation].record or family_named(family, dtype).record(operation)
+    record = OPERATIONS[operation].record
+    if record is None:
+        assert family is not None, f"each family has its own record of {operation}"
+        record = family.record(operation)
     pointers, strides, reals, ints, sizes = split_record(record) if is_split else record
     rows = [FEATURES[feature] for feature in features]
     arrays = {name: array for row in rows for name, array in row.arrays.items()}

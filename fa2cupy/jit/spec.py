@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 from ..families.family import Family
 from ..families.operations import OPERATIONS
-from ..families.registry import family_named
 from ..families.tile import TileConfig
 from ..functions.tracing import BoundFunction
 from ..problem.features import FEATURES
@@ -34,8 +33,8 @@ class KernelSpec:
     ----------
     operation : str
         Entry file in ``kernels/``, such as ``"forward"``.
-    family : str
-        Name of the family, or ``"common"`` where all families share the kernel.
+    family : Family or None
+        None where all families share the kernel.
     arch : str
         Architecture that NVRTC compiles for, such as ``"sm_90"``, or ``"sm_90a"`` for instructions that only this
         architecture has.
@@ -54,7 +53,7 @@ class KernelSpec:
     """
 
     operation: str
-    family: str
+    family: Family | None
     arch: str
     dtype: str
     head_dim: int
@@ -65,34 +64,35 @@ class KernelSpec:
     is_fallback: bool = False
     functions: tuple[BoundFunction, ...] = ()
 
-    def __post_init__(self) -> None:
-        if not OPERATIONS[self.operation].is_common:
-            family_named(self.family, self.dtype)
+    @property
+    def family_name(self) -> str:
+        """Public name of the family, or ``"common"``."""
+        return "common" if self.family is None else self.family.public_name
 
     @property
     def folder(self) -> str:
-        """Folder and C++ namespace of the kernel's body; ``"common"`` where all families share it."""
-        return "common" if OPERATIONS[self.operation].is_common else self._family.folder
+        """Folder and C++ namespace of the kernel's body."""
+        return "common" if self.family is None else self.family.name
 
     @property
     def needs_positive_scale(self) -> bool:
         """True if the planner guarantees softmax_scale > 0 for the kernel's family."""
-        return self.family != "common" and self._family.needs_positive_scale
+        return self.family is not None and self.family.needs_positive_scale
 
     @property
     def owns_keys(self) -> bool:
         """True if the kernel's blocks own tiles of keys."""
-        return self.family != "common" and self._family.owns(self.operation) == "keys"
+        return self.family is not None and self.family.owns(self.operation) == "keys"
 
     @property
     def has_natural_scores(self) -> bool:
         """True if the kernel computes scores and lse in natural units."""
-        return self.family != "common" and self._family.has_natural_scores
+        return self.family is not None and self.family.has_natural_scores
 
     @property
     def symbol(self) -> str:
         """Name of the kernel in the cubin, readable in a profile."""
-        name = f"fa2_{self.operation}_{self.family}_{CPP_NAMES[self.dtype][1]}_d{self.head_dim}"
+        name = f"fa2_{self.operation}_{self.family_name}_{CPP_NAMES[self.dtype][1]}_d{self.head_dim}"
         name += f"_r{self.tile.b_r}_c{self.tile.b_c}_w{self.tile.num_warps}_s{self.tile.num_stages}"
         name += f"_b{self.tile.blocks_per_sm}" if self.tile.blocks_per_sm > 1 else ""
         return "_".join((name, *self._variants))
@@ -100,15 +100,15 @@ class KernelSpec:
     @property
     def shared_memory_bytes(self) -> int:
         """Dynamic shared memory of a block, in bytes."""
-        if not OPERATIONS[self.operation].is_tiled:
+        if self.family is None or not OPERATIONS[self.operation].is_tiled:
             return 0
-        return self._family.shared_memory_with(self.features, self.operation, self.dtype, self.head_dim, self.tile)
+        return self.family.shared_memory_with(self.features, self.operation, self.dtype, self.head_dim, self.tile)
 
     @property
     def params(self) -> ParamLayout:
         """The parameter record of the kernel."""
-        names = (self.operation, self.family, self.dtype, self.features, self.is_split, self.is_fallback)
-        return param_layout(*names, self.functions)
+        kind = (self.operation, self.family, self.dtype, self.features, self.is_split, self.is_fallback)
+        return param_layout(*kind, self.functions)
 
     @property
     def flags(self) -> dict[str, bool]:
@@ -117,12 +117,8 @@ class KernelSpec:
 
     def __str__(self) -> str:
         variants = "".join(f", {name}" for name in self._variants)
-        kernel = f"{self.family} for {self.arch}, {self.dtype}, head_dim {self.head_dim}{variants}, {self.tile}"
+        kernel = f"{self.family_name} for {self.arch}, {self.dtype}, head_dim {self.head_dim}{variants}, {self.tile}"
         return f"{self.operation} ({kernel})"
-
-    @property
-    def _family(self) -> Family:
-        return family_named(self.family, self.dtype)
 
     @property
     def _variants(self) -> tuple[str, ...]:

@@ -110,7 +110,7 @@ class StageLayout:
             section = shares_per_section(problem, self.device, section, num_tiles, num_splits, most)
         heads *= num_splits
         is_split = num_splits > 1
-        record = param_layout(operation, self.family.name, problem.dtype, is_split=is_split)
+        record = param_layout(operation, self.family, problem.dtype, is_split=is_split)
         blocks = num_tiles * heads * problem.batch
         if TILE_COUNTER in record.pointers:  # a persistent kernel: as many blocks as are resident at the same time
             blocks = min(blocks, self.device.multiprocessors * tile.blocks_per_sm)
@@ -152,8 +152,8 @@ class StageLayout:
         features = self.family.kernel_features(operation, self.used_features)
         # With a window, its right limit stands for the causal mask.
         causal = problem.causal and row.is_tiled and "window" not in features
-        family, suffix = ("common", "") if row.is_common else (self.family.name, self.family.arch_suffix)
-        arch = self.device.arch + suffix
+        family = None if row.is_common else self.family
+        arch = self.device.arch + (family.arch_suffix if family else "")
         is_fallback = self.is_fallback and row.is_tiled
         functions = tuple(one for one in problem.settings.functions if one.program.role in features)
         spec = KernelSpec(

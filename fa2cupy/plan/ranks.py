@@ -40,4 +40,4 @@ def specs_of_ranks(arch: str, dtypes: Iterable[str]) -> Iterator[KernelSpec]:
 
 
 def _spec(operation: str, arch: str, dtype: str, word: int, at_a_time: int) -> KernelSpec:
-    return KernelSpec(operation, "common", arch, dtype, word, False, TileConfig(at_a_time, 1, _WARPS))
+    return KernelSpec(operation, None, arch, dtype, word, False, TileConfig(at_a_time, 1, _WARPS))

@@ -43,9 +43,7 @@ def plan_tile_states(
     num_warps = OPERATIONS["tile_states"].num_warps
     assert num_warps is not None, "blocks of all sizes of tiles are alike"
     own = TileConfig(*tile, num_warps)
-    spec = KernelSpec(
-        "tile_states", "common", device.arch, "float32", 1, False, own, ("mask_mod",), functions=(function,)
-    )
+    spec = KernelSpec("tile_states", None, device.arch, "float32", 1, False, own, ("mask_mod",), functions=(function,))
     names = (name for name, _, rank in argument_arrays(function) if rank)
     layouts = {f"{name}_strides": layout for name, layout in zip(names, filter(None, strides), strict=True)}
     sizes = {"num_heads": heads, "map_rows": rows, "map_columns": columns}

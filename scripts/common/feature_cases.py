@@ -256,7 +256,9 @@ class Case:
         else:
             plan = plan_backward(attention, device, strides, choice)
         specs = tuple(stage.spec for stage in plan.stages)
-        return Kernels(choice.method or "", max(choice.num_splits.values(), default=1), choice.family.name, specs)
+        return Kernels(
+            choice.method or "", max(choice.num_splits.values(), default=1), choice.family.public_name, specs
+        )
 
     def _as_large(self, attention: AttentionProblem) -> AttentionProblem:
         """Returns the shrunk problem with the sizes and the window of this one."""

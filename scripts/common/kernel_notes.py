@@ -19,7 +19,7 @@ from typing import Any
 import same_code
 
 from fa2cupy.errors import KernelCompileError
-from fa2cupy.families.registry import family_named
+from fa2cupy.families.registry import FAMILIES
 from fa2cupy.families.tile import TileConfig
 from fa2cupy.functions.tracing import ArgumentKind, BoundFunction, trace
 from fa2cupy.jit.cache import kernels_in_memory
@@ -111,20 +111,19 @@ def _nvrtc() -> str:
 
 def _tiles(specs: Iterable[KernelSpec]) -> dict[str, str]:
     """Returns digests of the default tiles of kernels: others would be other kernels in the same calls."""
-    kernels = {(spec.operation, spec.family, spec.dtype) for spec in specs if spec.family != "common"}
+    kernels = {(spec.operation, spec.family, spec.dtype) for spec in specs if spec.family is not None}
     found = {}
-    for operation, family, dtype in sorted(kernels):
-        rows = family_named(family, dtype).tiles.get(operation, ())
-        text = repr([dataclasses.replace(row, measured="") for row in rows])
-        found[f"{operation} ({family}, {dtype})"] = hashlib.sha256(text.encode()).hexdigest()[:_DIGITS]
-    return found
+    for operation, family, dtype in kernels:
+        text = repr([dataclasses.replace(row, measured="") for row in family.tiles.get(operation, ())])
+        found[f"{operation} ({family.name}, {dtype})"] = hashlib.sha256(text.encode()).hexdigest()[:_DIGITS]
+    return dict(sorted(found.items()))
 
 
 def text_of(spec: KernelSpec) -> str:
     """Returns a spec as JSON, without what has its default."""
     defaults = {field.name: field.default for field in dataclasses.fields(spec)}
     given = {name: getattr(spec, name) for name, default in defaults.items() if getattr(spec, name) != default}
-    given["tile"] = dataclasses.astuple(spec.tile)
+    given |= {"family": spec.family and spec.family.name, "tile": dataclasses.astuple(spec.tile)}
     if spec.functions:
         given["functions"] = [_values_of(function) for function in spec.functions]
     return json.dumps(given, separators=(",", ":"))
@@ -132,7 +131,8 @@ def text_of(spec: KernelSpec) -> str:
 
 def spec_of(text: str) -> KernelSpec:
     """Returns the spec of a text. Raises an error of any type if this code has no such kernel."""
-    given = json.loads(text)
+    given, families = json.loads(text), {None: None, **{one.name: one for one in FAMILIES}}
+    given["family"] = families[given["family"]]
     given |= {"tile": TileConfig(*given["tile"]), "features": tuple(given.get("features", ()))}
     return KernelSpec(**given | {"functions": tuple(map(_function_of, given.get("functions", ())))})
 
