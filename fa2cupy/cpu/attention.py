@@ -19,7 +19,6 @@ from types import MappingProxyType
 
 import numpy as np
 
-from ..families.choice import requested_method
 from ..families.tile import requested_tile
 from ..problem.arguments import array_backend
 from ..problem.attention import AttentionProblem
@@ -27,7 +26,7 @@ from ..problem.checks import check_backward, check_delta, check_forward
 from ..problem.feature_checks import extra_gradients
 from ..problem.features import feature_arrays
 from ..problem.function_checks import function_arrays
-from ..problem.options import CallOptions
+from ..problem.options import CallOptions, requested_method
 from .results import results_for
 from .scores import BiasGradient
 from .tiles import Head, heads_of, rows, store

@@ -6,9 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from ..errors import UnsupportedProblemError
-from ..problem.arguments import check_bool
 from ..problem.attention import AttentionProblem
-from ..problem.options import MAX_SPLITS, CallOptions
+from ..problem.options import MAX_SPLITS, CallOptions, requested_method
 from ..problem.strides import AnyStrides
 from .device import DeviceInfo
 from .estimate import Costs, backward_time, forward_splits, split_candidates
@@ -19,7 +18,7 @@ from .simt import SIMT
 from .tile import TileConfig
 from .tile_choice import choose_tile, decode_tile, default_tile, why_not_map
 
-__all__ = ["Choice", "choose", "choose_with_copies", "requested_method"]
+__all__ = ["Choice", "choose", "choose_with_copies"]
 
 _DEFAULTS = CallOptions()
 
@@ -51,33 +50,6 @@ class Choice:
     method: str | None = None
     num_splits: Mapping[str, int] = field(default_factory=dict)
     fallback: Choice | None = None
-
-
-def requested_method(method: str | None, deterministic: bool, *, with_atomics: bool = True) -> str | None:
-    """The method that the caller requests; None is the faster one.
-
-    Parameters
-    ----------
-    method, deterministic
-        As for `fa2cupy.backward`.
-    with_atomics : bool, optional
-        True if the order of ``single_pass``'s additions differs from run to run, as it does on GPUs.
-
-    Raises
-    ------
-    TypeError, ValueError
-        An argument is not legal, or the two contradict each other.
-    """
-    if method not in (None, *METHODS):
-        raise ValueError(f"method: expected None, 'single_pass' or 'two_pass', got {method!r}")
-    check_bool("deterministic", deterministic)
-    if not (deterministic and with_atomics):
-        return method
-    if method == "single_pass":
-        raise ValueError(
-            "method: 'single_pass' adds atomically, so that it cannot be deterministic; use 'two_pass' or None"
-        )
-    return "two_pass"
 
 
 def choose(

@@ -13,6 +13,7 @@ from .attention import MAX_HEAD_DIM
 from .dtypes import DTYPES
 from .features import FEATURES
 from .keywords import similar
+from .options import METHOD_NAMES
 
 __all__ = [
     "CALL_KEYWORDS",
@@ -66,7 +67,7 @@ def check_head_dim(head_dim: object, name: str = "head_dim") -> int:
 
 def check_method(method: Any) -> str:
     """The name of a backward method, checked."""
-    if method not in ("single_pass", "two_pass"):
+    if method not in METHOD_NAMES:
         raise ValueError(f"methods: expected 'single_pass' or 'two_pass', got {method!r}")
     return method
 

@@ -1,4 +1,4 @@
-"""The options of a call: the arguments that are neither arrays nor features."""
+"""The options of a call, which are neither arrays nor features, and the checks of those that need no kernels."""
 
 from __future__ import annotations
 
@@ -6,13 +6,27 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
-__all__ = ["MAX_SPLITS", "CallOptions", "call_options", "check_num_splits", "check_precision", "hashable_config"]
+from .arguments import check_bool
+
+__all__ = [
+    "MAX_SPLITS",
+    "METHOD_NAMES",
+    "CallOptions",
+    "call_options",
+    "check_num_splits",
+    "check_precision",
+    "hashable_config",
+    "requested_method",
+]
 
 _Values = ParamSpec("_Values")
 _Made = TypeVar("_Made")
 
 #: The most blocks that share the work on a tile: each adds a copy of the results to the workspace.
 MAX_SPLITS = 16
+
+#: The methods of a backward.
+METHOD_NAMES = ("single_pass", "two_pass")
 
 
 class _Tiles(dict[str, Any]):
@@ -46,6 +60,33 @@ def check_precision(precision: object, dtype: str) -> None:
         raise ValueError(f"precision: expected None, 'ieee' or 'split', got {precision!r}")
     if dtype != "float32":
         raise ValueError(f"precision: it is a choice for float32, got {precision!r} for {dtype}")
+
+
+def requested_method(method: str | None, deterministic: bool, *, with_atomics: bool = True) -> str | None:
+    """The method that the caller requests; None is the faster one.
+
+    Parameters
+    ----------
+    method, deterministic
+        As for `fa2cupy.backward`.
+    with_atomics : bool, optional
+        True if the order of ``single_pass``'s additions differs from run to run, as it does on GPUs.
+
+    Raises
+    ------
+    TypeError, ValueError
+        An argument is not legal, or the two contradict each other.
+    """
+    if method not in (None, *METHOD_NAMES):
+        raise ValueError(f"method: expected None, 'single_pass' or 'two_pass', got {method!r}")
+    check_bool("deterministic", deterministic)
+    if not (deterministic and with_atomics):
+        return method
+    if method == "single_pass":
+        raise ValueError(
+            "method: 'single_pass' adds atomically, so that it cannot be deterministic; use 'two_pass' or None"
+        )
+    return "two_pass"
 
 
 class _Options(NamedTuple):

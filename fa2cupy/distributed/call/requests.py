@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 
-from ...families.choice import requested_method
 from ...families.tile import requested_tile
 from ...problem.arguments import OverlapCheck, array_backend, check_outputs, output_name, unpack_out
 from ...problem.array_types import Array
@@ -23,7 +22,7 @@ from ...problem.checks import Result, check_backward, check_forward, sizes_of
 from ...problem.feature_checks import extra_gradients
 from ...problem.features import feature_arrays
 from ...problem.function_checks import function_arrays, program_of
-from ...problem.options import CallOptions
+from ...problem.options import CallOptions, requested_method
 from ..communicator import Communicator, Stage
 from ..schemes.choice import check_scheme, groups_of, ranks_with_heads, scheme_of
 from ..transport.messages import is_on_host

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ...families.choice import choose_with_copies, requested_method
+from ...families.choice import choose_with_copies
 from ...families.device import DeviceInfo
 from ...families.family import Family
 from ...problem.attention import AttentionProblem
-from ...problem.options import CallOptions
+from ...problem.options import CallOptions, requested_method
 from ...problem.strides import AnyStrides, argument_layouts, feature_strides
 
 __all__ = ["with_splits_of_whole"]
