@@ -1,4 +1,4 @@
-"""Operations of the references that differ between NumPy and CuPy."""
+"""Operations on arrays of either library, where NumPy and CuPy differ."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plans of the three calls: the stages in order, and the workspaces between them."""
+"""Plans of all calls but `fa2cupy.decode`: the stages in order, and the workspaces between them."""
 
 from __future__ import annotations
 

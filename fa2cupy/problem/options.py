@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, ParamSpec, TypeVar
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 from .arguments import check_bool
 
@@ -18,9 +18,6 @@ __all__ = [
     "hashable_config",
     "requested_method",
 ]
-
-_Values = ParamSpec("_Values")
-_Made = TypeVar("_Made")
 
 #: The most blocks that share the work on a tile: each adds a copy of the results to the workspace.
 MAX_SPLITS = 16
@@ -127,19 +124,15 @@ class CallOptions(_Options):
     __hash__ = tuple.__hash__
 
 
-def _kept(make: Callable[_Values, _Made]) -> Callable[_Values, _Made]:
-    """The function or class with results that are kept, and given again for equal arguments of the same types."""
-    kept: Callable[_Values, _Made] = functools.lru_cache(maxsize=1024, typed=True)(make)  # type: ignore[assignment]
-
-    def find(*arguments: _Values.args, **named: _Values.kwargs) -> _Made:
-        try:
-            return kept(*arguments, **named)
-        except TypeError:  # an option that cannot be hashed is not legal: the checks will report it
-            return make(*arguments, **named)
-
-    return find
+_kept = functools.lru_cache(maxsize=1024, typed=True)(CallOptions)
 
 
-#: `CallOptions`, as one object for all calls with the same options: finding it takes less time than making it, and
-#: comparing it with itself less than comparing its values.
-call_options = _kept(CallOptions)
+def call_options(*values: Any, **named: Any) -> CallOptions:
+    """`CallOptions`, as one object for all calls with the same options.
+
+    Finding it takes less time than making it, and comparing it with itself less than comparing its values.
+    """
+    try:
+        return _kept(*values, **named)
+    except TypeError:  # an option that cannot be hashed is not legal: the checks will report it
+        return CallOptions(*values, **named)

@@ -403,7 +403,7 @@ class ForwardConsumer : common::HeadTerms<Spec>,
         constexpr int kPiece = Shape::kOwnOutput ? Shape::kOutputPanels : Shape::kPanels;
 #pragma unroll
         for (int first = 0; first < Shape::kPanels; first += kPiece) {
-            const int end = first + kPiece < Shape::kPanels ? first + kPiece : Shape::kPanels;
+            const int end = min_of(first + kPiece, Shape::kPanels);
             if (first > 0) wait_for_box();
             write_box<Element>(box.address, box.panel_bytes, output_, lane_, first, end - first);
             async_proxy_fence();
