@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from .api import backward, forward
 from .families.tile import TileConfig
 from .problem.arguments import check_bool
@@ -12,6 +14,7 @@ from .problem.array_types import Array
 from .problem.feature_checks import extra_gradients
 from .problem.function_checks import traced_now
 from .problem.keywords import check_keywords, takes_features
+from .problem.options import requested_method
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -111,10 +114,12 @@ def with_backprop(
     own: dict[str, Any],
     return_lse: bool,
 ) -> tuple[Any, ...]:
-    """`attention` of these functions. Both begin with `inputs` and take `shared`; the backward takes also `own`."""
+    """`attention` of two functions: `inputs`, which end with q, k and v, and `shared` are for both, `own` for one."""
     check_bool("return_lse", return_lse)
     shared = traced_now(shared)  # what a function reads may have changed when `backprop` is called
     # Errors are raised before the forward runs.
+    *_, q, _, _ = inputs
+    requested_method(own["method"], own["deterministic"], with_atomics=not isinstance(q, np.ndarray))
     extra_gradients(shared, own["return_dbias"], own["return_dsink"], own["return_dscore_args"])
     o, lse = forward(*inputs, **shared)
 

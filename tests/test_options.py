@@ -70,6 +70,7 @@ SWITCHES = ("return_dbias", "return_dsink", "return_dscore_args", "return_lse")
 def test_attention_hands_every_keyword_on(both, value, return_lse):
     options = {name: Option(name) for name in keywords_of(closure.attention) if name not in SWITCHES}
     options |= {"return_dbias": value, "return_dsink": value, "return_dscore_args": False}  # True would need arrays
+    options |= {"method": "two_pass", "deterministic": value}
     o, *lse, backprop = closure.attention("q", "k", "v", **options, return_lse=return_lse)
     assert (o, lse) == ("the o", ["the lse"] if return_lse else [])
     of_forward, of_backward = keywords_of(api.forward) - {"out"}, keywords_of(api.backward) - {"out", "delta", "dlse"}
@@ -83,6 +84,25 @@ def test_attention_hands_every_keyword_on(both, value, return_lse):
         assert call() == "the gradients"
         arrays = {"q": "q", "k": "k", "v": "v", "o": "the o", "lse": "the lse", "do": "do", "dlse": dlse}
         assert both["backward"].arguments == {**arrays, **{n: options[n] for n in of_backward}}
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    (
+        ({"method": "three_pass"}, "method: expected None, 'single_pass' or 'two_pass', got 'three_pass'"),
+        ({"deterministic": 1}, "deterministic: expected a bool"),
+        ({"method": "single_pass", "deterministic": True}, "method: 'single_pass' adds atomically"),
+    ),
+)
+def test_attention_refuses_options_of_the_backward_before_the_forward_runs(both, options, text):
+    with pytest.raises((TypeError, ValueError), match=text):
+        closure.attention("q", "k", "v", **options)
+    assert not both["forward"].arguments
+
+
+def test_attention_takes_one_pass_on_numpy_arrays_where_it_is_deterministic(both):
+    closure.attention(np.zeros(1), "k", "v", method="single_pass", deterministic=True)
+    assert both["forward"].arguments
 
 
 @pytest.mark.parametrize(
