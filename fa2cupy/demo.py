@@ -18,9 +18,9 @@ from .errors import KernelCompileError
 from .families.device import DeviceInfo
 from .families.operations import TILED
 from .families.registry import FAMILIES
-from .inspection import default_specs
 from .jit.cache import cached_kernel
 from .jit.compiler import nvrtc_version
+from .plan.specs import default_specs
 from .problem.array_types import Array
 from .testing import Comparison, Expectation, check_delta, make_inputs
 

@@ -16,11 +16,10 @@ from .families.tile import TileConfig
 from .families.tile_choice import candidate_tiles
 from .jit.cache import cache_state
 from .jit.compiler import nvrtc_version
-from .plan.specs import default_specs
 from .problem.choices import check_dtype, check_head_dim
 from .settings import tuning_file
 
-__all__ = ["default_specs", "info", "legal_configs"]
+__all__ = ["info", "legal_configs"]
 
 
 def legal_configs(

@@ -33,12 +33,11 @@ from fa2cupy.families.family import Family
 from fa2cupy.families.operations import METHODS as OPERATIONS_OF
 from fa2cupy.families.operations import OPERATIONS
 from fa2cupy.families.registry import FAMILIES
-from fa2cupy.inspection import default_specs
 from fa2cupy.jit.compiler import compile_source
 from fa2cupy.jit.source import render_kernel
 from fa2cupy.jit.spec import KernelSpec
 from fa2cupy.plan.ranks import specs_of_ranks
-from fa2cupy.plan.specs import OF_BACKWARD, decode_specs, merge_spec
+from fa2cupy.plan.specs import OF_BACKWARD, decode_specs, default_specs, merge_spec
 from fa2cupy.problem.choices import CALL_KEYWORDS, check_jobs
 from fa2cupy.problem.dtypes import DTYPES
 from fa2cupy.system.progress import progress

@@ -29,14 +29,13 @@ from fa2cupy.families.operations import OPERATIONS, TILED
 from fa2cupy.families.simt import SIMT
 from fa2cupy.families.sm80 import SM80
 from fa2cupy.families.sm90 import SM90
-from fa2cupy.inspection import default_specs
 from fa2cupy.jit import source
 from fa2cupy.jit.cache import cached_kernel, entry_path
 from fa2cupy.jit.compiler import compile_options, compile_source
 from fa2cupy.jit.source import kernel_directory, render_kernel
 from fa2cupy.jit.spec import KernelSpec
 from fa2cupy.plan.ranks import specs_of_ranks
-from fa2cupy.plan.specs import decode_specs, merge_spec
+from fa2cupy.plan.specs import decode_specs, default_specs, merge_spec
 from fa2cupy.problem.dtypes import DTYPES
 from fa2cupy.problem.features import FEATURES
 

@@ -11,8 +11,8 @@ import pytest
 import fa2cupy
 from fa2cupy.families.device import DeviceInfo
 from fa2cupy.families.registry import FAMILIES
-from fa2cupy.inspection import default_specs
 from fa2cupy.jit.cache import cached_kernel
+from fa2cupy.plan.specs import default_specs
 from fa2cupy.testing import Expectation, check_delta, make_inputs
 
 cp = pytest.importorskip("cupy")

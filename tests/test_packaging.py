@@ -174,7 +174,7 @@ def test_installed_wheel_renders_kernels_from_its_own_templates(run_installed):
     output = run_installed(
         """
 from fa2cupy.families.device import DeviceInfo
-from fa2cupy.inspection import default_specs
+from fa2cupy.plan.specs import default_specs
 from fa2cupy.jit.source import kernel_directory, render_kernel
 from pathlib import Path
 assert kernel_directory() == Path(fa2cupy.__file__).parent / "kernels"

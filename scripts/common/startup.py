@@ -49,8 +49,8 @@ def answer_of(module: str, arguments: Sequence[str], cache: str) -> Any:
 
 def _child(dtype: str, head_dim: str, causal: str) -> None:
     import fa2cupy
-    from fa2cupy.inspection import default_specs
     from fa2cupy.jit.cache import cached_kernel
+    from fa2cupy.plan.specs import default_specs
 
     gpu = Gpu()
     problem = Problem(dtype, int(head_dim), 1024, 1, 2, causal == "1")

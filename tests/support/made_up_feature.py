@@ -98,7 +98,7 @@ def on_numpy() -> None:
 
     import fa2cupy
     from fa2cupy.families.device import DeviceInfo
-    from fa2cupy.inspection import default_specs
+    from fa2cupy.plan.specs import default_specs
     from fa2cupy.problem.choices import feature_combinations
 
     heads = SIZES["num_heads"]
