@@ -1,4 +1,4 @@
-"""Inspection of legal tiles, default kernels, and the installation."""
+"""Inspection of legal tiles and of the installation."""
 
 from __future__ import annotations
 

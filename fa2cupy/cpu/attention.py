@@ -210,8 +210,8 @@ class _Gradient:
         if dlse is not None:
             self.delta = self.delta - rows(head.statistics(dlse))
         lse = rows(head.statistics(lse))
-        # In a row without visible keys P = exp(-inf - inf) = 0; exp(-inf - -inf) would be NaN. It contributes nothing,
-        # whatever it has; 0 * NaN would be NaN.
+        # In a row without visible keys P = exp(-inf - inf) = 0; exp(-inf - -inf) would be NaN. The row contributes
+        # nothing, even if it has NaN, so that it is cleared: 0 * NaN would be NaN.
         hidden = lse == -np.inf
         self.lse = np.where(hidden, np.inf, lse)
         if hidden.any():
@@ -248,7 +248,7 @@ class _Gradient:
         terms = self.head.terms
         s, slopes = self.head.scores(self.q, self.k, queries, keys)
         s -= self.lse[queries]
-        # Where lse has lost its last bits, scores may exceed it.
+        # Scores may exceed an lse that has lost its last bits.
         p = np.exp(np.minimum(s, 0, out=s), out=s)
         ds = self.do[queries] @ self.v[keys].T
         keep = terms.keep(queries, keys, p.dtype) if terms else None

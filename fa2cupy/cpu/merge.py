@@ -31,7 +31,7 @@ def merge(
         merged = np.zeros(o.shape, lse.dtype)
         for part, weight in zip(o_parts, weights, strict=True):
             of_row = _like_rows(request.problem, weight)
-            # A part without a visible key counts for nothing, even if what it has is NaN.
+            # A part without a visible key counts for nothing, even if it has NaN.
             merged += np.where(of_row == 0, 0, of_row * part.astype(lse.dtype))
         o[...] = merged
     return o, lse

@@ -29,9 +29,9 @@ class Slopes(NamedTuple):
     Attributes
     ----------
     cap : ndarray or None
-        That of the soft cap, by the scores that it gets; None if it is 1.
+        The derivative of the soft cap by its input; None if it is 1.
     mod : Evaluation or None
-        The function of the caller's, by the products and by elements of its arrays.
+        The caller's `score_mod`, with its derivatives by the products and by elements of its arrays.
     shape : tuple of int
         Positions, heads of the group and keys of the tile.
     """
@@ -41,9 +41,9 @@ class Slopes(NamedTuple):
     shape: tuple[int, ...] = ()
 
     def apply(self, ds: np.ndarray, p: np.ndarray, sums: Mapping[str, np.ndarray]) -> None:
-        """Makes of the gradient of the scores, in place, that of the products; adds that of arrays to their sums.
+        """Turns the gradient of the scores into that of the products, in place; adds those of arrays to their sums.
 
-        A function may have no finite derivative for keys that are hidden, for which P is 0: dS stays 0 there.
+        A function may have no finite derivative for hidden keys: dS stays 0 where P is 0.
         """
         if self.cap is not None:
             ds *= self.cap
@@ -100,7 +100,7 @@ class HeadTerms:
         self._arrays = {name: array[sequence.number, group].transpose(1, 0, 2) for name, array in terms.arrays.items()}
 
     def apply(self, s: np.ndarray, queries: slice, keys: slice) -> Slopes:
-        """Applies features to a tile of scaled products, in place; returns the derivatives by them."""
+        """Applies features to a tile of scaled products, in place; returns the derivatives of the scores by them."""
         slope = mod = None
         if self.settings.score_mod is not None:
             products = s.reshape(-1, self.size, s.shape[1]).copy()  # s changes below

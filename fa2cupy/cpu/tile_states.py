@@ -12,7 +12,7 @@ from ..problem.block_mask import EMPTY, FULL, MIXED
 
 __all__ = ["tile_states"]
 
-#: Elements of a strip of tiles that the function is evaluated for at a time.
+#: The function is evaluated for about so many elements of a strip of tiles at a time.
 _CHUNK = 2**20
 
 

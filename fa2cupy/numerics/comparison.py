@@ -150,7 +150,7 @@ def _rms(distance: Array) -> float:
 def _distance(array: Array, wanted: Array) -> Array:
     """Elementwise |array - wanted|: 0 where both are the same infinity or NaN, inf where only one is."""
     array = array.astype("float64")
-    distance = array_module(array).asarray(abs(array - wanted))  # of no axes, NumPy makes a scalar
+    distance = array_module(array).asarray(abs(array - wanted))  # without axes, it is a scalar
     distance[(array == wanted) | (np.isnan(array) & np.isnan(wanted))] = 0
     distance[np.isnan(distance)] = np.inf
     return distance

@@ -36,13 +36,13 @@ class _Head(NamedTuple):
 
 
 class _Slopes(NamedTuple):
-    """The derivatives of scores by the scaled products: that of the soft cap, and the function of the caller's."""
+    """The derivatives of scores by the scaled products: that of the soft cap, and the caller's function."""
 
     cap: Array | float
     mod: Evaluation | None
 
     def total(self, xp: Any, p: Array) -> Array | float:
-        """The derivative by the products. A function may have no finite one for hidden keys, for which P is 0."""
+        """The derivative by the products, 0 where P is 0: a function may have no finite one for hidden keys."""
         return self.cap if self.mod is None else self.cap * xp.where(p != 0, self.mod.slope(), 0)
 
 
@@ -55,7 +55,7 @@ class Formulas:
     keywords : mapping
         Keywords of features, checked.
     like : ndarray
-        Array whose module, NumPy or CuPy, computes.
+        An array of the module, NumPy or CuPy, that computes.
     work : dtype
         dtype of sums and of elementwise operations.
     rounded : dtype
@@ -92,7 +92,7 @@ class Formulas:
             row_max = self.xp.where(row_max == -np.inf, 0, row_max)
             row_sum = self.xp.exp(with_sink - row_max[:, None]).sum(axis=1)
             self._statistics(lse)[part.own] = row_max + self.xp.log(row_sum)
-            # lse may have lost the logarithm of the sum.
+            # P is not computed from lse, which may have lost the logarithm of the sum.
             p = self.xp.exp(s - row_max[:, None]) / self.xp.where(row_sum == 0, 1, row_sum)[:, None]
             p = self._round(self._dropped(self._round(p), part))
             self._heads_first(o)[part.own] = self._product(p, self._head(v, part.shared))
@@ -109,7 +109,7 @@ class Formulas:
         dlse: Array | None = None,
         extra: Mapping[str, Array] | None = None,
     ) -> tuple[Array, ...]:
-        """dq, dk and dv, then the gradients of which `extra` has arrays of their shapes and dtypes by name."""
+        """dq, dk and dv, then the gradients that `extra` names, each with an array of its shape and dtype."""
         dq, dk, dv = (self.xp.zeros(shape, self.work) for shape in (q.shape, k.shape, v.shape))
         extra = extra or {}
         sums = {name: self.xp.zeros(self._four_axes(name, like.shape), self.work) for name, like in extra.items()}
@@ -287,7 +287,7 @@ class Formulas:
         return self.xp.exp(self.xp.minimum(sink - self._without_empty(row_lse), 0))
 
     def _dropped(self, matrix: Array, part: _Head, at_most: bool = False) -> Array:
-        """Dropout of a matrix of the shape of P. `at_most` keeps all elements, for a bound of the result."""
+        """Dropout of a matrix of P's shape. `at_most` keeps all elements, which gives a bound of the result."""
         settings = self.problem.settings
         if not settings.dropout_p:
             return matrix

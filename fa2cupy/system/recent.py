@@ -13,10 +13,10 @@ _Value = TypeVar("_Value")
 
 
 class RecentlyUsed(Generic[_Value]):
-    """Values by key, of which the one that was not used for longest makes room for a new one. Threads can share it.
+    """Values by key; when it is full, a new value replaces one that was not used for long. Threads can share it.
 
-    An entry that was read since it last was the oldest goes to the end of the queue instead (a second chance), so that
-    to read an entry takes no lock and changes no order.
+    The oldest entry is dropped, unless it was read since it last was the oldest: then it goes to the end of the queue
+    (second-chance replacement). Reading an entry therefore takes no lock and changes no order.
 
     Parameters
     ----------
