@@ -65,8 +65,8 @@ def precompile(
         Features of the calls, by keyword. ``("window", "softcap")`` are calls that have both;
         ``[(), ("window",), ("window", "sink")]`` are three kinds of calls, the first without features. The names are
         the keywords of `forward`, ``"cu_seqlens"`` for packed sequences, and ``"dlse"``, ``"return_dbias"`` and
-        ``"return_dsink"`` of `backward`. Kernels do not depend on the features' values. ``"block_mask"`` is the map of
-        `mask_mod`, which `block_mask` makes, or without that function a given one.
+        ``"return_dsink"`` of `backward`. Kernels do not depend on the features' values. ``"block_mask"`` is a map of
+        `mask_mod`, or without that function one that the caller gives directly.
     score_mod, mask_mod : callable, optional
         Functions that all the calls have, as for `forward`: their kernels depend on what the functions compute.
     score_args, mask_args : sequence of numpy.ndarray, optional
@@ -163,7 +163,7 @@ def precompile(
 
 
 def _families(device: DeviceInfo, dtype: str, method: str | None, family: str | None) -> list[str | None]:
-    """The family; where that of parts is the default one, IEEE arithmetic as well, which short calls have."""
+    """The families to compile for: short calls have IEEE arithmetic where longer ones multiply parts by default."""
     chosen = choose_family("backward" if method else "forward", dtype, device, family)
     return [family, SIMT.name] if family is None and chosen.multiplies_parts else [family]
 

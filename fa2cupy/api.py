@@ -64,15 +64,15 @@ def forward(
         Kernel family (``"sm90"``, ``"sm80"``, ``"simt"``) instead of the best one for the device, dtype and strides;
         for tests and sweeps. NumPy ignores it.
     num_splits : int, optional
-        Number of blocks that share the work on a tile, 1 to 16, instead of the one that a model finds fastest. More
-        than one fill the GPU where tiles are few; their partial results are combined in a fixed order. With 1 the bits
-        of a sequence's results do not depend on the sequences beside it, as the model's number does. For float32 and
-        float64, 1 is the only number. NumPy ignores it.
+        Number of blocks that share the work on a tile, 1 to 16, instead of the one that a model finds fastest. Several
+        fill the GPU where tiles are few; their partial results are combined in a fixed order. With 1, the bits of a
+        sequence's results do not depend on the sequences beside it; the model's number does. For float32 and float64,
+        1 is the only number. NumPy ignores it.
     precision : {None, "ieee", "split"}, optional
-        Arithmetic of float32 data on the GPU. None multiplies on tensor cores where they are faster, as accurate as
-        float32 arithmetic, and there are kernels (see Notes), and elsewhere on CUDA cores; ``"ieee"``, on CUDA cores;
-        ``"split"``, on tensor cores for short sequences and on GPUs where they are slower, too. NumPy checks it and
-        computes as ever.
+        Arithmetic of float32 data on the GPU. None multiplies on tensor cores where these have kernels, are faster and
+        are as accurate as float32 arithmetic (see Notes), and elsewhere on CUDA cores. ``"ieee"`` always multiplies on
+        CUDA cores; ``"split"`` on tensor cores, also for short sequences and on GPUs where they are slower. NumPy
+        checks the value, and computes the same with each.
 
     Returns
     -------
@@ -173,11 +173,11 @@ def forward(
     largest errors are then at most twice (o) or three times (gradients) those of the formulas in float32, beside 1e-6
     and 2e-6 of the largest result; the README has what was measured. 64 rows share a scale: the last bits of a result
     may depend on rows that are hidden from it. K/V heads whose values two float16 numbers do not represent that well
-    are computed on CUDA cores, at their speed; the GPU finds them without the host. In these, of 64 rows of q, k, v or
-    do a row's or a column's largest value is less than 2**-12 of the largest of all, or that is outside 2**-50 to
-    2**50, infinite or NaN; or the largest values of a column of q and of k would make a score above 32. The call
-    allocates the float16 matrices: as many bytes as q, k, v and do have, with head_dim rounded up to a multiple of 64
-    and lengths to one of 128.
+    run on CUDA cores, at their speed; the GPU finds them without the host. A head is one of these if, among 64 rows of
+    q, k, v or do, the largest value of a row or of a column is less than 2**-12 of the largest of all, or the largest
+    of all is outside 2**-50 to 2**50, infinite or NaN; or if the largest values of a column of q and of k would make a
+    score above 32. The call allocates the float16 matrices: as many bytes as q, k, v and do have, with head_dim rounded
+    up to a multiple of 64 and lengths to one of 128.
 
     `score_mod` and `mask_mod` are called with symbols in place of numbers; the expressions that they return are
     evaluated for whole tiles, hidden keys included. Numbers that they read elsewhere, from their closure, their module
@@ -205,16 +205,16 @@ def forward(
     follows, kernels may add a product without rounding it, and multiply by the reciprocal of a constant divisor.
 
     On the GPU a function is compiled into the kernels; functions with the same expression share them. An index outside
-    an array is clamped, and the values of ints are not checked. A function with which kernels would take minutes to
-    compile is refused, with one that takes long or spills many registers there is a warning, and ``FA2CUPY_LOG=info``
-    logs what each kernel costs.
+    an array is clamped, and the values of ints are not checked. A function whose kernels would take minutes to compile
+    is refused. One whose kernels take long, or spill many registers, causes a warning, and ``FA2CUPY_LOG=info`` logs
+    what each kernel costs.
 
-    Kernels regroup the tiles of a map to their own: by default they take tiles that divide the map's, if there are such
-    among the default ones. In a tile of theirs that meets several of the map's, the function tells which keys are
-    visible. A map without a function must have tiles that consist of the kernels'; the error names those that do. Each
-    call writes lists of the tiles that it visits, with causal, window and the ends of sequences in them: 4 bytes for
-    each pair of tiles, once for all heads or sequences that share a map, and in `backward` once for each query head of
-    a group. float32 data are then multiplied on CUDA cores.
+    Kernels have tiles of their own. By default they divide the map's tiles, if a default tile does. Where a kernel's
+    tile overlaps several of the map's, the function decides which keys are visible. The tiles of a map without a
+    function must consist of whole tiles of the kernels; the error names those that do. Each call writes lists of the
+    tiles that it visits, which also follow from causal, window and the ends of sequences: 4 bytes for each pair of
+    tiles, once for all heads or sequences that share a map, and in `backward` once for each query head of a group.
+    float32 data are then multiplied on CUDA cores.
 
     All features can be combined. Sources: windows, Beltagy et al. 2020 (Longformer); soft caps, Gemma Team 2024 (Gemma
     2); ALiBi, Press et al. 2022; sinks, Xiao et al. 2024 and OpenAI 2025 (gpt-oss); dropout, Srivastava et al. 2014,
@@ -323,8 +323,8 @@ def backward(
         ``"two_pass"`` computes every tile twice, for dq and for dk and dv, without atomics or a workspace. None is the
         faster one.
     deterministic : bool, optional
-        Allows only methods whose results have the same bits from run to run. With ``num_splits=1`` they do not depend
-        on the sequences beside, either.
+        Allows only methods whose results have the same bits from run to run. With ``num_splits=1`` the bits of a
+        sequence's results do not depend on the sequences beside it, either.
     out : tuple of (ndarray or None), optional
         Arrays ``(dq, dk, dv)``, and dbias, dsink and dscore_args if requested, to write the results to. They must not
         overlap each other or an input; views such as ``dqkv[:, :, 0]`` and ``dqkv[:, :, 1]`` of a packed array do not
@@ -363,10 +363,10 @@ def backward(
 
     A row that sees no key, whose lse is -inf, contributes nothing to any gradient, even if q, do, dlse or delta are NaN
     there. Hide keys by a mask or a bias of -inf rather than by large numbers: the rounding of lse gives P a relative
-    error of about ``abs(lse) * 2**-24`` (``2**-53`` for float64). Beyond an lse of about ``2**26`` (``2**55``), which
-    -1e9 for all keys of a row makes, it has lost the logarithm of their number: P is at most 1, but the row's
-    contributions may be as many times too large as it has keys. For 16-bit data on the GPU they are 0 where lse is
-    below -2.3e38, such as for the lowest float32.
+    error of about ``abs(lse) * 2**-24`` (``2**-53`` for float64). An lse beyond about ``2**26`` (``2**55``), such as
+    that of a row with a bias of -1e9 for all keys, has lost the logarithm of their number: P is at most 1, but the
+    row's contributions may be too large by a factor of up to the number of its keys. For 16-bit data on the GPU they
+    are 0 where lse is below -2.3e38, such as for the lowest float32.
 
     On the GPU a call allocates, in addition to results: delta, unless it is passed (4 bytes for each row of a head, 8
     for float64); in ``single_pass`` of 16-bit data, and of float32 data on tensor cores, a float32 dq, with
@@ -376,10 +376,10 @@ def backward(
     sum of dbias in lse's dtype; and the copies that `forward` makes. A captured call allocates the same as memory of
     its graph.
 
-    Where CUDA cores compute gradients of float32 data of which `forward` multiplies on tensor cores, they first compute
-    lse again, into a workspace: by ``method="single_pass"`` where only ``"two_pass"`` has kernels for tensor cores, and
-    for K/V heads that the forward leaves to CUDA cores, or of which do is the only reason to. An lse of more keys than
-    k has, as `merge` gives, is taken as it is.
+    Where CUDA cores compute gradients of float32 data that `forward` multiplies on tensor cores, they first compute lse
+    again, into a workspace: with ``method="single_pass"`` where only ``"two_pass"`` has kernels for tensor cores, and
+    for K/V heads that run on CUDA cores in the forward, or only in the backward because of the values of do. An lse of
+    more keys than k has, such as that of `merge`, is taken as it is.
 
     ``two_pass`` has the same bits from run to run, and so has NumPy. ``single_pass`` on the GPU has not, because the
     order of its atomic additions varies: on tensor cores, in dq, which is added up in a float32 workspace of its size,
@@ -545,7 +545,7 @@ def decode(
 
     Notes
     -----
-    There is no gradient: `backward` differentiates `forward`, for which keys and values are arrays of one call.
+    There is no gradient: `backward` differentiates `forward`, whose keys and values are arrays of one call.
 
     On the GPU the query heads that share a K/V head are rows of one tile, so that keys and values are read once for
     all of them, and the keys of all sequences are divided evenly among the blocks of one launch, which merge their
