@@ -137,9 +137,9 @@ class AttentionProblem:
 
     @cached_property
     def typical_seqlen_q(self) -> int:
-        """Number of queries of a sequence. For packed ones, an estimate of the length of the sequence of most queries.
+        """Number of queries of a sequence; if packed, an estimate of that of the sequence that most queries belong to.
 
-        The host does not know the offsets of packed sequences, but their number, their total and the longest length.
+        The host knows the number, the total and the longest length of packed sequences, but not their offsets.
         """
         settings = self.settings
         if settings.num_sequences is None:

@@ -60,7 +60,7 @@ class TileLists(NamedTuple):
 
 
 class MapLayout(NamedTuple):
-    """All that plans and kernels depend on of a map.
+    """A map without the states of its tiles: plans and kernels depend on all of it.
 
     Attributes
     ----------
@@ -82,7 +82,8 @@ class MapLayout(NamedTuple):
     def takes(self, b_r: int, b_c: int) -> bool:
         """True if a kernel can have tiles of `b_r` queries and `b_c` keys.
 
-        In a tile that meets several of the map's, the function tells which keys are visible. Without one, no tile may.
+        Where such a tile overlaps several of the map's, the function decides which keys are visible. Without one, no
+        tile may overlap several.
         """
         return self.program is not None or self.divides(b_r, b_c)
 
@@ -101,7 +102,7 @@ class BlockMask:
         1, for all sequences and all heads, or be omitted. It is an array of the calls' library: of NumPy, or of CuPy on
         the device of q.
     seqlen_q, seqlen_k : int
-        Lengths of the sequences, of packed ones the longest lengths (`max_seqlen_q`, `max_seqlen_k`).
+        Lengths of the sequences; for packed ones, the longest lengths (`max_seqlen_q`, `max_seqlen_k`).
     tile : tuple of int, optional
         Queries and keys of a tile.
 
@@ -171,7 +172,7 @@ class BlockMask:
 
     @property
     def has_mixed_tiles(self) -> bool:
-        """True if the function is needed to tell which keys are visible. Waits for the GPU."""
+        """True if the function must decide which keys are visible. Waits for the GPU."""
         return bool((self.states == MIXED).any())
 
     def lists(self, side: str, full: bool) -> TileLists:

@@ -229,7 +229,7 @@ def sizes_of(name: str, array: Array, layout: str) -> tuple[int, int, int, int]:
 def _sizes_of_shape(
     name: str, shape: tuple[int, ...], dtype: np.dtype, layout: str, whose: str = ""
 ) -> tuple[int, int, int, int]:
-    """The same of an array with this shape and dtype; `whose` is of what, in messages."""
+    """The same for an array of this shape and dtype; `whose` follows the number of axes in messages."""
     if layout not in ("bshd", "bhsd"):
         raise ValueError(f"layout: expected 'bshd' or 'bhsd', got {layout!r}")
     if len(shape) not in (2, 3, 4):

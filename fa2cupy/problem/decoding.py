@@ -24,7 +24,7 @@ PAGE_STEP = 16
 
 @dataclass(frozen=True)
 class CacheShape:
-    """How a cache is divided. One without a block table has a page of its own for each sequence.
+    """How a cache is divided into pages. Without a block table, each sequence has one page.
 
     Attributes
     ----------
@@ -168,12 +168,12 @@ def cache_lengths(seqlens: np.ndarray, cache: CacheShape) -> np.ndarray:
 
 
 def check_pages(table: np.ndarray, lengths: np.ndarray, cache: CacheShape) -> None:
-    """Checks the entries of a block table that sequences need, of `lengths` rows and the new ones.
+    """Checks the entries of a block table that sequences of `lengths` rows, and their new rows, need.
 
     Raises
     ------
     ValueError
-        One is not the number of a page, or another sequence has a page to which new rows are written.
+        One is not the number of a page, or two sequences share a page that new rows are written to.
     """
     first = np.arange(cache.pages_per_sequence) * cache.page_size
     used = first < lengths[:, None] + cache.num_new

@@ -1,4 +1,4 @@
-"""Checks of functions of scores that the caller writes, and of their arrays."""
+"""Checks of the caller's functions of scores, and of their arrays."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ ARGUMENTS = {"score_mod": "score_args", "mask_mod": "mask_args"}
 
 
 def check_score_mod(keywords: Mapping[str, Any], problem: Any) -> dict[str, Any]:
-    """``score_mod=`` and ``score_args=``. A function that is a soft cap is the setting of that keyword."""
+    """``score_mod=`` and ``score_args=``. A function that computes a soft cap sets `softcap` instead."""
     found = _checked("score_mod", keywords, problem)
     cap = found["score_mod"].program.soft_cap if found else None
     return found if cap is None or keywords.get("softcap") is not None else {"softcap": cap}
@@ -63,7 +63,7 @@ def _checked(role: str, keywords: Mapping[str, Any], problem: Any) -> dict[str, 
 
 
 def program_of(role: str, function: object, arrays: object) -> Program:
-    """The traced function of a role and its arrays, which are checked."""
+    """The traced function of a role, after checks of its arrays."""
     name = ARGUMENTS[role]
     arrays = sequence_of(name, arrays)
     named = {f"{name}[{number}]": array for number, array in enumerate(arrays)}
@@ -77,7 +77,7 @@ def program_of(role: str, function: object, arrays: object) -> Program:
 
 
 def bound_function(role: str, function: object, arrays: object) -> BoundFunction:
-    """The same with what kernels depend on of the arrays."""
+    """The same with the properties of the arrays that kernels depend on."""
     program = program_of(role, function, arrays)
     given = sequence_of(ARGUMENTS[role], arrays)
     summed = {axis for axes in program.loops for axis in axes}
@@ -121,7 +121,7 @@ def sequence_of(name: str, arrays: Any) -> Sequence[Any]:
 
 
 def _check_range(name: str, array: Array) -> None:
-    """Functions compute with 32-bit ints. CuPy arrays are not read on the host."""
+    """Raises ValueError unless ints fit the 32 bits of functions. CuPy arrays are not read on the host."""
     if not isinstance(array, np.ndarray) or array.dtype.kind not in "iu" or np.can_cast(array.dtype, "int32"):
         return
     largest = np.iinfo("int32")

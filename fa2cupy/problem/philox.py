@@ -12,15 +12,15 @@ where i and j count from the start of the sequence's queries and keys and
     word(b, h, i, j) = Philox4x32-7(counter, key)[2 * (i div 8 mod 2) + j div 8 mod 2]
     draw(b, h, i, j) = word(b, h, i, j) div 2**(16 * (j mod 2)) mod 2**16
 
-so that the probability of being dropped is dropout_p rounded to a multiple of 2**-16: nothing is dropped for dropout_p
-up to 2**-17, and one element in 2**16 is kept for those next to 1. Kept probabilities are multiplied by
+so that the probability of being dropped is dropout_p rounded to a multiple of 2**-16: up to 2**-17 nothing is dropped,
+and next to 1 one element in 2**16 is kept. Kept probabilities are multiplied by
 ``2**16 / (2**16 - threshold)``, the inverse of the probability of being kept, rounded to the accumulators' dtype.
 Results are thus unbiased whatever the rounding of dropout_p.
 
 The eight draws of a call serve the elements of rows i and i + 8 and columns j, j + 1, j + 8 and j + 9 (j even) of an
 aligned tile of 16 x 16. In the accumulators of mma.sync and wgmma one thread holds these eight elements of a tile of S,
-and needs one call for them. Of a tile of S^T it needs one half of the draws of two calls. Another thread needs the
-other halves; each of the two makes one of the calls, and they exchange halves (kernels/common/dropout.cuh). The mask
+and needs one call for them. For a tile of S^T it needs half of the draws of each of two calls, and another thread the
+other halves: each of the two makes one call, and they exchange halves (kernels/common/dropout.cuh). The mask
 does not depend on the tile, the method, the family or the lengths. The forward and the backward compute the same mask,
 and none is stored. A call that is a part of another one, as that of a rank of ``fa2cupy.distributed``, counts h and i
 from an origin of its own (`FeatureSettings.dropout_origin`), so that the elements dropped are those of the whole call.
@@ -69,7 +69,7 @@ def first_query_word(query: int) -> int:
     Raises
     ------
     ValueError
-        The query is not at the start of a block of 16, whose draws come from the same words.
+        The query does not begin a block of 16, whose draws come from the same words.
     """
     if query % 16:
         raise ValueError(f"dropout_origin: expected a multiple of 16 queries on a GPU, got {query}")

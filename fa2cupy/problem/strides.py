@@ -34,7 +34,7 @@ Strides = tuple[int, int, int]
 #: Element strides along the batch, head, query and key axes of the scores.
 ScoreStrides = tuple[int, int, int, int]
 
-#: Strides and lengths of the axes of an array that a function of the caller's reads.
+#: Strides and lengths of the axes of an array that the caller's function reads.
 ArrayLayout = tuple[int, ...]
 
 AnyStrides = Strides | ScoreStrides | ArrayLayout
