@@ -18,7 +18,7 @@ from .feature_checks import extra_gradients, finite_number
 from .features import ARRAYS, FEATURES, FeatureSettings, feature_arrays
 from .function_checks import function_arrays
 from .keywords import check_keywords
-from .options import CallOptions, check_num_splits, check_precision
+from .options import CallOptions, check_options
 from .strides import is_full
 
 __all__ = [
@@ -109,7 +109,6 @@ def check_merge(arrays: Mapping[str, Any], options: CallOptions) -> Request:
 
 
 def _problem(arrays: Mapping[str, Any], options: CallOptions, keywords: Mapping[str, Any]) -> AttentionProblem:
-    check_num_splits(options.num_splits)
     q, k, v = (arrays[name] for name in ("q", "k", "v"))
     # `fa2cupy.distributed` passes the origin; it is no keyword of the public functions.
     own = {name: value for name, value in keywords.items() if name != "dropout_origin"}
@@ -119,7 +118,7 @@ def _problem(arrays: Mapping[str, Any], options: CallOptions, keywords: Mapping[
     if problem.settings.dropout_p and "dropout_origin" in keywords:
         settings = dataclasses.replace(problem.settings, dropout_origin=keywords["dropout_origin"])
         problem = problem.with_settings(settings)
-    check_precision(options.precision, problem.dtype)
+    check_options(options, problem.dtype)
     return problem
 
 

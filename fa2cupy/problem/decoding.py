@@ -14,7 +14,7 @@ from .array_types import Array
 from .attention import MAX_SEQLEN, AttentionProblem, array_shape
 from .checks import Result, check_heads, sizes_of, with_features
 from .feature_checks import finite_number
-from .options import CallOptions, check_num_splits
+from .options import CallOptions, check_options
 
 __all__ = ["PAGE_STEP", "CacheShape", "DecodeRequest", "cache_lengths", "check_decode", "check_pages"]
 
@@ -73,7 +73,7 @@ def check_decode(arrays: Mapping[str, Any], options: CallOptions, keywords: Mapp
     optional = {name: arrays[name] for name in ("k", "v", "block_table")}
     array_backend(required, optional)
     check_bool("causal", options.causal)
-    check_num_splits(options.num_splits, 1)
+    check_options(options, arrays["q"].dtype.name, most_splits=1)
     q, layout = arrays["q"], options.layout
     batch, seqlen_q, num_heads, head_dim = sizes_of("q", q, layout)
     if q.ndim != 4:

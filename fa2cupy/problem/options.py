@@ -13,8 +13,7 @@ __all__ = [
     "METHOD_NAMES",
     "CallOptions",
     "call_options",
-    "check_num_splits",
-    "check_precision",
+    "check_options",
     "hashable_config",
     "requested_method",
 ]
@@ -38,8 +37,14 @@ def hashable_config(config: object) -> object:
     return _Tiles(config) if isinstance(config, Mapping) else config
 
 
-def check_num_splits(num_splits: object, most: int = MAX_SPLITS) -> None:
-    """Raises TypeError or ValueError unless `num_splits` is None or an int from 1 to `most`."""
+def check_options(options: CallOptions, dtype: str, most_splits: int = MAX_SPLITS) -> None:
+    """Raises TypeError or ValueError unless the options that need no kernels are legal for data of the dtype."""
+    _check_num_splits(options.num_splits, most_splits)
+    _check_precision(options.precision, dtype)
+    requested_method(options.method, options.deterministic, with_atomics=False)
+
+
+def _check_num_splits(num_splits: object, most: int) -> None:
     if num_splits is None:
         return
     if isinstance(num_splits, bool) or not isinstance(num_splits, int):
@@ -49,8 +54,7 @@ def check_num_splits(num_splits: object, most: int = MAX_SPLITS) -> None:
         raise ValueError(f"num_splits: expected None or {numbers}, got {num_splits}")
 
 
-def check_precision(precision: object, dtype: str) -> None:
-    """Raises TypeError or ValueError unless `precision` is legal for data of the dtype."""
+def _check_precision(precision: object, dtype: str) -> None:
     if precision is None:
         return
     if precision not in ("ieee", "split"):
