@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 
 __all__ = ["attention", "with_backprop"]
 
+#: The options that `backward` has and `forward` has not.
+_OF_BACKWARD = ("method", "deterministic", "return_dbias", "return_dsink", "return_dscore_args")
+
 
 @takes_features
 def attention(
@@ -86,40 +89,21 @@ def attention(
     >>> dq, dk, dv = backprop(do, dlse=2 * lse / lse.size)
     """
     check_keywords(attention, keywords)
-    shared: dict[str, Any] = {
-        "causal": causal,
-        "softmax_scale": softmax_scale,
-        "layout": layout,
-        "config": config,
-        "family": family,
-        "num_splits": num_splits,
-        "precision": precision,
-        **keywords,
-    }
-    own: dict[str, Any] = {
-        "method": method,
-        "deterministic": deterministic,
-        "return_dbias": return_dbias,
-        "return_dsink": return_dsink,
-        "return_dscore_args": return_dscore_args,
-    }
-    return with_backprop(forward, backward, (q, k, v), shared, own, return_lse)
+    return with_backprop(forward, backward, locals())
 
 
 def with_backprop(
-    forward: Callable[..., tuple[Array, Array]],
-    backward: Callable[..., tuple[Array, ...]],
-    inputs: tuple[Any, ...],
-    shared: dict[str, Any],
-    own: dict[str, Any],
-    return_lse: bool,
+    forward: Callable[..., tuple[Array, Array]], backward: Callable[..., tuple[Array, ...]], arguments: dict[str, Any]
 ) -> tuple[Any, ...]:
-    """`attention` of two functions: `inputs`, which end with q, k and v, and `shared` are for both, `own` for one."""
-    check_bool("return_lse", return_lse)
+    """The results of `attention`, made of these functions, for its arguments by name."""
+    shared = {**arguments, **arguments["keywords"]}
+    del shared["keywords"]
+    inputs = [shared.pop(name) for name in ("comm", "q", "k", "v") if name in shared]
+    own, return_lse = {name: shared.pop(name) for name in _OF_BACKWARD}, shared.pop("return_lse")
     shared = traced_now(shared)  # what a function reads may have changed when `backprop` is called
     # Errors are raised before the forward runs.
-    *_, q, _, _ = inputs
-    requested_method(own["method"], own["deterministic"], with_atomics=not isinstance(q, np.ndarray))
+    check_bool("return_lse", return_lse)
+    requested_method(own["method"], own["deterministic"], with_atomics=not isinstance(arguments["q"], np.ndarray))
     extra_gradients(shared, own["return_dbias"], own["return_dsink"], own["return_dscore_args"])
     o, lse = forward(*inputs, **shared)
 

@@ -331,27 +331,7 @@ def attention(
         As for `forward` and `backward`.
     """
     check_keywords(attention, keywords)
-    shared: dict[str, Any] = {
-        "causal": causal,
-        "softmax_scale": softmax_scale,
-        "layout": layout,
-        "scheme": scheme,
-        "order": order,
-        "head_groups": head_groups,
-        "config": config,
-        "family": family,
-        "num_splits": num_splits,
-        "precision": precision,
-        **keywords,
-    }
-    own: dict[str, Any] = {
-        "method": method,
-        "deterministic": deterministic,
-        "return_dbias": return_dbias,
-        "return_dsink": return_dsink,
-        "return_dscore_args": return_dscore_args,
-    }
-    return with_backprop(inspect.unwrap(forward), backward, (comm, q, k, v), shared, own, return_lse)
+    return with_backprop(inspect.unwrap(forward), backward, locals())
 
 
 def _given(keywords: Mapping[str, Any]) -> dict[str, Any]:
