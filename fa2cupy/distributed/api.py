@@ -168,9 +168,7 @@ def forward(
     """
     if keywords:
         check_keywords(forward, keywords)
-    config_key = None if config is None else hashable_config(config)
-    options = CallOptions(causal, softmax_scale, layout, config_key, family, num_splits=num_splits, precision=precision)
-    given = _given(keywords)
+    given, options = _given(keywords), _options(locals())
     arguments = CallArguments("forward", {"q": q, "k": k, "v": v}, out, options, given, scheme, order, head_groups)
     results = _results(comm, arguments)
     return results[0], results[1]
@@ -257,23 +255,8 @@ def backward(
     """
     if keywords:
         check_keywords(backward, keywords)
-    config_key = None if config is None else hashable_config(config)
-    options = CallOptions(
-        causal,
-        softmax_scale,
-        layout,
-        config_key,
-        family,
-        method,
-        deterministic,
-        return_dbias,
-        return_dsink,
-        num_splits,
-        precision,
-        return_dscore_args,
-    )
+    given, options = _given(keywords), _options(locals())
     arrays = {"q": q, "k": k, "v": v, "o": o, "lse": lse, "do": do, "delta": delta, "dlse": dlse}
-    given = _given(keywords)
     return _results(comm, CallArguments("backward", arrays, out, options, given, scheme, order, head_groups))
 
 
@@ -332,6 +315,12 @@ def attention(
     """
     check_keywords(attention, keywords)
     return with_backprop(inspect.unwrap(forward), backward, locals())
+
+
+def _options(arguments: Mapping[str, Any]) -> CallOptions:
+    """The options among the arguments of a call by name."""
+    options = CallOptions(**{name: arguments[name] for name in CallOptions._fields if name in arguments})
+    return options._replace(config=hashable_config(options.config))
 
 
 def _given(keywords: Mapping[str, Any]) -> dict[str, Any]:
