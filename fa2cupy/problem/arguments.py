@@ -6,6 +6,7 @@ Messages name the argument, what was expected and what was passed.
 from __future__ import annotations
 
 import functools
+import numbers
 import sys
 from collections.abc import Collection, Mapping, Sequence
 
@@ -18,6 +19,7 @@ __all__ = [
     "array_backend",
     "check_array",
     "check_bool",
+    "check_int",
     "check_outputs",
     "check_overlap",
     "check_writable",
@@ -82,6 +84,13 @@ def check_bool(name: str, value: object) -> None:
     if not isinstance(value, bool | np.bool_):
         hint = f"; write {name}={bool(value)}" if isinstance(value, int) else ""
         raise TypeError(f"{name}: expected a bool, got {type(value).__name__}{hint}")
+
+
+def check_int(name: str, value: object, wanted: str = "an int") -> int:
+    """The value as an int of Python. Raises TypeError unless it is one of Python or NumPy; `wanted` is in its text."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+        raise TypeError(f"{name}: expected {wanted}, got {type(value).__name__}")
+    return int(value)
 
 
 def check_array(name: str, array: Array, shape: tuple[int, ...], dtype: np.dtype | str, like: str) -> None:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import numbers
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from ..functions.tracing import Program
-from .arguments import array_backend
+from .arguments import array_backend, check_int
 from .array_types import Array
 
 __all__ = [
@@ -278,11 +277,10 @@ def check_map(given: MapLayout, score_shape: tuple[int, int, int, int], mask_mod
 
 def check_length(name: str, value: object) -> int:
     """A length or a number of tiles or heads. Raises TypeError or ValueError unless it is an int of at least 0."""
-    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
-        raise TypeError(f"{name}: expected an int, got {type(value).__name__}")
-    if value < 0:
-        raise ValueError(f"{name}: expected at least 0, got {value}")
-    return int(value)
+    length = check_int(name, value)
+    if length < 0:
+        raise ValueError(f"{name}: expected at least 0, got {length}")
+    return length
 
 
 def check_tile(tile: object) -> tuple[int, int]:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import numbers
 from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 
 from ..errors import UnsupportedProblemError
+from .arguments import check_int
 from .attention import MAX_HEAD_DIM
 from .dtypes import DTYPES
 from .features import FEATURES
@@ -55,9 +55,7 @@ def check_dtype(dtype: Any) -> str:
 
 def check_head_dim(head_dim: object, name: str = "head_dim") -> int:
     """The head_dim as an int, checked against the supported range."""
-    if isinstance(head_dim, bool) or not isinstance(head_dim, numbers.Integral):
-        raise TypeError(f"{name}: expected an int, got {type(head_dim).__name__}")
-    columns = int(head_dim)
+    columns = check_int(name, head_dim)
     if columns < 1:
         raise ValueError(f"{name}: expected at least 1, got {columns}")
     if columns > MAX_HEAD_DIM:
@@ -76,11 +74,10 @@ def check_jobs(jobs: object) -> int | None:
     """The number of kernels that are compiled at a time, checked; None is one per CPU."""
     if jobs is None:
         return None
-    if isinstance(jobs, bool) or not isinstance(jobs, numbers.Integral):
-        raise TypeError(f"jobs: expected an int or None, got {type(jobs).__name__}")
-    if jobs < 1:
-        raise ValueError(f"jobs: expected at least 1, or None for one per CPU, got {jobs}")
-    return int(jobs)
+    number = check_int("jobs", jobs, "an int or None")
+    if number < 1:
+        raise ValueError(f"jobs: expected at least 1, or None for one per CPU, got {number}")
+    return number
 
 
 def feature_combinations(features: Any) -> list[tuple[str, ...]]:

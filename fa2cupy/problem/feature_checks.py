@@ -7,7 +7,7 @@ import numbers
 from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
 
-from .arguments import check_bool
+from .arguments import check_bool, check_int
 from .array_types import Array
 from .function_checks import floating_arguments
 
@@ -114,11 +114,7 @@ def check_window(keywords: Mapping[str, Any], problem: Problem) -> dict[str, Any
         got = f"{len(window)} elements" if isinstance(window, tuple | list) else type(window).__name__
         raise TypeError(f"window: expected a tuple (left, right), got {got}")
     for side, limit in zip(("left", "right"), window, strict=True):
-        if limit is None:
-            continue
-        if isinstance(limit, bool) or not isinstance(limit, numbers.Integral):
-            raise TypeError(f"window ({side}): expected an int or None, got {type(limit).__name__}")
-        if limit < 0:
+        if limit is not None and check_int(f"window ({side})", limit, "an int or None") < 0:
             raise ValueError(f"window ({side}): expected at least 0, or None for no limit, got {limit}")
     return {"window": tuple(None if limit is None else int(limit) for limit in window)}
 
@@ -144,9 +140,7 @@ def check_dropout(keywords: Mapping[str, Any], problem: Problem) -> dict[str, An
         if probability > 0:
             raise ValueError("seed: dropout needs one, the same in forward and backward and another one for each step")
         return {"dropout_p": probability}
-    if isinstance(seed, bool) or not isinstance(seed, numbers.Integral):
-        raise TypeError(f"seed: expected an int, got {type(seed).__name__}")
-    number = int(seed)
+    number = check_int("seed", seed)
     if not 0 <= number < 2**64:
         raise ValueError(f"seed: expected an int from 0 to below 2**64, got {number}")
     return {"dropout_p": probability, "seed": number if probability > 0 else 0}
@@ -189,16 +183,13 @@ def _longest(keywords: Mapping[str, Any]) -> dict[str, int]:
     """``max_seqlen_q=`` and ``max_seqlen_k=``, those that are given."""
     lengths = {}
     for name in ("max_seqlen_q", "max_seqlen_k"):
-        length = keywords.get(name)
-        if length is None:
+        if keywords.get(name) is None:
             continue
-        if isinstance(length, bool) or not isinstance(length, numbers.Integral):
-            raise TypeError(f"{name}: expected an int or None, got {type(length).__name__}")
+        length = lengths[name] = check_int(name, keywords[name], "an int or None")
         if length < 0:
             raise ValueError(f"{name}: expected at least 0, got {length}")
         if all(keywords.get(offsets) is None for offsets in OFFSETS):
             raise ValueError(f"{name}: is for packed sequences, which need cu_seqlens_q and cu_seqlens_k")
-        lengths[name] = int(length)
     return lengths
 
 

@@ -10,11 +10,11 @@ What travels are messages, or in ``heads`` and ``gather`` on GPUs of one host co
 from __future__ import annotations
 
 import itertools
-import numbers
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ...errors import UnsupportedProblemError
+from ...problem.arguments import check_int
 from ...problem.attention import AttentionProblem
 from ...problem.features import FEATURES
 from ..call.orders import RowOrder
@@ -120,16 +120,12 @@ def groups_of(scheme: str, problem: AttentionProblem, ranks: int, given: object,
     Gradients of the arrays of features are summed over heads, in one group.
     """
     heads = problem.num_heads_kv // ranks
-    if given is not None:
-        if isinstance(given, bool) or not isinstance(given, numbers.Integral):
-            raise TypeError(f"head_groups: expected None or an int, got {type(given).__name__}")
-        if int(given) < 1 or heads % int(given):
-            raise ValueError(f"head_groups: expected a divisor of the {heads} K/V heads of a rank, got {given}")
+    count = None if given is None else check_int("head_groups", given, "None or an int")
+    if count is not None and (count < 1 or heads % count):
+        raise ValueError(f"head_groups: expected a divisor of the {heads} K/V heads of a rank, got {count}")
     if has_extras:
         count = 1
-    elif given is not None:
-        count = int(given)
-    else:
+    elif count is None:
         wanted = 1 if problem.seqlen_k < _MANY_KEYS else 2 if scheme == "heads" else 4
         count = next(count for count in range(wanted, 0, -1) if heads % count == 0)
     return (heads // count,) * count
