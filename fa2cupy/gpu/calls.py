@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import numbers
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,7 +10,7 @@ import cupy
 
 from ..problem.arguments import unpack_out
 from ..problem.block_mask import BlockMask
-from ..problem.feature_checks import extra_gradients
+from ..problem.feature_checks import extra_gradients, is_seed
 from ..problem.features import ARRAY_KEYWORDS
 from ..problem.function_checks import ARGUMENTS, sequence_of
 from ..problem.options import CallOptions
@@ -139,7 +138,7 @@ def _split(keywords: Mapping[str, object]) -> tuple[tuple[str, ...], list[cupy.n
             names.append(name)
             arrays.append(x.states)
             values.append((name, x.layout))
-        elif name == "seed" and isinstance(x, numbers.Integral) and not isinstance(x, bool) and 0 <= int(x) < 2**64:
+        elif name == "seed" and is_seed(x):
             has_seed = True
         else:
             values.append((name, tuple(x) if isinstance(x, list) else x))  # a list cannot be hashed

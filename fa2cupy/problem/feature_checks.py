@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import numbers
 from collections.abc import Iterable, Mapping
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeGuard
 
 from .arguments import check_bool, check_int
 from .array_types import Array
@@ -25,6 +25,7 @@ __all__ = [
     "check_window",
     "extra_gradients",
     "finite_number",
+    "is_seed",
 ]
 
 #: The offsets of packed sequences.
@@ -141,9 +142,14 @@ def check_dropout(keywords: Mapping[str, Any], problem: Problem) -> dict[str, An
             raise ValueError("seed: dropout needs one, the same in forward and backward and another one for each step")
         return {"dropout_p": probability}
     number = check_int("seed", seed)
-    if not 0 <= number < 2**64:
+    if not is_seed(seed):
         raise ValueError(f"seed: expected an int from 0 to below 2**64, got {number}")
     return {"dropout_p": probability, "seed": number if probability > 0 else 0}
+
+
+def is_seed(seed: object) -> TypeGuard[int]:
+    """True if a seed of dropout is legal."""
+    return isinstance(seed, numbers.Integral) and not isinstance(seed, bool) and 0 <= int(seed) < 2**64
 
 
 def check_wide_bias(keywords: Mapping[str, Any], problem: Problem) -> dict[str, Any]:

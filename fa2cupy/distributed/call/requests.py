@@ -5,7 +5,6 @@ The checks are those of one call on the whole sequence: they run on shadows, arr
 
 from __future__ import annotations
 
-import numbers
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -19,7 +18,7 @@ from ...problem.attention import SOURCE_AXES, AttentionProblem
 from ...problem.block_mask import BlockMask
 from ...problem.checks import Request as WholeRequest
 from ...problem.checks import Result, check_backward, check_forward, sizes_of
-from ...problem.feature_checks import extra_gradients
+from ...problem.feature_checks import extra_gradients, is_seed
 from ...problem.features import feature_arrays
 from ...problem.function_checks import function_arrays, program_of
 from ...problem.options import CallOptions, requested_method
@@ -150,7 +149,7 @@ def _signature(arguments: CallArguments) -> Hashable:
     if not isinstance(out, tuple):
         return None
     values = {**arguments.arrays, **arguments.keywords}
-    if _is_legal_seed(values.get("seed")):
+    if is_seed(values.get("seed")):
         values["seed"] = 0  # no check depends on which
     how = (arguments.call, arguments.options, arguments.scheme, arguments.order, repr(arguments.head_groups))
     try:
@@ -166,10 +165,6 @@ def _kind(value: Any) -> Hashable:
     if hasattr(value, "dtype") and not isinstance(value, np.generic):
         return type(value), value.shape, value.dtype
     return repr(value)
-
-
-def _is_legal_seed(seed: object) -> bool:
-    return isinstance(seed, numbers.Integral) and not isinstance(seed, bool) and 0 <= int(seed) < 2**64
 
 
 def _request(comm: Communicator, arguments: CallArguments) -> Request:
