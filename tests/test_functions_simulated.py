@@ -11,7 +11,7 @@ from support.traced_cases import EDGES, at_edges, ready_made
 from support.traced_kernels import broken_headers, run_text, source_of
 
 from fa2cupy.functions.evaluation import Evaluation, add_elements, reduced
-from fa2cupy.functions.operations import OPERATIONS
+from fa2cupy.functions.primitives import PRIMITIVES
 from fa2cupy.functions.tracing import argument_kind, trace
 
 pytestmark = pytest.mark.simulated
@@ -109,7 +109,7 @@ ROUNDED = ("exp", "exp2", "log", "log1p", "tanh", "sin", "cos", "power")
 
 def of_odd_operands(op: str, s, t):
     """An operation of a pair of floats; of ints, that of the pair cut off towards 0."""
-    row = OPERATIONS[op]
+    row = PRIMITIVES[op]
     if op == "where":
         return np.where(s > t, np.where(t.astype(bool), s, -s), t)
     if op in ("invert", "logical_not"):
@@ -119,24 +119,24 @@ def of_odd_operands(op: str, s, t):
 
 
 def check_odd_operands(dtype: str, is_fast: bool) -> None:
-    shape = (1, len(OPERATIONS), len(ODD), len(ODD))
+    shape = (1, len(PRIMITIVES), len(ODD), len(ODD))
     x, y = (np.array(ODD, dtype) for _ in range(2))
     scores = np.broadcast_to(x[:, None], shape).copy()
 
     def function(s, b, h, q, k, t):
         result = s
-        for number, op in enumerate(OPERATIONS):
+        for number, op in enumerate(PRIMITIVES):
             result = np.where(h == number, of_odd_operands(op, s, t[k]), result)
         return result
 
     program = trace("score_mod", function, (argument_kind("t", y),))
     values, *_ = run_text(program, (y,), scores, is_fast)
     with np.errstate(all="ignore"):
-        for number, op in enumerate(OPERATIONS):
+        for number, op in enumerate(PRIMITIVES):
             one = trace("score_mod", lambda s, b, h, q, k, t, op=op: of_odd_operands(op, s, t[k]), program.arguments)
             e = Evaluation(one, (y,), dtype, np, score=x[:, None], b=0, h=0, q=0, k=np.arange(len(y)))
             found = np.broadcast_to(e.result(), shape[2:])
-            if OPERATIONS[op].rule not in ("whole", "bits"):
+            if PRIMITIVES[op].rule not in ("whole", "bits"):
                 plain = np.broadcast_to(of_odd_operands(op, x[:, None], y), shape[2:])
                 np.testing.assert_array_equal(found, plain, err_msg=op)
             tolerance = (2e-6 if dtype == "float32" else 1e-13) if op in ROUNDED else 0

@@ -4,7 +4,7 @@
     tracing.py      calls the function once, and gives a `Program`
     expressions.py  nodes, kinds and simplification
     bounds.py       bounds of ints: which of them may exceed 32 bits
-    operations.py   one row for each operation: its kinds, its NumPy function, its CUDA C++
+    primitives.py   one row for each primitive operation: its kinds, its NumPy function, its CUDA C++
     derivatives.py  derivatives by the score and by elements of arguments
     built_in.py     functions that kernels compute as a keyword of their own
     terms.py        what of a function depends on the query, on the key, on their distance or on the head alone

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .expressions import BOOL, FLOAT, INT, Node, reachable
-from .operations import OPERATIONS, truncated
+from .primitives import PRIMITIVES, truncated
 from .tracing import Program
 
 __all__ = ["Evaluation", "GradientPart", "add_elements", "reduced"]
@@ -137,7 +137,7 @@ class Evaluation:
             return truncated(operands[0], self._xp)
         if node.op in ("as_bool", "as_int", "as_float"):
             return operands[0].astype(dtype)
-        return getattr(self._xp, OPERATIONS[node.op].function)(*operands)
+        return getattr(self._xp, PRIMITIVES[node.op].function)(*operands)
 
     def _within(self, array: Any, argument: int, indices: Sequence[Any], place: str | None) -> tuple[Any, ...]:
         """Indices, checked on NumPy and clamped on CuPy. `place` is None if they have been checked."""

@@ -11,7 +11,7 @@ import numpy as np
 
 from .bounds import ANY_INT, LARGEST_INT, Bounds, bounds_of
 from .linear import DISTANCE, Linear, linear_of
-from .operations import OPERATIONS, truncated
+from .primitives import PRIMITIVES, truncated
 
 __all__ = [
     "BOOL",
@@ -55,7 +55,7 @@ class Node:
     Attributes
     ----------
     op : str
-        A key of `OPERATIONS`; ``"as_bool"``, ``"as_int"`` or ``"as_float"`` (an int of a float is cut off towards 0);
+        A key of `PRIMITIVES`; ``"as_bool"``, ``"as_int"`` or ``"as_float"`` (an int of a float is cut off towards 0);
         ``"constant"``; ``"input"``, the score or a position; ``"element"`` of an argument, whose operands are the
         indices; ``"position"``, the index of a loop; or ``"sum"`` over a loop, whose operand is a term.
     kind : str
@@ -192,10 +192,10 @@ class Graph:
         return self._node(f"as_{kind}", kind, (node,))
 
     def apply(self, op: str, *operands: Node) -> Node:
-        """The result of an operation of `OPERATIONS`, simplified."""
+        """The result of an operation of `PRIMITIVES`, simplified."""
         if op == "power":
             return self._power(*operands)
-        rule = OPERATIONS[op].rule
+        rule = PRIMITIVES[op].rule
         if rule == "bits" and all(x.kind == BOOL for x in operands):
             return self.apply(_OF_BOOLS[op], *operands)
         if rule in ("whole", "bits") and any(x.kind == FLOAT for x in operands):
@@ -237,13 +237,13 @@ class Graph:
         """An operation, or a simpler expression of the same bits in every dtype."""
         if all(x.is_constant for x in operands):
             dtypes = (np.float64,) if self.is_differentiated else _DTYPES
-            same = _in_every_dtype(getattr(np, OPERATIONS[op].function), operands, dtypes)
+            same = _in_every_dtype(getattr(np, PRIMITIVES[op].function), operands, dtypes)
             if same is not None:
                 return self.constant({BOOL: bool, INT: int, FLOAT: float}[kind](same))
         if op == "divide" and is_power_of_two(factor := reciprocal(operands[1])):
             assert factor is not None
             return self.number("multiply", operands[0], factor)
-        if OPERATIONS[op].commutes:
+        if PRIMITIVES[op].commutes:
             operands = tuple(sorted(operands, key=lambda x: x.number))
         simpler = _SIMPLER[op](*operands) if op in _SIMPLER else None
         if simpler is None and op in ("less", "less_equal"):

@@ -19,14 +19,14 @@ from types import MappingProxyType
 from .distances import in_distance, in_real_distance
 from .expressions import BOOL, FLOAT, INT, Node, integral_exponent, reachable, reciprocal
 from .linear import DISTANCE
-from .operations import OPERATIONS
+from .primitives import PRIMITIVES
 
 __all__ = ["INDENT", "TYPES", "Statements", "rounded_nodes"]
 
 INDENT = " " * 4
 #: Types of C++ by kind; Real is the type of scores.
 TYPES = {BOOL: "bool", INT: "int32", FLOAT: "Real"}
-_DECIDING = {name for name, row in OPERATIONS.items() if row.rule == "compare"} | {"floor", "as_int", "as_bool"}
+_DECIDING = {name for name, row in PRIMITIVES.items() if row.rule == "compare"} | {"floor", "as_int", "as_bool"}
 
 
 def rounded_nodes(root: Node) -> frozenset[Node]:
@@ -131,7 +131,7 @@ class Statements:
 
     def _operation_text(self, node: Node) -> str:
         """The text of an operation, with places for its operands."""
-        operation, is_rounded = OPERATIONS[node.op], node in self._rounded
+        operation, is_rounded = PRIMITIVES[node.op], node in self._rounded
         if node.op == "multiply" and is_rounded:
             return "rounded_product({0}, {1})"
         if node.op == "divide" and not is_rounded:

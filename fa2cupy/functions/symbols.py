@@ -10,16 +10,16 @@ import numpy as np
 from numpy.lib.mixins import NDArrayOperatorsMixin as _Operators
 
 from .expressions import BOOL, FLOAT, INT, Graph, Node, RefusalError
-from .operations import OPERATIONS
 from .places import current_place
+from .primitives import PRIMITIVES
 
 __all__ = ["ArgumentSymbol", "Symbol", "is_array"]
 
 #: Operations by ufunc, and those ufuncs that are the same operation of exchanged operands.
-_UFUNCS = {getattr(np, row.function): name for name, row in OPERATIONS.items() if row.rule != "where"}
+_UFUNCS = {getattr(np, row.function): name for name, row in PRIMITIVES.items() if row.rule != "where"}
 _EXCHANGED = {np.greater: "less", np.greater_equal: "less_equal"}
 _KNOWN = ", ".join(
-    sorted({row.function for row in OPERATIONS.values()} | {"clip", "dot", "greater", "greater_equal", "sum"})
+    sorted({row.function for row in PRIMITIVES.values()} | {"clip", "dot", "greater", "greater_equal", "sum"})
 )
 _BRANCH = (
     "a symbol has no truth value; write np.where(condition, x, y) in place of if and else, & | ~ in place of and, or "
@@ -97,7 +97,7 @@ class Symbol(_Operators):
         return Symbol(self._graph, self._node_of(value))
 
     def apply(self, op: str, *inputs: object) -> Symbol:
-        """The result of an operation of `OPERATIONS` on symbols and numbers."""
+        """The result of an operation of `PRIMITIVES` on symbols and numbers."""
         return Symbol(self._graph, self._graph.apply(op, *map(self._node_of, inputs)))
 
     def _node_of(self, value: object) -> Node:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from .distances import of_distance_alone
 from .expressions import Node, reachable
 from .linear import DISTANCE
-from .operations import OPERATIONS
+from .primitives import PRIMITIVES
 
 __all__ = ["Terms", "position_terms_of", "score_terms_of"]
 
@@ -98,4 +98,4 @@ def score_terms_of(roots: Sequence[Node]) -> Terms:
 
 def _costs(node: Node) -> bool:
     """True for what reads memory, is a loop, or takes several instructions."""
-    return node.op in ("element", "sum") or (node.op in OPERATIONS and OPERATIONS[node.op].rule in ("real", "whole"))
+    return node.op in ("element", "sum") or (node.op in PRIMITIVES and PRIMITIVES[node.op].rule in ("real", "whole"))
