@@ -176,7 +176,7 @@ def t5_relative(num_buckets: int = 32, max_distance: int = 128, bidirectional: b
     max_distance : int, optional
         Distance from which on all are in the last bucket.
     bidirectional : bool, optional
-        True for an encoder, half of whose buckets are for keys behind the query.
+        True for an encoder: half of the buckets are then for keys behind the query.
 
     Notes
     -----

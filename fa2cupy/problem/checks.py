@@ -68,7 +68,7 @@ def check_delta(arrays: Mapping[str, Any], options: CallOptions) -> Request:
 
 
 def check_backward(arrays: Mapping[str, Any], options: CallOptions, keywords: Mapping[str, Any]) -> Request:
-    """Checks a call of `fa2cupy.backward`: its arrays by name, of which delta and dlse may be None or missing."""
+    """Checks a call of `fa2cupy.backward`: its arrays by name; delta and dlse may be None or missing."""
     problem = _problem(arrays, options, keywords)
     like = "q and v" if problem.head_dim_v else "q"
     check_array("o", arrays["o"], problem.o_shape, problem.dtype, like)

@@ -216,9 +216,9 @@ class FeatureArray(NamedTuple):
         Takes the name, the array and the problem with its settings, and raises TypeError or ValueError if the array
         does not fit. None if the array is no keyword of `FeatureKeywords`, or if the feature's `check` includes it.
     axes : mapping of int to tuple of int, or None
-        For each number of axes that the array may have, the axes of the scores (batch, head, query, key) that they are:
-        the array is broadcast over the scores, and its record has four strides, 0 along repeated axes. None if it is
-        not.
+        For each number of axes that the array may have, the axes of the scores (batch, head, query, key) that its axes
+        stand for: the array is broadcast over the scores, and the record has four strides of it, 0 along repeated axes.
+        None if the array is not broadcast.
     """
 
     kind: str
@@ -226,7 +226,7 @@ class FeatureArray(NamedTuple):
     axes: Mapping[int, tuple[int, ...]] | None = _LAST_AXES
 
     def score_axes(self, rank: int) -> tuple[int, ...]:
-        """The axes of the scores that those of an array of `rank` axes are; none if it is not over the scores."""
+        """The axes of the scores that an array of `rank` axes has; empty if it is not broadcast over the scores."""
         return () if self.axes is None else self.axes[rank]
 
 
@@ -307,7 +307,7 @@ def _window_limits(settings: FeatureSettings, sizes: Sizes) -> dict[str, int | f
 
 
 def _cap_numbers(settings: FeatureSettings, sizes: Sizes) -> dict[str, int | float]:
-    # The scores of a function of the caller's are scaled already.
+    # The caller's function returns scores that are scaled already.
     scale = sizes.softmax_scale if settings.score_mod is None else 1.0
     return {} if settings.softcap is None else softcap_values(settings.softcap, scale)
 

@@ -83,7 +83,7 @@ def array_layout(array: Array) -> ArrayLayout:
 
 
 def contiguous_layout(shape: tuple[int, ...]) -> ArrayLayout:
-    """The same of an array in C order."""
+    """The same for an array in C order."""
     return (*(math.prod(shape[axis + 1 :]) for axis in range(len(shape))), *shape)
 
 
