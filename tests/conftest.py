@@ -62,6 +62,8 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ["XDG_CONFIG_HOME"] = os.path.join(folder.name, "config")
     for variable in ("FA2CUPY_CACHE_LIMIT", "FA2CUPY_CACHE_PATH", "FA2CUPY_DUMP_DIR", "FA2CUPY_LOG"):
         os.environ.pop(variable, None)
+    # Workers, and the processes that tests start, would each compile the whole package and rewrite all assertions.
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     if getattr(config.option, "numprocesses", None):  # workers share the cores and have not loaded NumPy yet
         os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     # With pytest-xdist (-n), "loadgroup" keeps the tests on the GPU in one process. If they are skipped, "worksteal"

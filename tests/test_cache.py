@@ -597,14 +597,15 @@ def test_a_dump_does_not_follow_a_link_that_somebody_has_put_there(compilations,
 
 
 COMPILE_ONE = (
-    "import fa2cupy; fa2cupy.precompile(['sm_80'], dtypes=['float16'], head_dims=[32], causal=[False], methods=[], "
-    "decode=False)"
+    "from fa2cupy import TileConfig; from fa2cupy.jit.cache import cached_kernel; "
+    "from fa2cupy.jit.spec import KernelSpec; "
+    "cached_kernel(KernelSpec('delta', 'common', 'sm_80', 'float16', 64, False, TileConfig(16, 1, 4)))"
 )
 
 
 def test_the_log_says_what_is_compiled_when_asked_and_is_silent_otherwise(run_python, tmp_path):
     talking = run_python(COMPILE_ONE, FA2CUPY_LOG="info", FA2CUPY_CACHE_DIR=str(tmp_path / "first"))
-    assert "fa2cupy: compiled forward" in talking.stderr
+    assert "fa2cupy: compiled delta" in talking.stderr
     assert "registers" in talking.stderr
     silent = run_python(COMPILE_ONE, FA2CUPY_CACHE_DIR=str(tmp_path / "second"))
     assert silent.stdout + silent.stderr == ""

@@ -441,25 +441,25 @@ def test_jinja_is_in_entry_files_and_templates_only():
 
 def test_every_file_of_kernels_is_used_by_some_kernel():
     with_settings = (("dsink", "sink"), ("clear_forward", "cu_seqlens"), ("clear_backward", "cu_seqlens"))
-    others = [
+    specs = [
         KernelSpec(operation, None, "sm_80", "float16", 64, False, TileConfig(1, 1, 8), (feature,))
         for operation, feature in with_settings
     ]
     for method in (None, *METHODS):
-        others += default_specs(DeviceInfo.named("sm_90"), "float16", 64, True, method, num_splits=2)
-        others += default_specs(DeviceInfo.named("sm_90"), "float32", 64, True, method, "sm90")
-    others += [merge_spec(H100, "float16", 64), *decode_specs(H100, "float16", 64), *decode_specs(H100, "float32", 64)]
-    others += specs_of_ranks("sm_90", ["float16"])
+        specs += default_specs(DeviceInfo.named("sm_90"), "float16", 64, True, method, num_splits=2)
+        specs += default_specs(DeviceInfo.named("sm_90"), "float32", 64, True, method, "sm90")
+    specs += [merge_spec(H100, "float16", 64), *decode_specs(H100, "float16", 64), *decode_specs(H100, "float32", 64)]
+    specs += specs_of_ranks("sm_90", ["float16"])
     functions = {"mask_mod": mods.causal(), "score_mod": lambda score, b, h, q, k: 2 * score}
     for family, method in itertools.product(("sm90", "sm80"), (None, "two_pass")):
         how = {"features": ("block_mask",), "functions": functions}
-        others += default_specs(H100, "float16", 64, True, method, family, **how)
+        specs += default_specs(H100, "float16", 64, True, method, family, **how)
+    for arch, dtype, method in itertools.product(("sm_80", "sm_90"), ("float16", "float32"), METHODS):
+        for head_dim in (64, 256):
+            specs += default_specs(DeviceInfo.named(arch), dtype, head_dim, True, method)
     used = {
         match
-        for arch, dtype, head_dim, method in itertools.product(
-            ("sm_80", "sm_90"), ("float16", "float32"), (64, 256), METHODS
-        )
-        for spec in (*default_specs(DeviceInfo.named(arch), dtype, head_dim, True, method), *others)
+        for spec in dict.fromkeys(specs)
         for match in re.findall(r'#line \d+ "kernels/([^"]+)"', render_kernel(spec).text)
     }
     templates = [kernel_directory() / name for name in used if name.endswith(".j2")]

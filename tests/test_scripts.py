@@ -20,25 +20,28 @@ from common import SCRIPTS
 from support.fake_timing import HAS_MATPLOTLIB
 
 
+WITHOUT_SITE = (sys.executable, "-S")  # without site-packages, where fa2cupy may be installed
+
+
 @pytest.fixture(scope="module")
-def packages_without_fa2cupy(tmp_path_factory) -> Path:
-    """Links all that is installed beside NumPy and Jinja, except fa2cupy, into a folder for PYTHONPATH."""
+def environment(tmp_path_factory) -> dict[str, str]:
+    """Links all that is installed beside NumPy and Jinja, except fa2cupy, into the folder that is PYTHONPATH."""
     folder = tmp_path_factory.mktemp("packages")
     for installed in {Path(module.__file__).parent.parent for module in (np, jinja2, ml_dtypes)}:
         for path in installed.iterdir():
             if "fa2cupy" not in path.name and not (folder / path.name).exists():
                 (folder / path.name).symlink_to(path)
-    return folder
+    environment = {**os.environ, "PYTHONPATH": str(folder)}
+    command = [*WITHOUT_SITE, "-c", "import numpy, fa2cupy"]
+    run = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+    assert "No module named 'fa2cupy'" in run.stderr
+    return environment
 
 
 @pytest.mark.parametrize("script", sorted(SCRIPTS.glob("*.py")), ids=lambda path: path.stem)
-def test_scripts_find_the_package_of_a_bare_checkout_from_anywhere(script, packages_without_fa2cupy, tmp_path):
-    environment = {**os.environ, "PYTHONPATH": str(packages_without_fa2cupy)}
-    command = [sys.executable, "-S"]  # without site-packages, where fa2cupy may be installed
-    alone = [*command, "-c", "import numpy, fa2cupy"]
-    run = subprocess.run(alone, cwd=tmp_path, env=environment, capture_output=True, text=True)
-    assert "No module named 'fa2cupy'" in run.stderr
-    run = subprocess.run([*command, script, "--help"], cwd=tmp_path, env=environment, capture_output=True, text=True)
+def test_scripts_find_the_package_of_a_bare_checkout_from_anywhere(script, environment, tmp_path):
+    command = [*WITHOUT_SITE, script, "--help"]
+    run = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
     assert run.stdout.startswith(f"usage: {script.name}")
 
