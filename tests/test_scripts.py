@@ -19,7 +19,6 @@ import sweep
 from common import SCRIPTS
 from support.fake_timing import HAS_MATPLOTLIB
 
-
 WITHOUT_SITE = (sys.executable, "-S")  # without site-packages, where fa2cupy may be installed
 
 

@@ -25,12 +25,15 @@ pytestmark = pytest.mark.simulated
 METHODS = ("single_pass", "two_pass")
 #: (family, head_dim, lengths): several tiles of each family's kernels.
 SM80, SM80_WIDE, HOPPER = ("sm80", 64, (70, 90)), ("sm80", 160, (70, 90)), ("sm90", 64, (300, 200))
+SMALL_OF_HOPPER = {"backward_dq": TileConfig(128, 32, 12, 2), "backward_dkdv": TileConfig(32, 128, 12, 2)}
 HOPPER_TRANSPOSED, HOPPER_DIVIDED = ("sm90", 128, (200, 150)), ("sm90", 256, (140, 100))
 
 
 def tiles_of(family: str, head_dim: int) -> dict[str, TileConfig] | None:
-    """Returns small tiles for sm80, and None, for the default ones, for sm90."""
-    return small_tiles("float16", head_dim) if family == "sm80" else None
+    """Returns small tiles for sm80 and for narrow heads of sm90, and None, for the default ones, for others."""
+    if family == "sm80":
+        return small_tiles("float16", head_dim)
+    return SMALL_OF_HOPPER if head_dim <= 64 else None
 
 
 def check(

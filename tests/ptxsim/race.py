@@ -510,8 +510,12 @@ class RaceDetector:
         column = warps[:, None]
         unfenced = generic & (clock > self.seen.take(column * (2 * self.entities) + self.entities + writer))
         if unfenced.any():
-            for row, k in np.argwhere(unfenced).tolist():
-                self._check_fenced(done, int(warps[row]), int(places[0, k]))
+            row, k = np.nonzero(unfenced)
+            # Places that one lane has written at one clock have the same fences; each strong write has its own clocks.
+            wrote = np.where(writer[0, k] == self.strong, -1 - k, clock[0, k] << 5 | self.write_lane[places[0, k]])
+            written_alike = np.stack((row, writer[0, k], wrote))
+            for which in np.sort(np.unique(written_alike, axis=1, return_index=True)[1]).tolist():
+                self._check_fenced(done, int(warps[row[which]]), int(places[0, k[which]]))
         if thread is None:
             return
         apart = (writer == self.local[warps[0]]) & (clock > self.met[thread])
