@@ -38,7 +38,9 @@ BY_ROWS, NARROW = TileConfig(128, 48, 12, 2), TileConfig(128, 32, 12, 2)
 #: Statistics of queries enter as a k-step in the first two and in one pass of the third; the fourth divides dK and dV
 #: between warp groups. The last multiply float16 parts, which a kernel of their own makes.
 KERNELS = {
-    "64": Kernels("float16", 64, {"forward": NARROW, "backward_dq": NARROW, "backward_dkdv": TileConfig(32, 128, 12, 2)}),
+    "64": Kernels(
+        "float16", 64, {"forward": NARROW, "backward_dq": NARROW, "backward_dkdv": TileConfig(32, 128, 12, 2)}
+    ),
     "96": Kernels("bfloat16", 96, {"forward": BY_ROWS, "backward_dq": TileConfig(128, 48, 12, 3)}),
     "128": Kernels("float16", 128, {"forward": BY_ROWS}),
     "192": Kernels("bfloat16", 192, {"forward": BY_ROWS, "backward_dq": BY_ROWS}),
