@@ -168,6 +168,14 @@ def _count_gpus() -> tuple[int, str | None]:
 
 
 @pytest.fixture
+def small_heap():
+    """Keeps objects of earlier tests out of garbage collections: a million of them would take a second."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+@pytest.fixture
 def isolated_cache(tmp_path, monkeypatch):
     """An empty cache folder of this test alone, not created yet; nothing is remembered from other tests."""
     folder = tmp_path / "kernel-cache"

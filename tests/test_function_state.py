@@ -346,6 +346,7 @@ def check_each_call_has_the_number_of_its_time(name: str, kept: bool, run) -> No
     assert run(function)[0] == o_old
 
 
+@pytest.mark.usefixtures("small_heap")
 @pytest.mark.parametrize("kept", [False, True])
 @pytest.mark.parametrize("name", CASES)
 def test_a_changed_number_counts_on_numpy(name, kept):
@@ -358,6 +359,7 @@ def test_a_changed_number_counts_on_numpy(name, kept):
     check_each_call_has_the_number_of_its_time(name, kept, run)
 
 
+@pytest.mark.usefixtures("small_heap")
 @pytest.mark.sample(name=("bound_method", "helper_in_a_closure", "element_of_nested_containers"))
 @pytest.mark.parametrize("kept", [False, True])
 @pytest.mark.parametrize("name", CASES)

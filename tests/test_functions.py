@@ -185,7 +185,7 @@ def test_index_arrays_of_any_integer_dtype(dtype):
     np.testing.assert_array_equal(result, np.broadcast_to(IDS[B, Q] == IDS[B, K], SHAPE))
 
 
-def test_a_function_is_traced_once_and_freed(monkeypatch):
+def test_a_function_is_traced_once_and_freed(monkeypatch, small_heap):
     calls = []
     original = tracing._traced
     monkeypatch.setattr(tracing, "_traced", lambda *given: calls.append(1) or original(*given))

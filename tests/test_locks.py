@@ -226,7 +226,7 @@ def test_a_child_that_is_forked_in_the_middle_of_nvrtc_can_compile():
     assert all(map(succeeds, children))
 
 
-def test_locks_that_nobody_uses_any_more_are_forgotten():
+def test_locks_that_nobody_uses_any_more_are_forgotten(small_heap):
     before = len(locks._thread_locks)
     kept = [new_lock() for _ in range(100)]
     assert len(locks._thread_locks) == before + 100

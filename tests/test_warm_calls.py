@@ -722,7 +722,7 @@ def test_functions_that_are_known_refuse_what_new_ones_do(calls, options, kind, 
             calls.of("forward", arrays, **(legal | wrong))
 
 
-def test_a_warm_call_looks_for_no_program_and_keeps_no_function_alive(calls, monkeypatch):
+def test_a_warm_call_looks_for_no_program_and_keeps_no_function_alive(calls, monkeypatch, small_heap):
     def doubled(score, b, h, q, k):
         return 2 * score
 
