@@ -348,7 +348,7 @@ def test_a_kernel_without_features_knows_nothing_of_them(spec):
     assert not of_features & {field.name.removesuffix("_strides") for field in spec.params.fields}
 
 
-@pytest.mark.sample(name=("window", "full_dbias", "dropout_p"))
+@pytest.mark.sample(name=("window", "full_dbias"))
 @pytest.mark.parametrize("name", sorted(set(FEATURES) - {"dlse", "given_lse"}))
 def test_a_kernel_with_a_feature_is_another_one(name):
     tile = TileConfig(64, 32, 4)

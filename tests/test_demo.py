@@ -20,6 +20,7 @@ def test_kernels_are_compiled_for_gpus_that_are_not_here(monkeypatch, capsys):
     assert all("registers" in line for line in lines)
 
 
+@pytest.mark.sample(method=(None,))
 @pytest.mark.parametrize("method", (None, "single_pass", "two_pass"))
 def test_the_table_has_the_kernels_of_float32_on_tensor_cores(method):
     operation = "backward" if method else "forward"

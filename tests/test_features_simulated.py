@@ -41,7 +41,15 @@ FAMILIES = {
     "simt double": ("float64", 24, TileConfig(8, 8, 2)),
     "sm80": ("float16", 24, {"backward": TileConfig(32, 32, 4, 2), "backward_dkdv": TileConfig(32, 32, 4, 2)}),
     "sm80 wide": ("bfloat16", 160, {"backward": TileConfig(32, 32, 4, 2), "backward_dkdv": TileConfig(32, 32, 4, 2)}),
-    "sm90": ("float16", 64, {"forward": TileConfig(128, 32, 12, 2), "backward_dq": TileConfig(128, 32, 12, 2)}),
+    "sm90": (
+        "float16",
+        64,
+        {
+            "forward": TileConfig(128, 32, 12, 2),
+            "backward_dq": TileConfig(128, 32, 12, 2),
+            "backward_dkdv": TileConfig(32, 128, 12, 2),
+        },
+    ),
     "sm90 middle": ("bfloat16", 96, {"forward": TileConfig(128, 48, 12, 2), "backward_dq": TileConfig(128, 48, 12, 3)}),
     "sm90 wide": ("float16", 192, {"forward": TileConfig(128, 48, 12, 2), "backward_dq": TileConfig(128, 48, 12, 2)}),
 }

@@ -552,7 +552,7 @@ def check_backward(inputs: tuple, launched: list, *, methods: tuple = METHODS, f
 def test_hopper_backward_at_every_head_dim(on_hopper, dtype, head_dim, causal):
     # Lengths below a tile, of one, of several with more keys, and with so many queries that whole tiles see no key.
     rows, keys = by_keys(head_dim)["backward"].b_r, by_keys(head_dim)["backward"].b_c
-    for lengths in ((1, 1), (rows, keys), (rows + 70, 2 * keys + 30), (2 * rows + 90, 71)):
+    for lengths in ((1, 1), (rows, keys), (rows + 70, keys + 30), (2 * rows + 90, 71)):
         check_backward(draw(dtype, lengths, head_dim), on_hopper, causal=causal, config=by_keys(head_dim))
 
 

@@ -592,15 +592,14 @@ def test_barrier_after_threads_have_left():
 
 
 ATOMICS = r"""
-#include <cuda_fp16.h>
-#include <cuda_bf16.h>
-extern "C" __global__ void atomics(float* f, double* d, __half2* h, __nv_bfloat162* b, unsigned* u,
+extern "C" __global__ void atomics(float* f, double* d, unsigned* h, unsigned* b, unsigned* u,
   unsigned long long* l, int* order) {
   __shared__ int counter; int i = blockIdx.x * blockDim.x + threadIdx.x;
   if (threadIdx.x == 0) counter = 0;
   __syncthreads();
-  atomicAdd(f, 1.0f); atomicAdd(d, 0.5); atomicAdd(h, __floats2half2_rn(1, 2));
-  atomicAdd(b, __floats2bfloat162_rn(1, 0.5f));
+  atomicAdd(f, 1.0f); atomicAdd(d, 0.5);  // and pairs of 16-bit numbers, (1, 2) and (1, 0.5), without their headers
+  asm volatile("{ .reg .b32 old; atom.global.add.noftz.f16x2 old, [%0], %1; }" :: "l"(h), "r"(0x40003c00));
+  asm volatile("{ .reg .b32 old; atom.global.add.noftz.bf16x2 old, [%0], %1; }" :: "l"(b), "r"(0x3f003f80));
   atomicMax(u, i); atomicInc(u + 1, 9); atomicXor(u + 2, i); atomicMin((int*)u + 5, -i); atomicAdd(l, 1ull << 33);
   unsigned old = u[3], assumed;
   do { assumed = old; old = atomicCAS(u + 3, assumed, assumed + 3); } while (old != assumed);
@@ -620,7 +619,7 @@ def test_atomics_lose_nothing():
     a |= {"h": memory.alloc(np.zeros(2, np.float16)), "b": memory.alloc(np.zeros(2, np.uint16))}
     a |= {"u": memory.alloc(np.zeros(6 + 256, np.uint32), "u"), "order": memory.empty(4, np.int32, "order")}
     arguments = [a[name] for name in ("f", "d", "h", "b", "u", "l", "order")]
-    cuda_module(ATOMICS, headers=True).launch("atomics", 4, 64, arguments, memory=memory)
+    cuda_module(ATOMICS).launch("atomics", 4, 64, arguments, memory=memory)
     u = memory.read(a["u"])
     assert memory.read(a["f"])[0] == 256 and memory.read(a["d"])[0] == 128 and memory.read(a["l"])[0] == 256 << 33
     assert memory.read(a["h"]).tolist() == [256, 512]

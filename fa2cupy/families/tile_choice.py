@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import lru_cache
 
 from ..errors import UnsupportedProblemError
 from ..problem.attention import AttentionProblem
@@ -172,10 +173,13 @@ def _suits_map(family: Family, operation: str, problem: AttentionProblem, tile: 
     return columns % tile.b_c == 0 if family.owns(operation) == "queries" else rows % tile.b_r == 0
 
 
-def _legal_tiles(family: Family, kernel: tuple[str, str, int], device: DeviceInfo) -> Iterator[TileConfig]:
-    for tile in candidate_tiles(family):
-        if family.why_illegal(*kernel, tile, device) is None and family.fits_blocks(*kernel, tile, device):
-            yield tile
+@lru_cache(maxsize=256)  # a family has up to 18,000 candidates
+def _legal_tiles(family: Family, kernel: tuple[str, str, int], device: DeviceInfo) -> tuple[TileConfig, ...]:
+    return tuple(
+        tile
+        for tile in candidate_tiles(family)
+        if family.why_illegal(*kernel, tile, device) is None and family.fits_blocks(*kernel, tile, device)
+    )
 
 
 def _legal_sizes(family: Family, kernel: tuple[str, str, int], device: DeviceInfo) -> set[tuple[int, int]]:
