@@ -18,10 +18,10 @@ from support.fake_gpu import fake_gpu
 from support.fake_nccl import FakeCommunicator, FakeNccl, fake_streams
 from support.feature_cases import assert_close, booleans, numbers
 from support.launch_record import Launch
+from support.option_pairs import option_pairs
 
 import fa2cupy
 import fa2cupy.distributed as dist
-from fa2cupy import TileConfig, mods
 from fa2cupy.distributed import api
 from fa2cupy.distributed.call import requests
 from fa2cupy.distributed.movers.by_messages import ByMessages
@@ -133,10 +133,6 @@ def packed(arrays: dict) -> dict:
 
 
 OFFSETS = {f"cu_seqlens_{side}": np.array([0, 5, 9, 32], "int32") for side in "qk"}
-TILES = (
-    {"forward": TileConfig(64, 32, 4), "backward": TileConfig(32, 32, 4)},
-    {"forward": TileConfig(64, 64, 4), "backward": TileConfig(64, 64, 4)},
-)
 GATHER = {"scheme": "gather", "causal": True}
 
 
@@ -145,40 +141,17 @@ def scaled(score, b, h, q, k, factors):
 
 
 #: Options of both calls and the two values that differ, by keyword.
-OPTIONS: dict[str, tuple[Options, object, object]] = {
-    "causal": ({}, False, True),
-    "softmax_scale": ({}, 0.5, 0.25),
-    "layout": ({}, "bshd", "bhsd"),
+OPTIONS: dict[str, tuple[Options, object, object]] = option_pairs(SCORES) | {
     "scheme": ({}, "heads", "gather"),
     "order": (GATHER, "zigzag", "contiguous"),
     "head_groups": ({}, 1, 2),
-    "config": ({"family": "sm80"}, *TILES),
-    "family": ({}, "sm90", "sm80"),
-    "num_splits": ({}, 1, 2),
-    "precision": ({}, "ieee", "split"),
-    "method": ({}, "single_pass", "two_pass"),
-    "deterministic": ({"family": "sm80"}, False, True),
-    "return_dbias": ({"bias": numbers(SCORES, "float16")}, False, True),
-    "return_dsink": ({"sink": numbers((HEADS,), "float32")}, False, True),
     "return_dscore_args": ({"score_mod": scaled, "score_args": (numbers((HEADS,), "float32"),)}, False, True),
-    "delta": ({}, None, numbers(STATISTICS, "float32")),
-    "dlse": ({}, None, numbers(STATISTICS, "float32")),
-    "window": ({}, (3, 0), (3, 1)),
-    "softcap": ({}, 2.0, 3.0),
-    "alibi_slopes": ({}, numbers((HEADS,), "float32"), numbers((BATCH, HEADS), "float32")),
-    "bias": ({}, numbers(SCORES, "float16"), numbers(SCORES[1:], "float16")),
-    "mask": ({}, None, booleans(SCORES)),
-    "key_padding_mask": ({}, None, booleans((BATCH, SIZE * ROWS))),
-    "sink": ({}, None, numbers((HEADS,), "float32")),
     "dropout_p": ({"seed": 1}, 0.5, 0.0),
-    "seed": ({"dropout_p": 0.5}, 1, 2**63),
     "cu_seqlens_q": (OFFSETS, OFFSETS["cu_seqlens_q"], np.array([0, 1, 5, 9, 32], "int32")),
     "cu_seqlens_k": (OFFSETS, OFFSETS["cu_seqlens_k"], np.array([0, 1, 5, 9, 32], "int32")),
     "max_seqlen_q": (OFFSETS, 23, 24),
     "max_seqlen_k": (OFFSETS, 23, 24),
-    "score_mod": ({}, lambda score, b, h, q, k: 2 * score, lambda score, b, h, q, k: 3 * score),
     "score_args": ({"score_mod": scaled}, (numbers((HEADS,), "float32"),), (numbers((HEADS + 1,), "float32"),)),
-    "mask_mod": ({}, mods.causal(), mods.causal(1)),
     "mask_args": (
         {"mask_mod": lambda b, h, q, k, ids: ids[q] == ids[k]},
         (np.zeros(SIZE * ROWS, "int32"),), (np.zeros(SIZE * ROWS + 1, "int32"),),

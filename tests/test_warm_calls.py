@@ -14,8 +14,9 @@ pytest.importorskip("cupy")
 
 from support.fake_cupy import FakeArray, current_device, place
 from support.fake_gpu import backward, decode, fake_gpu, forward
-from support.feature_cases import booleans, numbers
+from support.feature_cases import numbers
 from support.launch_record import Launch
+from support.option_pairs import option_pairs
 from support.strided_arrays import gapped, shifted
 
 import fa2cupy
@@ -84,41 +85,13 @@ def packed(arrays: dict[str, FakeArray]) -> dict[str, FakeArray]:
 
 OFFSETS = {f"cu_seqlens_{side}": np.array([0, 5, 9, 16], "int32") for side in "qk"}
 
-TILES = (
-    {"forward": TileConfig(64, 32, 4), "backward": TileConfig(32, 32, 4)},
-    {"forward": TileConfig(64, 64, 4), "backward": TileConfig(64, 64, 4)},
-)
-
 #: Options of both calls and the two values that differ, by keyword. Both are of one type where possible.
-OPTIONS = {
-    "causal": ({}, False, True),
-    "softmax_scale": ({}, 0.5, 0.25),
-    "layout": ({}, "bshd", "bhsd"),
-    "config": ({"family": "sm80"}, *TILES),
-    "family": ({}, "sm90", "sm80"),
-    "num_splits": ({}, 1, 2),
-    "precision": ({}, "ieee", "split"),
-    "method": ({}, "single_pass", "two_pass"),
-    "deterministic": ({"family": "sm80"}, False, True),
-    "return_dbias": ({"bias": numbers(SCORES, "float16")}, False, True),
-    "return_dsink": ({"sink": numbers((HEADS,), "float32")}, False, True),
-    "delta": ({}, None, numbers(SCORES[:3], "float32")),
-    "dlse": ({}, None, numbers(SCORES[:3], "float32")),
-    "window": ({}, (3, 0), (3, 1)),
-    "softcap": ({}, 2.0, 3.0),
-    "alibi_slopes": ({}, numbers((HEADS,), "float32"), numbers((BATCH, HEADS), "float32")),
-    "bias": ({}, numbers(SCORES, "float16"), numbers(SCORES[1:], "float16")),
-    "mask": ({}, None, booleans(SCORES)),
-    "key_padding_mask": ({}, None, booleans((BATCH, ROWS))),
-    "sink": ({}, None, numbers((HEADS,), "float32")),
+OPTIONS = option_pairs(SCORES) | {
     "dropout_p": ({"seed": 1}, 0.5, 0.25),
-    "seed": ({"dropout_p": 0.5}, 1, 2**63),
     "cu_seqlens_q": (OFFSETS, OFFSETS["cu_seqlens_q"], np.array([0, 1, 5, 9, 16], "int32")),
     "cu_seqlens_k": (OFFSETS, OFFSETS["cu_seqlens_k"], np.array([0, 1, 5, 9, 16], "int32")),
     "max_seqlen_q": (OFFSETS, 8, 9),
     "max_seqlen_k": (OFFSETS, 8, 9),
-    "score_mod": ({}, lambda score, b, h, q, k: 2 * score, lambda score, b, h, q, k: 3 * score),
-    "mask_mod": ({}, mods.causal(), mods.causal(1)),
 }  # fmt: skip
 #: Calls that do not differ: a backward reads no sink unless its gradient is asked for.
 SAME = (("sink", "backward"),)
