@@ -794,7 +794,7 @@ class TestHiddenByMasks:
         """Some rows see no key in the first tiles from either end, and some see no key at all."""
         name = family[0]
         rows, keys = {"simt": (21, 30), "sm80": (70, 101), "sm90": (70, 210)}[name.split()[0]]
-        tile = {"simt": 8, "sm80": 32, "sm90": 64}[name.split()[0]]
+        tile = {"simt": 8, "sm80": 32, "sm90": 32}[name.split()[0]]
         inputs = draw(name, (rows, keys))
         mask = np.ones((1, 2, rows, keys), bool)
         mask[:, :, 1::4, keys - tile - 3 :] = False

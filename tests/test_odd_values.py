@@ -23,7 +23,7 @@ FAMILIES = {
     "numpy half": ("float16", 24, TileConfig(8, 8, 1)),
     "simt": ("float32", 24, TileConfig(8, 8, 2)),
     "simt double": ("float64", 24, TileConfig(8, 8, 2)),
-    "sm80": ("float16", 40, dict.fromkeys(("forward", "backward_dq"), SMALL) | dict.fromkeys(
+    "sm80": ("float16", 24, dict.fromkeys(("forward", "backward_dq"), SMALL) | dict.fromkeys(
         ("backward", "backward_dkdv"), TileConfig(32, 32, 4, 2))),
     "sm90": ("bfloat16", 64, {"forward": TileConfig(128, 64, 12, 2), "backward_dq": TileConfig(128, 64, 12, 2)}),
 }  # fmt: skip
@@ -144,7 +144,7 @@ def test_a_sink_of_minus_infinity_is_none_and_has_no_gradient(family):
 
 
 @on("numpy", "numpy half", "simt", "simt double")
-@pytest.mark.sample(cap=(1e4,))
+@pytest.mark.sample(cap=(1e4,), family=("numpy", "numpy half", "simt"))
 @pytest.mark.parametrize("cap", [1e4, 1e8])
 def test_a_large_cap_leaves_scores_as_they_are(family, cap):
     wide = accumulator(FAMILIES[family][0])
