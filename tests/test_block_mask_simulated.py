@@ -358,7 +358,7 @@ def test_packed_sequences(launched, family):
 
 
 def test_a_map_of_one_sequence_is_that_of_all_packed_ones(launched):
-    """Lists are those of each sequence all the same: their lengths differ."""
+    """Each sequence still has lists of its own, because lengths differ."""
     offsets = {
         "cu_seqlens_q": np.array([0, 12, 12, 29, 38], "int32"), "cu_seqlens_k": np.array([0, 20, 27, 30, 50], "int32"),
         "max_seqlen_q": 17, "max_seqlen_k": 20,

@@ -295,7 +295,7 @@ def test_on_a_full_disk_kernels_work_with_one_warning_and_nothing_is_left(
     UNWRITABLE[failure](monkeypatch)
     messages = warnings_of(lambda: [cached_kernel(SPEC), cached_kernel(OTHER), cached_kernel(SPEC)])
     assert compilations == [SPEC, OTHER]
-    # A compilation that an interrupted call of another test left may fail on this disk, too, with another folder.
+    # A compilation that another test interrupted may still run, and fail on this disk, too, in another folder.
     (message,) = (message for message in messages if str(isolated_cache) in message)
     for part in ("No space left on device", "FA2CUPY_CACHE_DIR"):
         assert part in message
@@ -433,7 +433,7 @@ def test_a_folder_that_is_just_full_keeps_all(monkeypatch, tmp_path):
 
 
 def test_a_nearly_full_folder_never_exceeds_its_limit(monkeypatch, tmp_path):
-    """Other processes have filled the folder. Writes are of up to twice what is written between two listings."""
+    """Other processes have filled the folder. A write has up to twice the bytes written between two listings."""
     limit, rng = 1600, np.random.default_rng(1)
     monkeypatch.setattr(entries, "cache_limit", lambda: limit)
 

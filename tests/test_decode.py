@@ -197,7 +197,7 @@ def test_a_paged_cache_holds_the_rows_of_the_dense_one():
 
 @pytest.fixture(params=["NumPy", "GPU"])
 def decode(request, monkeypatch):
-    """Returns `decode` by keyword: that of NumPy, and that of a GPU whose kernels do nothing."""
+    """Returns `decode` on NumPy, and on a GPU whose kernels do nothing; both take keywords."""
     if request.param == "NumPy":
         yield fa2cupy.decode
         return

@@ -205,7 +205,7 @@ def test_the_precision_of_float32_and_what_has_no_kernel_for_it(precision, chang
     assert chosen.family.public_name == wanted
     assert (chosen.fallback is None) == (wanted == "simt")
     if chosen.fallback is not None:
-        # The fallback stores its gradients over others, so that it never adds to them.
+        # The fallback overwrites gradients and never adds to them.
         assert chosen.fallback.method == ("two_pass" if call == "backward" else None)
         assert chosen.fallback.family.name == "simt" and chosen.fallback.tiles.keys() == operations
 

@@ -153,7 +153,7 @@ def grid(shape: tuple[int, ...]) -> dict[str, np.ndarray]:
 
 
 def scores(shape: tuple[int, ...], seed: int, dtype: str) -> np.ndarray:
-    """Halves of integers, of which many are multiples of the divisors, and odd values."""
+    """Halves of integers, many of them multiples of the divisors, and odd values."""
     rng = np.random.default_rng(seed)
     found = rng.integers(-40, 40, shape) * rng.choice([0.5, 7, 24.5, 41, 49, 95, 187], shape)
     odd = found.reshape(-1)[::9]

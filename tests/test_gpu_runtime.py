@@ -201,7 +201,7 @@ def assert_equal_results(results: tuple, wanted: tuple, exact: bool) -> None:
             assert difference <= 2e-2 * float(abs(theirs)[finite].max())
 
 
-#: 15 kinds of calls, each on 10 lengths, so that kernels, copies, maps and records of all kinds are prepared at a time.
+#: 15 kinds of calls, each on 10 lengths, so that kernels, copies, maps and records of all kinds are prepared at once.
 MIXED = [
     ("float16", 64, {}), ("float16", 64, {"causal": True}), ("bfloat16", 128, {"causal": True}), ("bfloat16", 128, {}),
     ("float16", 59, {"causal": True}), ("bfloat16", 192, {}), ("float16", 256, {"causal": True}), ("float32", 64, {}),

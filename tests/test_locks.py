@@ -215,7 +215,7 @@ def test_a_fork_waits_until_no_thread_is_in_nvrtc():
 def test_a_child_that_is_forked_in_the_middle_of_nvrtc_can_compile():
     pytest.importorskip("cupy", reason="kernels are compiled by the NVRTC that CuPy loads", exc_type=ImportError)
     source = render_kernel(SPEC)
-    compiler.compile_source(source)  # so that nothing is loaded below
+    compiler.compile_source(source)  # loads NVRTC, so that nothing is loaded below
     thread = threading.Thread(target=compiler.compile_source, args=(source,))
     thread.start()
     while not compiler._in_nvrtc._inside and thread.is_alive():

@@ -48,7 +48,7 @@ def check(merge, dtype: str, layout: str = "bshd", head_dim: int = 64, bounds: t
 
 
 def check_dominant(merge, dtype: str) -> None:
-    """Merges nine parts of nine rows, each of which gets all its weight from another part."""
+    """Merges nine parts of nine rows; each row gets all its weight from another part."""
     rng = np.random.default_rng(0)
     o_parts = rng.standard_normal((9, 1, 9, 1, 8)).astype(dtype)
     lse_parts = rng.standard_normal((9, 1, 1, 9)).astype("float64" if dtype == "float64" else "float32")

@@ -215,7 +215,7 @@ def parts_plan(method: str | None, **changes) -> Plan:
     [
         ({}, 3 * 8 * 6, 3 * 2 * 8),  # 300 queries fill three tiles of 128 rows, and 500 keys four
         ({"seqlen_q": 384, "seqlen_k": 513}, 3 * 8 * 6, 3 * 2 * 10),
-        ({"seqlen_k": 0}, 3 * 8 * 6, 3 * 2 * 2),  # a query tile reads a key tile all the same
+        ({"seqlen_k": 0}, 3 * 8 * 6, 3 * 2 * 2),  # a query tile still reads a key tile
         (packed(num_sequences=5), 8 * (4 + 5 + 1), 2 * (7 + 5 + 1)),
         (packed(num_sequences=1), 8 * (4 + 1 + 1), 2 * (7 + 1 + 1)),
     ],

@@ -1,4 +1,4 @@
-"""How processes that know only an address meet, and what others do there: strangers, other jobs, silence, slowness."""
+"""Processes that know only an address meet there, in spite of strangers, other jobs, silence and slowness."""
 
 from __future__ import annotations
 

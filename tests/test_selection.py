@@ -48,7 +48,7 @@ def test_a_part_that_cannot_be_is_refused(part):
 
 @pytest.mark.parametrize("workers", [(), ("-n", "2")], ids=("alone", "two workers"))
 def test_failures_are_named_before_the_end(workers, tmp_path):
-    """Of all phases of a test; the summary names them once more."""
+    """The failure may be in any phase of a test; the summary names it once more."""
     shutil.copy(CHECKOUT / "tests" / "conftest.py", tmp_path)
     (tmp_path / "test_one.py").write_text(
         "import pytest\n"

@@ -175,7 +175,7 @@ def test_without_cuda_bindings_the_forward_falls_back_with_one_warning(without_b
 
 @dataclasses.dataclass(frozen=True)
 class Memory:
-    """An allocation, of which a weak reference tells if it is kept."""
+    """An allocation that weak references can point to, to tell whether something keeps it."""
 
     ptr: int
     size: int

@@ -80,7 +80,7 @@ def test_fused_and_unfused_train_alike(corpus):
     fused, unfused = (
         train(dataclasses.replace(SMALL, attention=kind), corpus, SMALL.steps) for kind in ("fused", "unfused")
     )
-    # The losses may agree to the last bit for so short a context; these are two computations all the same.
+    # The losses may agree to the last bit for so short a context; these are still two computations.
     assert fused.model.attention.func is fa2cupy.attention
     assert "unfused" in unfused.model.attention.__qualname__
     np.testing.assert_allclose(fused.curve.losses, unfused.curve.losses, rtol=1e-4)
@@ -399,7 +399,7 @@ def test_ranks_have_the_curve_of_one(corpus, ranks):
 
 
 def test_ranks_of_threads_report_once(short_corpus, tmp_path, capsys, monkeypatch):
-    """Only the sizes are others than in the README: what a run does by default at its end, it does here."""
+    """Runs the README's command with other sizes; the run ends with all that it does by default."""
     monkeypatch.setattr(train_lm, "_TIMEOUT_S", 20.0)
     assert train_lm.main([*SIZES, "--steps", "4", "--out", str(tmp_path)]) == 0
     of_one = capsys.readouterr().out

@@ -684,7 +684,7 @@ def test_functions_that_are_known_refuse_what_new_ones_do(calls, options, kind, 
     arrays = arrays_of()
     legal = {"score_mod": function, "score_args": (place(numbers((HEADS,), "float32")),)}
     given = {
-        "rows": place(numbers((1, HEADS), "float32")),  # of which each row would be legal
+        "rows": place(numbers((1, HEADS), "float32")),  # each row alone would be legal
         "complex": (place(np.zeros(HEADS, "complex64")),),
         "empty": (place(np.zeros(0, "float32")),),
     }

@@ -102,7 +102,7 @@ class _Child:
         self._connection, theirs = _context.Pipe()
         self._process = _context.Process(target=_serve, args=(theirs, self._task), daemon=True)
         self._process.start()
-        theirs.close()  # so that the child's death reads as the end of the pipe
+        theirs.close()  # the pipe then ends when the child dies
 
 
 def _serve(connection, task: Callable[[KernelSpec], Report]) -> None:

@@ -1,4 +1,4 @@
-"""What a function of the caller's costs the host: its first call, which traces and compiles it, and each warm call.
+"""What the caller's function costs the host: its first call, which traces and compiles it, and each warm call.
 
 Each function is measured in a process of its own: kernels that others have compiled, and memory that they have left in
 CuPy's pool, would change both. Run as a module, this is the measured process.

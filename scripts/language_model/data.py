@@ -43,7 +43,7 @@ class Corpus:
 
     @property
     def fingerprint(self) -> str:
-        """A digest that distinguishes this text from that of another version of Python."""
+        """A digest that distinguishes this text from another Python version's."""
         return hashlib.sha256(self.training.tobytes() + self.held_out.tobytes()).hexdigest()
 
     def held_out_windows(self, context: int, count: int | None = None) -> tuple[np.ndarray, np.ndarray]:

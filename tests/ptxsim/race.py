@@ -100,7 +100,7 @@ class RaceDetector:
         # Four neighbouring readers, the warps of a warp group, as one item: NumPy scatters these several times as fast.
         self._reads_by_four = self.read_clock.view("V16") if self.readers % 4 == 0 else None
         self._mbarriers: dict[tuple[int, int], int] = {}
-        # By lane: the writer of a granule, the clock up to which a lane has seen all writes of its warp, and copies.
+        # For each lane: the writer of a granule, the clock up to which the lane has seen its warp's writes, and copies.
         self.write_lane = np.zeros(self.granules if self.by_lane else 0, np.int8)
         self.met = np.zeros(32 * self.num_warps, np.int32)
         self.copies = {kind: CopyGroups(32 * self.num_warps, self._kept) for kind in self._kinds}
@@ -455,7 +455,7 @@ class RaceDetector:
     def _look_at_writes(
         self, what: str, threads: np.ndarray, bad: np.ndarray, places: np.ndarray, strong: bool, copies: bool
     ) -> None:
-        """Checks writes that these threads' warps have not seen; some of them are in order all the same."""
+        """Checks writes that these threads' warps have not seen; some of them are in order nevertheless."""
         row, place = np.nonzero(bad)[0], places[bad]
         thread, warp = threads[row], threads[row] >> 5
         writer, clock = self.writer[place], self.write_clock[place]

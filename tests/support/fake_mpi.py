@@ -18,7 +18,7 @@ class MpiError(RuntimeError):
 
 
 class FakeRequest:
-    """A message that is sent or received. It does not keep the buffer alive, but for messages that are copied."""
+    """A message that is sent or received. Only a copied message keeps its buffer alive."""
 
     def __init__(self, buffer: np.ndarray, peer: int, tag: int, is_done: bool = False):
         self.address, self.nbytes, self._copy = buffer.ctypes.data, buffer.nbytes, buffer if is_done else None

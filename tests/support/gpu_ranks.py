@@ -133,7 +133,7 @@ def compare_graph(comm: dist.Communicator, scheme: str) -> str:
 
 
 def compare_failure(comm: dist.Communicator, how: str) -> str:
-    """Lets the last rank leave the others alone: streams must end all the same, and the next call raises the error."""
+    """Lets the last rank leave the others alone: streams must still end, and the next call raises the error."""
     import cupy
 
     q, k, v = (dist.shard(comm, x) for x in make_inputs(DTYPE, **SIZES, xp=cupy)[:3])

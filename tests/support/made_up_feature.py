@@ -86,7 +86,7 @@ def patched_copy(folder: Path) -> None:
 
 
 def _lift(heads: int, dtype: str) -> np.ndarray:
-    # Large enough to matter beside other heads; the softmax of a head alone does not change, so that lse must tell.
+    # Large enough to matter beside other heads; it changes no softmax of a head, only lse.
     return np.linspace(-1.5, 2.0, heads).astype("float64" if dtype == "float64" else "float32")
 
 

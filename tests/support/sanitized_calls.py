@@ -58,7 +58,7 @@ def plain() -> None:
             }
             q, k, v, do = make_inputs(dtype, **sizes, xp=cupy)
             fa2cupy.forward(q, k, v, causal=causal, num_splits=1)
-            # The tool takes results that are stored by TMA for unwritten, so that no other kernel may read them.
+            # The tool considers results that TMA stores as unwritten, so no other kernel may read them.
             half = dtype in ("float16", "bfloat16")
             o, lse = fa2cupy.forward(q, k, v, causal=causal, family="sm80" if half else None, num_splits=1)
             splits = (1, 3) if causal and (dtype, head_dim) in FEATURE_KINDS and half else (1,)

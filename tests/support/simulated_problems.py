@@ -123,7 +123,7 @@ def dq_on_hopper(monkeypatch) -> None:
 
 
 def check_dq(inputs: tuple, *, config: TileConfig, out=None, scale=None, **problem) -> None:
-    """Checks dQ from the reference's o and lse, so that delta alone of its inputs comes from another kernel."""
+    """Checks dQ, computed from the reference's o and lse: only delta comes from another kernel."""
     q, k, v, do = inputs
     expected = Expectation(q, k, v, do, softmax_scale=scale, **problem)
     o, lse = reference.forward(q, k, v, softmax_scale=scale, **problem)

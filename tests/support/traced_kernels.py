@@ -120,7 +120,7 @@ def run_text(program: Program, arrays: tuple, scores: np.ndarray, is_fast: bool 
 
 
 def broken_headers(folder: Path, name: str, old: str, new: str) -> Path:
-    """Returns a folder of headers in one of which a text is replaced that must occur in it once."""
+    """Returns a folder of headers, one of them with a text replaced; the text must occur in it once."""
     shutil.copytree(CHECKOUT / "kernels" / "common", folder / "common")
     text = (folder / "common" / name).read_text()
     if text.count(old) != 1:  # an AssertionError could count as a caught mutant
