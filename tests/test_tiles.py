@@ -399,10 +399,11 @@ def chosen_rows() -> set[int]:
         for dtype, operation in itertools.product(row.dtypes, (*TILED, "decode")):
             if operation not in row.operations or not row.supports(operation, dtype, device):
                 continue
+            has_own_tiles = any(entry.features for entry in row.tiles[operation])
             for head_dim, causal, features, batch in itertools.product(
                 head_dims_of(dtype),
                 (False, True),
-                (NO_SETTINGS, DROPPED, OF_A_FUNCTION),
+                (NO_SETTINGS, DROPPED, OF_A_FUNCTION) if has_own_tiles else (NO_SETTINGS,),
                 (1, 512) if operation == "decode" else (1,),
             ):
                 call = problem(dtype, head_dim, causal, batch).with_settings(features)
