@@ -599,7 +599,7 @@ def test_a_dump_does_not_follow_a_link_that_somebody_has_put_there(compilations,
 COMPILE_ONE = (
     "from fa2cupy import TileConfig; from fa2cupy.jit.cache import cached_kernel; "
     "from fa2cupy.jit.spec import KernelSpec; "
-    "cached_kernel(KernelSpec('delta', 'common', 'sm_80', 'float16', 64, False, TileConfig(16, 1, 4)))"
+    "cached_kernel(KernelSpec('delta', None, 'sm_80', 'float16', 64, False, TileConfig(16, 1, 4)))"
 )
 
 
