@@ -474,7 +474,7 @@ MUTANTS = {
     ),
     "mixed tiles count as full": ("list_keys", "lowest == kFull && ", "", "lists"),
     "tiles across the band count as full": ("list_queries", " && !crosses_band ? kFull", " ? kFull", "lists"),
-    "the parts change places": ("list_keys", "kFirstPart = kOfKeys ? kMixed : kFull", "kFirstPart = kMixed", "lists"),
+    "the kinds change places": ("list_keys", "kFirstKind = kOfKeys ? kMixed : kFull", "kFirstKind = kMixed", "lists"),
     "a part is not in order": ("list_keys", "lanes & ((1u << lane) - 1)", "lanes & ~((2u << lane) - 1)", "lists"),
     "tiles have the states of their first": ("list_keys", "row <= last_row", "row <= first_row", "lists"),
     "all heads are the first": ("list_queries", "candidate / tiles << kTileBits", "0", "lists"),

@@ -85,18 +85,18 @@ struct BiasTile {
 
 // The elements of a k-step, as ldmatrix loads them.
 template <class Element>
-struct BiasPart {
+struct BiasElements {
     static constexpr bool kInMemory = false;
-    using Part = OperandA;
+    using Elements = OperandA;
     template <class Term>
-    __device__ __forceinline__ static void set(Term& term, const Part& part, int r, int e) {
-        term.bias = e == 0 ? unpack_lo<Element>(part.reg[r]) : unpack_hi<Element>(part.reg[r]);
+    __device__ __forceinline__ static void set(Term& term, const Elements& elements, int r, int e) {
+        term.bias = e == 0 ? unpack_lo<Element>(elements.reg[r]) : unpack_hi<Element>(elements.reg[r]);
     }
 };
 
 // Reads a tile in the layout of the accumulators of S, 16 queries by kKeys keys.
 template <class Element, int kKeys>
-class BiasOfQueries : public BiasPart<Element> {
+class BiasOfQueries : public BiasElements<Element> {
   public:
     using Tile = BiasTile<16, kKeys>;
     __device__ __forceinline__ BiasOfQueries(uint32 smem, int32 lane)
@@ -113,7 +113,7 @@ class BiasOfQueries : public BiasPart<Element> {
 
 // Reads a tile in the layout of the accumulators of S^T, 16 keys by kQueries queries.
 template <class Element, int kQueries>
-class BiasOfKeys : public BiasPart<Element> {
+class BiasOfKeys : public BiasElements<Element> {
   public:
     using Tile = BiasTile<kQueries, 16>;
     __device__ __forceinline__ BiasOfKeys(uint32 smem, int32 lane)

@@ -15,10 +15,10 @@ struct ArraysInMemory {
         static constexpr int kBytes = 0;
     };
     static constexpr bool kInMemory = true;
-    struct Part {};
-    __device__ __forceinline__ static Part k16(int) { return {}; }
+    struct Elements {};
+    __device__ __forceinline__ static Elements k16(int) { return {}; }
     template <class Term>
-    __device__ __forceinline__ static void set(Term&, const Part&, int, int) {}
+    __device__ __forceinline__ static void set(Term&, const Elements&, int, int) {}
 };
 
 template <class Spec>

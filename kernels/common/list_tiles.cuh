@@ -14,7 +14,7 @@ namespace fa2::common {
 template <class Spec, bool kOfKeys, class Params = fa2::Params>
 struct ListTiles {
     static constexpr int kEmpty = 0, kMixed = 1, kFull = 2;
-    static constexpr int kFirstPart = kOfKeys ? kMixed : kFull;
+    static constexpr int kFirstKind = kOfKeys ? kMixed : kFull;
 
     const Params& params;
     int32 seqlen_q, seqlen_k, batch, head, tile;  // of the list
@@ -45,8 +45,8 @@ struct ListTiles {
         int32 in_first = 0, in_second = 0;
         for (int32 first = 0; first < candidates; first += 32) {
             const int state = state_of(first + lane, candidates);
-            in_first += __popc(__ballot_sync(kFullWarp, state == kFirstPart));
-            in_second += __popc(__ballot_sync(kFullWarp, state == kMixed + kFull - kFirstPart));
+            in_first += __popc(__ballot_sync(kFullWarp, state == kFirstKind));
+            in_second += __popc(__ballot_sync(kFullWarp, state == kMixed + kFull - kFirstKind));
         }
         const int32 in_both = in_first + in_second;
         if (lane == 0) {
@@ -58,12 +58,12 @@ struct ListTiles {
         for (int32 first = 0; first < candidates; first += 32) {
             const int state = state_of(first + lane, candidates);
 #pragma unroll
-            for (int part = 0; part < 2; ++part) {
-                const bool is_own = state == (part == 0 ? kFirstPart : kMixed + kFull - kFirstPart);
+            for (int kind = 0; kind < 2; ++kind) {
+                const bool is_own = state == (kind == 0 ? kFirstKind : kMixed + kFull - kFirstKind);
                 const uint32 lanes = __ballot_sync(kFullWarp, is_own);
                 if (is_own)
-                    list[kListCounts + next[part] + __popc(lanes & ((1u << lane) - 1))] = entry_of(first + lane);
-                next[part] += __popc(lanes);
+                    list[kListCounts + next[kind] + __popc(lanes & ((1u << lane) - 1))] = entry_of(first + lane);
+                next[kind] += __popc(lanes);
             }
         }
     }

@@ -83,20 +83,20 @@ class MaskOfQueries {
     using Tile = MaskTile<16, kKeys>;
     static constexpr bool kInMemory = false;
     // The bits of a query's 16 keys, from the lane's first key on, for queries 0 and 8 of the lane.
-    struct Part {
+    struct Elements {
         uint32 row[2];
     };
 
     __device__ __forceinline__ MaskOfQueries(uint32 smem, int32 lane)
         : first_(smem + Tile::kBits + lane / 4 * kRowBytes), shift_(lane % 4 * 2) {}
     // The elements of accumulators 2 s and 2 s + 1.
-    __device__ __forceinline__ Part k16(int s) const {
+    __device__ __forceinline__ Elements k16(int s) const {
         const uint32 address = first_ + 2 * s;
         return {load_shared<uint16>(address) >> shift_, load_shared<uint16>(address + 8 * kRowBytes) >> shift_};
     }
     template <class Term>
-    __device__ __forceinline__ static void set(Term& term, const Part& part, int r, int e) {
-        term.visible = part.row[r % 2] >> (r / 2 * 8 + e) & 1;
+    __device__ __forceinline__ static void set(Term& term, const Elements& elements, int r, int e) {
+        term.visible = elements.row[r % 2] >> (r / 2 * 8 + e) & 1;
     }
 
   private:
@@ -111,19 +111,19 @@ class MaskOfKeys {
     using Tile = MaskTile<kQueries, 16>;
     static constexpr bool kInMemory = false;
     // The bits of two queries' 16 keys, from the lane's first key on, for accumulators 2 s and 2 s + 1.
-    struct Part {
+    struct Elements {
         uint32 queries[2];
     };
 
     __device__ __forceinline__ MaskOfKeys(uint32 smem, int32 lane)
         : first_(smem + Tile::kBits + lane % 4 * 4), shift_(lane / 4) {}
-    __device__ __forceinline__ Part k16(int s) const {
+    __device__ __forceinline__ Elements k16(int s) const {
         const uint32 address = first_ + 32 * s;
         return {load_shared<uint32>(address) >> shift_, load_shared<uint32>(address + 16) >> shift_};
     }
     template <class Term>
-    __device__ __forceinline__ static void set(Term& term, const Part& part, int r, int e) {
-        term.visible = part.queries[r / 2] >> (16 * e + r % 2 * 8) & 1;
+    __device__ __forceinline__ static void set(Term& term, const Elements& elements, int r, int e) {
+        term.visible = elements.queries[r / 2] >> (16 * e + r % 2 * 8) & 1;
     }
 
   private:

@@ -9,17 +9,17 @@ namespace fa2::common {
 template <bool kRegular, int kN8, class Mod, class Held>
 __device__ __forceinline__ void score_fragment(QuadFragment<kN8>& x, const Mod& mod,
                                                const typename Mod::Position& first, const Held& held) {
-    typename Held::Part part;  // of accumulators n and n + 1
+    typename Held::Elements elements;  // of accumulators n and n + 1
 #pragma unroll
     for (int n = 0; n < kN8; ++n)
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             typename Mod::Term term[2];
             mod.template pair_at<kRegular>(first.query + 8 * i, first.key, 8 * n, term);
-            if (n % 2 == 0 && i == 0) part = held.k16(n / 2);
+            if (n % 2 == 0 && i == 0) elements = held.k16(n / 2);
 #pragma unroll
             for (int e = 0; e < 2; ++e) {
-                held.set(term[e], part, n % 2 * 2 + i, e);
+                held.set(term[e], elements, n % 2 * 2 + i, e);
                 x.value[n][2 * i + e] = mod.score(x.value[n][2 * i + e], first, 8 * i, 8 * n + e, term[e]);
             }
         }

@@ -46,7 +46,7 @@ __device__ __forceinline__ void weigh(QuadFragment<kN8>& x, P& p, bool masked, c
                                                terms[w / 2][w % 2]);
         Words draws;
         if constexpr (Spec::kDropout) draws = mod.dropout().template draws<kTransposed>(first.query, first.key, s);
-        const typename Held::Part part = held.k16(s);
+        const typename Held::Elements elements = held.k16(s);
         float even[2][2];
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
@@ -61,7 +61,7 @@ __device__ __forceinline__ void weigh(QuadFragment<kN8>& x, P& p, bool masked, c
                 const int i = kTransposed ? b : a, n8 = 2 * s + (kTransposed ? a : b), j = 2 * n8 + e;
                 auto term = terms[a][b][e];
                 if constexpr (kTransposed) term = mod.at(first.query + queries + 8 * a, first.key + 8 * b);
-                held.set(term, part, n8 % 2 * 2 + i, e);
+                held.set(term, elements, n8 % 2 * 2 + i, e);
                 float slope = 1;
                 if constexpr (Spec::kScoreMod)
                     x(i, j) = mod.capped(

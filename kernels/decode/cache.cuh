@@ -32,16 +32,16 @@ __device__ __forceinline__ Place place_of(const Params& params, int32 batch, int
 template <class Spec>
 __device__ __forceinline__ void append_rows(const Params& params, const Job& job) {
     using Element = typename Spec::Element;
-    constexpr int kVector = sizeof(Element) == 2 ? 8 : 1, kPieces = Spec::kHeadDim / kVector;
-    using Piece = Vector<Element, kVector>;
-    static_assert(Spec::kHeadDim % kVector == 0);
-    for (int32 index = threadIdx.x; index < params.seqlen_new * kPieces; index += blockDim.x) {
-        const int32 row = index / kPieces, column = index % kPieces * kVector;
+    constexpr int kWidth = sizeof(Element) == 2 ? 8 : 1, kVectors = Spec::kHeadDim / kWidth;
+    using Copied = Vector<Element, kWidth>;
+    static_assert(Spec::kHeadDim % kWidth == 0);
+    for (int32 index = threadIdx.x; index < params.seqlen_new * kVectors; index += blockDim.x) {
+        const int32 row = index / kVectors, column = index % kVectors * kWidth;
         const Place place = place_of(params, job.batch, job.cached + row);
         const auto copy = [&](Element* to, const Strides& to_strides, const Element* from,
                               const Strides& from_strides) {
-            *reinterpret_cast<Piece*>(to + place.offset(to_strides, job.head_kv) + column) =
-                *reinterpret_cast<const Piece*>(from + from_strides.offset(job.batch, row, job.head_kv) + column);
+            *reinterpret_cast<Copied*>(to + place.offset(to_strides, job.head_kv) + column) =
+                *reinterpret_cast<const Copied*>(from + from_strides.offset(job.batch, row, job.head_kv) + column);
         };
         copy(params.k_cache, params.k_cache_strides, params.k, params.k_strides);
         copy(params.v_cache, params.v_cache_strides, params.v, params.v_strides);

@@ -110,8 +110,8 @@ struct Microtile {
         clear(scores);
 #pragma unroll kUnrollChains
         for (int32 first = 0; first < Rows::kColumns; first += kChain) {
-            Scores part;
-            clear(part);
+            Scores chain;
+            clear(chain);
 #pragma unroll kUnroll
             for (int32 column = first; column < first + kChain; column += kVector) {
                 Vec x[kRows];
@@ -121,13 +121,13 @@ struct Microtile {
                 for (int j = 0; j < Scores::kCols; ++j) {
                     const Vec y = Rows::load(tile + 8 * j * kRowLength + column);
 #pragma unroll
-                    for (int i = 0; i < kRows; ++i) part(i, j) = plus_products(part(i, j), x[i], y);
+                    for (int i = 0; i < kRows; ++i) chain(i, j) = plus_products(chain(i, j), x[i], y);
                 }
             }
 #pragma unroll
             for (int i = 0; i < kRows; ++i)
 #pragma unroll
-                for (int j = 0; j < Scores::kCols; ++j) scores(i, j) += part(i, j);
+                for (int j = 0; j < Scores::kCols; ++j) scores(i, j) += chain(i, j);
         }
     }
 
@@ -226,8 +226,8 @@ struct Microtile {
         tile += Sums::col(0, lane);
 #pragma unroll
         for (int chunk = 0; chunk < Sums::kChunks; chunk += kAtOnce) {
-            SumsOf<kAtOnce> part;
-            part.clear();
+            SumsOf<kAtOnce> products;
+            products.clear();
 #pragma unroll 2
             for (int32 first = 0; first < kOther; first += kVector) {
                 Vec x[kRows];
@@ -238,7 +238,7 @@ struct Microtile {
                     Vec row[kAtOnce];
                     load_row(row, tile + (first + v) * kRowLength + Sums::col(chunk, 0));
 #pragma unroll
-                    for (int i = 0; i < kRows; ++i) part.add_row(i, x[i].item[v], row);
+                    for (int i = 0; i < kRows; ++i) products.add_row(i, x[i].item[v], row);
                 }
             }
 #pragma unroll
@@ -248,7 +248,7 @@ struct Microtile {
 #pragma unroll
                     for (int v = 0; v < kVector; ++v) {
                         Real& sum = sums.value[i][chunk + c][v];
-                        sum = join(sum, i, part.value[i][c][v]);
+                        sum = join(sum, i, products.value[i][c][v]);
                     }
         }
     }

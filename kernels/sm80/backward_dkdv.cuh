@@ -275,17 +275,17 @@ struct BackwardDkdv {
 
     // Adds this warp's part of dS K to dQ of the query tile of `step`; its dS^T is in buffer `parity`.
     __device__ void add_dq(Step step, int32 parity) const {
-        using Part = QuadFragment<2 * kDqN16>;
-        constexpr int kPartM16 = kDqWarpRows / 16;
+        using Product = QuadFragment<2 * kDqN16>;
+        constexpr int kProductM16 = kDqWarpRows / 16;
         const int32 lane = computed_anew(this->lane);
-        const int32 m0 = warp % kDqWarpsM * kPartM16, n0 = warp / kDqWarpsM * kDqN16;
+        const int32 m0 = warp % kDqWarpsM * kProductM16, n0 = warp / kDqWarpsM * kDqN16;
         const LaneAddress<DsTile, MatrixOrder::kChunksFirst> ds(smem + kDs + parity * DsTile::kBytes, 0, lane);
         const LaneAddress<KeyTile, MatrixOrder::kRowsFirst> k(smem + kK, 0, lane);
-        Part part[kPartM16];
+        Product product[kProductM16];
 #pragma unroll
-        for (int m = 0; m < kPartM16; ++m) part[m].fill(0.0f);
+        for (int m = 0; m < kProductM16; ++m) product[m].fill(0.0f);
         multiply<Element, kBc / 16>(
-            part, [&](int m, int kk) { return ldmatrix_x4<true>(ds.at(kk, m0 + m)); },
+            product, [&](int m, int kk) { return ldmatrix_x4<true>(ds.at(kk, m0 + m)); },
             [&](int n, int kk) { return ldmatrix_x4<true>(k.at(kk, n0 + n)); });
 
         using Workspace = DqWorkspace<kBr, kD>;
@@ -293,11 +293,11 @@ struct BackwardDkdv {
         const int64 tile = common::first_workspace_tile<Spec>(params, where.batch, step.head) + step.tile;
         float* workspace = params.dq_accum + tile * Workspace::kTileElements;
 #pragma unroll
-        for (int m = 0; m < kPartM16; ++m)
+        for (int m = 0; m < kProductM16; ++m)
 #pragma unroll
             for (int n = 0; n < 2 * kDqN16; ++n)
                 if (kD / 16 % kDqWarpsN == 0 || 2 * n0 + n < kD / 8)
-                    add_accumulators(workspace + Workspace::offset(m0 + m, 2 * n0 + n, lane, 0), part[m].value[n]);
+                    add_accumulators(workspace + Workspace::offset(m0 + m, 2 * n0 + n, lane, 0), product[m].value[n]);
     }
 
     template <bool kProbability>

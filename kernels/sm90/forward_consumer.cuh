@@ -400,10 +400,10 @@ class ForwardConsumer : common::HeadTerms<Spec>,
 
         const auto box = output_box(memory_.query(buffer));
         multiply_output(inverse_sum);
-        constexpr int kPiece = Shape::kOwnOutput ? Shape::kOutputPanels : Shape::kPanels;
+        constexpr int kPanelsAtOnce = Shape::kOwnOutput ? Shape::kOutputPanels : Shape::kPanels;
 #pragma unroll
-        for (int first = 0; first < Shape::kPanels; first += kPiece) {
-            const int end = min_of(first + kPiece, Shape::kPanels);
+        for (int first = 0; first < Shape::kPanels; first += kPanelsAtOnce) {
+            const int end = min_of(first + kPanelsAtOnce, Shape::kPanels);
             if (first > 0) wait_for_box();
             write_box<Element>(box.address, box.panel_bytes, output_, lane_, first, end - first);
             async_proxy_fence();
