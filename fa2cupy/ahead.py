@@ -145,7 +145,7 @@ def precompile(
     ):
         for one in _families(device, dtype, method, family):
             call = (device, dtype, head_dim, masked, method, one)
-            for num_splits in _numbers_of_splits(*call):
+            for num_splits in _numbers_of_splits(device, dtype, method, one):
                 found = default_specs(*call, features=names, config=config, num_splits=num_splits, functions=functions)
                 specs |= dict.fromkeys(found)
     if decode and config is None and family is None:
@@ -194,9 +194,7 @@ def _of_ranks(devices: Iterable[DeviceInfo], dtypes: Iterable[Any]) -> Iterator[
         yield from specs_of_ranks(device.arch, dict.fromkeys((*dtypes, *[ACCUMULATOR[dtype] for dtype in dtypes])))
 
 
-def _numbers_of_splits(
-    device: DeviceInfo, dtype: str, head_dim: int, causal: bool, method: str | None, family: str | None
-) -> tuple[int, ...]:
+def _numbers_of_splits(device: DeviceInfo, dtype: str, method: str | None, family: str | None) -> tuple[int, ...]:
     """One, and two if the call has other kernels for them; these serve any larger number."""
     operations = METHODS[method] if method else ("forward",)
     chosen = choose_family("backward" if method else "forward", dtype, device, family)

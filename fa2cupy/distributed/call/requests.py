@@ -184,8 +184,8 @@ def _request(comm: Communicator, arguments: CallArguments) -> Request:
     scheme = scheme_of(arguments.scheme, problem, comm.size, comm.ranks_per_host)
     ranks = ranks_with_heads(scheme, comm.size, comm.ranks_per_host)
     check_scheme(scheme, problem, queries, ranks, on_gpu=not is_on_host(arrays["q"]))
-    has_extras = len(results) > 3
-    groups = groups_of(scheme, problem, ranks, arguments.head_groups, has_extras)
+    has_gradients = len(results) > 3
+    groups = groups_of(scheme, problem, ranks, arguments.head_groups, has_gradients)
     if not is_on_host(arrays["q"]):
         options = with_splits_of_whole(arguments.call, problem, options, scheme, keywords)
     return Request(problem, results, scheme, queries, keys, arguments.head_groups, groups, options, arguments.keywords)

@@ -114,7 +114,9 @@ def is_positional(problem: AttentionProblem) -> bool:
     return problem.band != (None, None) or any(FEATURES[name].is_positional for name in problem.features)
 
 
-def groups_of(scheme: str, problem: AttentionProblem, ranks: int, given: object, has_extras: bool) -> tuple[int, ...]:
+def groups_of(
+    scheme: str, problem: AttentionProblem, ranks: int, given: object, has_gradients: bool
+) -> tuple[int, ...]:
     """The K/V heads of each group of a rank: in as many groups as the caller wants, or as were fastest when measured.
 
     Gradients of the arrays of features are summed over heads, in one group.
@@ -123,7 +125,7 @@ def groups_of(scheme: str, problem: AttentionProblem, ranks: int, given: object,
     count = None if given is None else check_int("head_groups", given, "None or an int")
     if count is not None and (count < 1 or heads % count):
         raise ValueError(f"head_groups: expected a divisor of the {heads} K/V heads of a rank, got {count}")
-    if has_extras:
+    if has_gradients:
         count = 1
     elif count is None:
         wanted = 1 if problem.seqlen_k < _MANY_KEYS else 2 if scheme == "heads" else 4
