@@ -43,11 +43,11 @@ def test_matrices_are_copied_and_nothing_else(word, blocks):
     memory, rng = Memory(), np.random.default_rng(word)
     source, before = (rng.integers(0, 256, BYTES).astype(np.uint8) for _ in range(2))
     of, to = memory.alloc(source, "source"), memory.alloc(before.copy(), "target")
-    ((found, pieces, record),) = copy_kernel.launches_of(
+    ((found, slices, record),) = copy_kernel.launches_of(
         [Matrix(to + one[0], one[1], of + one[2], one[3], *one[4:]) for one in CASES[word]]
     )
     assert found == word
-    launch(copy_spec("sm_80", word), min(blocks, pieces), record, memory)
+    launch(copy_spec("sm_80", word), min(blocks, slices), record, memory)
     expected = before.copy()
     for target, target_pitch, first, pitch, width, height in CASES[word]:
         for row in range(height):
@@ -62,11 +62,11 @@ def test_large_and_many_matrices_are_several(monkeypatch):
     assert [len(record) for _, _, record in copy_kernel.launches_of(matrices)] == [8 + 40 * 48]
     monkeypatch.setattr(copy_kernel, "_MOST_MATRICES", 16)
     launches = [
-        (pieces, list(struct.iter_unpack("<5q2I", record[8:])))
-        for _, pieces, record in copy_kernel.launches_of(matrices)
+        (slices, list(struct.iter_unpack("<5q2I", record[8:])))
+        for _, slices, record in copy_kernel.launches_of(matrices)
     ]
     assert [len(parts) for _, parts in launches] == [16, 16, 8]
-    assert all(parts[-1][4] == pieces for pieces, parts in launches)
+    assert all(parts[-1][4] == slices for slices, parts in launches)
     assert sum(words for _, parts in launches for *_, words in parts) == 10 * 33 * 10
     assert list(copy_kernel.launches_of([])) == []
 

@@ -127,19 +127,19 @@ class Statements:
             return f"truncated({operands[0]})"
         if node.op in ("as_int", "as_float"):
             return f"static_cast<{TYPES[node.kind]}>({operands[0]})"
-        return self._operation_text(node).format(*operands)
+        return self._primitive_text(node).format(*operands)
 
-    def _operation_text(self, node: Node) -> str:
-        """The text of an operation, with places for its operands."""
-        operation, is_rounded = PRIMITIVES[node.op], node in self._rounded
+    def _primitive_text(self, node: Node) -> str:
+        """The text of a primitive operation, with places for its operands."""
+        primitive, is_rounded = PRIMITIVES[node.op], node in self._rounded
         if node.op == "multiply" and is_rounded:
             return "rounded_product({0}, {1})"
         if node.op == "divide" and not is_rounded:
             factor = reciprocal(node.operands[1])
-            return operation.text if factor is None else f"{{0}} * {_real(factor)}"
+            return primitive.text if factor is None else f"{{0}} * {_real(factor)}"
         if node.op == "power" and (exponent := integral_exponent(node.operands[1])) is not None:
             return f"power_of<{exponent}, {'true' if is_rounded else 'false'}>({{0}})"
-        return operation.wrapping if node.bounds.wraps and operation.wrapping else operation.text
+        return primitive.wrapping if node.bounds.wraps and primitive.wrapping else primitive.text
 
     def _in_distance(self, node: Node) -> str | None:
         """The text of a node in terms of q - k, if it depends on nothing else."""

@@ -4,8 +4,8 @@
 
 namespace fa2 {
 
-// A matrix: addresses and pitches in bytes, and words. Matrices are divided into pieces, which blocks take in turn; `end`
-// is the number of pieces up to the end of this one.
+// A matrix: addresses and pitches in bytes, and words. Matrices are divided into slices, which blocks take in turn; `end`
+// is the number of slices up to the end of this one.
 struct CopiedMatrix {
     int64 target, target_pitch, source, source_pitch, end;
     uint32 words_of_row, words;
@@ -54,10 +54,10 @@ struct CopyMatrices {
     __device__ static void run(const CopiedMatrices& copied) {
         int32 number = 0;
         int64 begin = 0;
-        for (int64 piece = blockIdx.x; piece < copied.matrices[copied.count - 1].end; piece += gridDim.x) {
-            while (piece >= copied.matrices[number].end) begin = copied.matrices[number++].end;
+        for (int64 slice = blockIdx.x; slice < copied.matrices[copied.count - 1].end; slice += gridDim.x) {
+            while (slice >= copied.matrices[number].end) begin = copied.matrices[number++].end;
             const CopiedMatrix& one = copied.matrices[number];
-            const uint32 first = static_cast<uint32>(piece - begin) * (kThreads * kWordsOfThread) + threadIdx.x;
+            const uint32 first = static_cast<uint32>(slice - begin) * (kThreads * kWordsOfThread) + threadIdx.x;
             Word held[kWordsOfThread];
 #pragma unroll
             for (int32 i = 0; i < kWordsOfThread; ++i) {

@@ -20,12 +20,12 @@ _BLOCKS_PER_MULTIPROCESSOR = 8
 def copy_matrices(matrices: Sequence[Matrix]) -> None:
     """Queues copies on CuPy's current stream; the places of the matrices are addresses."""
     most = _BLOCKS_PER_MULTIPROCESSOR * DeviceInfo.current().multiprocessors
-    for word, pieces, record in launches_of(matrices):
-        launch(copy_spec, (word,), min(pieces, most), record)
+    for word, slices, record in launches_of(matrices):
+        launch(copy_spec, (word,), min(slices, most), record)
 
 
 def launches_of(matrices: Sequence[Matrix]) -> Iterator[tuple[int, int, bytes]]:
-    """Yields the bytes of a word, the number of pieces and the front of the record of each launch."""
+    """Yields the bytes of a word, the number of slices and the front of the record of each launch."""
     together = LONGEST_WORD
     for target, target_pitch, source, source_pitch, width, height in matrices:
         together |= target | source | width | (target_pitch | source_pitch if height > 1 else 0)
@@ -34,13 +34,13 @@ def launches_of(matrices: Sequence[Matrix]) -> Iterator[tuple[int, int, bytes]]:
         matrices = [part for one in matrices for part in _of_some_words(one, word)]
     for begin in range(0, len(matrices), _MOST_MATRICES):
         values: list[int] = []
-        pieces, some = 0, matrices[begin : begin + _MOST_MATRICES]
+        slices, some = 0, matrices[begin : begin + _MOST_MATRICES]
         for target, target_pitch, source, source_pitch, width, height in some:
             words_of_row = width // word
             words = words_of_row * height
-            pieces += -(-words // WORDS_OF_BLOCK)
-            values += (target, target_pitch, source, source_pitch, pieces, words_of_row, words)
-        yield word, pieces, struct.pack("<q" + "5q2I" * len(some), len(some), *values)
+            slices += -(-words // WORDS_OF_BLOCK)
+            values += (target, target_pitch, source, source_pitch, slices, words_of_row, words)
+        yield word, slices, struct.pack("<q" + "5q2I" * len(some), len(some), *values)
 
 
 def _of_some_words(matrix: Matrix, word: int) -> Iterator[Matrix]:
