@@ -1,9 +1,11 @@
 """Attention of sequences whose rows are spread over several GPUs or processes (sequence or context parallelism).
 
-All ranks call these functions together, each with its own rows. Copy engines and NCCL carry CuPy arrays, and MPI, or
-simulated ranks, NumPy arrays.
+All ranks call these functions together, each with its own rows. CuPy arrays travel by copy engines and NCCL; NumPy
+arrays by MPI, or between simulated ranks.
 """
 
+# call/ has what each call goes through, schemes/ says which part of which array goes where, movers/ carry the parts as
+# copies or as messages, and transport/ sends messages.
 from .api import attention, backward, forward
 from .communicator import Communicator
 from .rows import pad, padded_length, positions, shard, unshard

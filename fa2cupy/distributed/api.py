@@ -68,7 +68,7 @@ def forward(
         This rank's rows, as `shard` takes them from the whole arrays; otherwise as for `fa2cupy.forward`. q may have
         another number of rows than k and v.
     causal, softmax_scale, layout, config, family, num_splits, precision
-        As for `fa2cupy.forward`, of the whole sequence.
+        As for `fa2cupy.forward` on the whole sequence.
     out : tuple of (ndarray or None), optional
         Arrays ``(o, lse)`` to write this rank's results to.
     scheme : {None, "heads", "gather", "hybrid"}, optional
@@ -78,11 +78,12 @@ def forward(
         same heads; the number of K/V heads must be a multiple of ``comm.ranks_per_host``. None is ``"hybrid"`` with
         several hosts of several ranks, where it is possible, else ``"heads"`` where that is, and else ``"gather"``.
     order : {"zigzag", "contiguous"}, optional
-        Which rows a rank has: of twice as many equal chunks as there are ranks, the one of its number from the start
-        and the one of its number from the end, so that causal work is the same on all ranks; or one chunk.
+        Which rows a rank has. ``"zigzag"``: the sequence has two equal chunks for each rank, and rank r has chunk r
+        from the start and chunk r from the end, so that causal work is the same on all ranks. ``"contiguous"``: the
+        sequence has one chunk for each rank.
     head_groups : int, optional
-        Groups of a rank's K/V heads that are computed one after the other, while the messages of the next one pass; a
-        divisor of their number.
+        Into how many groups a rank's K/V heads are divided: a divisor of their number. Groups are computed one after
+        the other, while the messages of the next one travel.
 
     Returns
     -------
@@ -93,8 +94,8 @@ def forward(
     Other Parameters
     ----------------
     bias, mask : ndarray
-        With this rank's queries (``shard(comm, bias, axis=-2)``) and all keys; or with one query, for all of them, and
-        then the same on all ranks.
+        With this rank's queries (``shard(comm, bias, axis=-2)``) and all keys; or with one query, which stands for all,
+        and then the same array on all ranks.
     alibi_slopes, sink, key_padding_mask, cu_seqlens_q, cu_seqlens_k, score_args, mask_args, block_mask
         Those of the whole sequence, the same on all ranks. Packed arrays are divided without regard to the ends of
         their sequences.
@@ -104,46 +105,46 @@ def forward(
     Raises
     ------
     TypeError, ValueError
-        As for `fa2cupy.forward`; the arguments of other ranks differ, and the text names the argument and the ranks;
-        the ranks cannot divide the rows, or the heads for ``"heads"`` and ``"hybrid"``. All ranks raise an error if one
-        of them does, and can go on.
+        As for `fa2cupy.forward`. Also if an argument differs between ranks (the text names the argument and the ranks),
+        or if the ranks cannot divide the rows, or the heads for ``"heads"`` and ``"hybrid"``. If one rank raises an
+        error, all do, and can go on.
     UnsupportedProblemError
         ``"gather"`` and ``"hybrid"`` have no packed sequences, no `block_mask`, and ALiBi only with causal or a window
         without keys on the right; on a GPU, dropout only in chunks of a multiple of 16 rows.
     CommunicationError
-        Another rank has failed or does not answer in time, or an earlier call on the communicator has failed. It cannot
-        be used any more, as after any other exception that ends a call: ``KeyboardInterrupt``, or a lack of memory.
+        Another rank has failed or does not answer in time, or an earlier call on the communicator has failed. The
+        communicator cannot be used any more then, nor after any other exception that ends a call:
+        ``KeyboardInterrupt``, or a lack of memory.
     RuntimeError
         Another thread makes a call on the communicator.
 
     Notes
     -----
-    o and lse are those of one call on the whole sequence, bit for bit, and so is what dropout drops: each row is
-    computed by one call, which has the same tiles of keys. In ``"gather"`` and ``"hybrid"``, where a call has a
-    chunk of the rows, this needs chunks of whole tiles of queries: on a GPU of a multiple of 128 rows, on NumPy by
-    default of 256 rows divided by the query heads of a group (`config` has other ones), and a BLAS whose products
-    do not depend on the number of rows. In other chunks a block of rows may begin elsewhere, and the key tiles that
-    need a mask for some of its rows are computed in another way than others. Calls on a GPU have the `num_splits`
-    of one call on the whole sequence.
+    o and lse equal those of one call on the whole sequence, bit for bit, and dropout drops the same: one call computes
+    each row, with the same key tiles. In ``"gather"`` and ``"hybrid"``, a call has a chunk of the rows, and equal bits
+    need chunks of whole query tiles: on a GPU, of a multiple of 128 rows; on NumPy, by default of 256 rows divided by
+    the query heads of a group (`config` changes that), and a BLAS whose products do not depend on the number of rows.
+    In other chunks a block of rows may begin elsewhere, and key tiles that need a mask for some rows of a block are
+    computed in another way than those that need none. Calls on a GPU have the `num_splits` of one call on the whole
+    sequence.
 
-    Memory beyond inputs and results, but for the kernels' own, with e bytes an element, N rows of all ranks, W ranks, H
-    query heads, h K/V heads of d columns and G groups of heads: ``"heads"`` N / W (4 H + 6 h) d e; ``"gather"`` at most
-    2 N h d e, with G groups of one size 2 N h d e min(2, G) / G, and in a backward two to three times that for shares
-    of gradients besides; ``"hybrid"`` as much as ``"heads"``, and with R ranks in a host that of ``"gather"`` for h / R
-    heads and W / R ranks. Messages by NCCL are packed where they are not contiguous, and those of several sequences
-    unpacked: with memory for a group's, once or twice. In ``"heads"`` and ``"hybrid"``, a rank has its heads' biases
-    and masks of all rows besides. By MPI, messages are copied on both ranks. What the ranks write for each other stays
-    allocated as long as the communicator (``comm.window_bytes``).
+    Memory beyond inputs and results, without the kernels' own, for e bytes per element, N rows of all ranks, W ranks, H
+    query heads, h K/V heads of d columns and G groups of heads: ``"heads"`` takes N / W (4 H + 6 h) d e. ``"gather"``
+    takes at most 2 N h d e, and 2 N h d e min(2, G) / G with G groups of one size; a backward takes two to three times
+    that in addition, for shares of gradients. ``"hybrid"`` takes what ``"heads"`` takes and, with R ranks in a host,
+    what ``"gather"`` takes for h / R heads and W / R ranks. NCCL's messages are packed if they are not contiguous, and
+    unpacked if there are several sequences: that takes the memory of a group's messages once or twice. In ``"heads"``
+    and ``"hybrid"``, a rank also has all rows of its heads' biases and masks. MPI's messages are copied on both ranks.
+    Memory that the ranks write for each other stays allocated as long as the communicator (``comm.window_bytes``).
 
     On GPUs of one host, the ranks of ``"heads"`` and ``"gather"`` write each other's memory (CUDA IPC) with copy
-    engines, beside the kernels; in ``"heads"``, a kernel writes the first rows and the last results. More than 64
-    sequences (in layout ``"bhsd"``, sequences times heads) and ``"hybrid"`` travel by NCCL, on a stream of the highest
-    priority: its blocks wait for a multiprocessor that no kernel occupies. A call has four streams for computing
-    besides the caller's. No call waits for the GPU but the first one with new shapes or options, in which the ranks
-    compare them. A rank that makes another call than the others is noticed there. With arguments that all ranks have
-    agreed on before, it is noticed when the calls are done, or when the time is up. As for any failure on a GPU that
-    comes after a call has returned, the error is printed, and the next call raises it: results of the last calls are
-    not there.
+    engines, beside the kernels; in ``"heads"``, a kernel writes the first rows and the last results. Calls with more
+    than 64 sequences (in layout ``"bhsd"``, sequences times heads) and calls of ``"hybrid"`` use NCCL, on a stream of
+    the highest priority: its blocks wait for a multiprocessor that no kernel occupies. A call has four streams for
+    computing besides the caller's. Only the first call with new shapes or options waits for the GPU: in it the ranks
+    compare their arguments, and notice a rank that makes another call. If all ranks have agreed on their arguments
+    before, such a rank is noticed when the calls are done, or when the time is up. A failure on a GPU that comes after
+    a call has returned is printed, and the next call raises it: the results of the last calls are not there.
 
     All ranks together can capture a call into a CUDA graph, after a call of the same kind: its host time is then that
     of a launch. The memory of captured calls beyond their results is kept as long as the communicator, and launches
@@ -211,7 +212,7 @@ def backward(
     ----------
     comm : Communicator
     q, k, v : ndarray
-        The arguments of `forward`, and so are `causal`, `softmax_scale`, `layout`, `order` and features.
+        Those of the call of `forward`, and so are `causal`, `softmax_scale`, `layout`, `order` and features.
     o, lse, do : ndarray
         This rank's results of `forward`, and the gradient for o.
     delta, dlse : ndarray, shape of lse, optional
@@ -242,16 +243,16 @@ def backward(
 
     Notes
     -----
-    The gradient of an array that all ranks have is the sum of their shares, as it is for the weights of a model, which
-    see a rank's tokens only: a training loop sums all of them at once.
+    The gradient of an array that all ranks have is the sum of their shares. So is the gradient of a model's weights,
+    because a rank sees only its own tokens: a training loop sums all of them at once.
 
     dq, dk and dv of ``"heads"`` are those of one call bit for bit, if the method is reproducible. ``"gather"`` rounds
     each rank's share of dk and dv to their dtype and sums the shares once, in float32, in the order of the ranks;
     ``"hybrid"`` does so with the shares of each host. With ``deterministic=True`` results are equal from run to run.
 
     Memory beyond inputs and results, as for `forward`: ``"heads"`` twice q, k, v, do, dq, dk and dv of a rank;
-    ``"gather"`` that of the forward, and ``4 N h d e min(2, G) / G`` for shares and what comes of other ranks;
-    ``"hybrid"`` the sum of both levels' as in the forward.
+    ``"gather"`` that of the forward, and ``4 N h d e min(2, G) / G`` for its own shares and those from other ranks;
+    ``"hybrid"`` the sum of both levels, as in the forward.
     """
     if keywords:
         check_keywords(backward, keywords)

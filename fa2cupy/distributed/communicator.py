@@ -19,7 +19,7 @@ _TIMEOUT_S = 600.0
 
 
 class Stage(enum.Enum):
-    """How far a call has come, and so what an exception means that ends it."""
+    """How far a call has come. It decides what an exception means for the communicator."""
 
     #: The ranks have not compared their arguments: the others are told, and can go on.
     OWN = enum.auto()
@@ -35,11 +35,11 @@ class Communicator:
     All ranks make the same calls in the same order, each on its own rows. It is made by `from_mpi`, `from_env` or
     `from_nccl`, or passed to the functions that `fa2cupy.distributed.simulate` runs.
 
-    A communicator is open or failed. Calls that all ranks refuse leave it open. Whatever else ends a call early makes
-    it a failed one (a timeout, an error of another rank, ``KeyboardInterrupt``), whose further calls raise
-    `CommunicationError` at once: messages of that call may be under way. The other ranks are told where that is
-    possible (by MPI, and simulated ranks; GPUs that write each other's memory), else their time runs out. Make a new
-    one to go on.
+    A communicator is open or failed. Calls that all ranks refuse leave it open. Whatever else ends a call early (a
+    timeout, an error of another rank, ``KeyboardInterrupt``) makes it a failed one: messages of that call may be under
+    way, and further calls raise `CommunicationError` at once. It tells the other ranks where it can: by MPI, between
+    simulated ranks, and between GPUs that write each other's memory. Elsewhere their time runs out. Make a new one to
+    go on.
 
     One thread at a time can make a call.
 
@@ -52,7 +52,7 @@ class Communicator:
     ranks_per_host : int
         Number of ranks that fast links connect, for the scheme ``"hybrid"``: those of a host are neighbours.
     window_bytes : int
-        Bytes of this rank's GPU that the other ranks write in calls of ``"heads"`` and ``"gather"``. They stay
+        Bytes of this rank's GPU memory that the other ranks write in calls of ``"heads"`` and ``"gather"``. They stay
         allocated as long as the communicator.
 
     Parameters
@@ -109,8 +109,8 @@ class Communicator:
         ranks_per_host : int, optional
             By default as MPI tells, if all hosts have equally many neighbouring ranks.
         timeout : float, optional
-            Seconds that a rank waits for messages of the others before it raises `CommunicationError`; and those that
-            a process then waits for the others to end, before it ends the job by ``MPI_Abort``.
+            Seconds that a rank waits for messages of the others before it raises `CommunicationError`. Its process then
+            waits as long for the others to end, before it ends the job by ``MPI_Abort``.
 
         Raises
         ------
@@ -153,7 +153,7 @@ class Communicator:
         communicator : cupy.cuda.nccl.NcclCommunicator, cupyx.distributed.NCCLBackend or nccl.core.Communicator
             The last one is of nccl4py.
         rank, size : int, optional
-            Those of the communicator, where it does not tell them.
+            The communicator's, if it does not tell them itself.
         ranks_per_host : int, optional
             By default all ranks are on one host.
         timeout : float, optional
@@ -214,7 +214,7 @@ class Communicator:
         return cls(launch.rank, launch.size, None, device, in_host)
 
     def takes_host(self, array: object) -> bool:
-        """True if messages of this array's library are those of the host.
+        """True if an array travels by the messages of NumPy arrays, False if by those of CuPy arrays.
 
         Raises
         ------
@@ -235,7 +235,7 @@ class Communicator:
         return False
 
     def transport_of(self, array: object) -> Transport:
-        """The messages for arrays of the library of this one. Raises TypeError if there are none."""
+        """The messages for arrays of this array's library. Raises TypeError if there are none."""
         return self._transport(self.takes_host(array))
 
     def _transport(self, of_host: bool) -> Transport:
@@ -278,7 +278,7 @@ class Communicator:
 
     @property
     def window_bytes(self) -> int:
-        """Bytes of this rank's GPU that the other ranks write: those of the largest call so far."""
+        """Bytes of this rank's GPU memory that the other ranks write: as many as the largest call so far needed."""
         return 0 if self._made is None else self._made.window_bytes
 
     def __repr__(self) -> str:

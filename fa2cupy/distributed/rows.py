@@ -16,7 +16,7 @@ __all__ = ["pad", "padded_length", "positions", "shard", "unshard"]
 
 
 def padded_length(comm: Communicator, seqlen: int, *, order: str = "zigzag") -> int:
-    """The least length from `seqlen` on that the ranks can divide.
+    """The smallest length, at least `seqlen`, that the ranks can divide.
 
     Parameters
     ----------
@@ -39,7 +39,7 @@ def pad(comm: Communicator, x: Array, *, axis: int = 1, value: float = 0, order:
     """A whole array with further elements at its end, so that the ranks can divide it.
 
     Under a causal mask no query sees the keys behind it, so that padded rows change no other row; without one, hide
-    them with `key_padding_mask`. Losses must leave them out: give labels a value of their own.
+    them with `key_padding_mask`. Losses must leave padded rows out: give their labels a value of their own.
 
     Parameters
     ----------
@@ -152,7 +152,7 @@ def unshard(comm: Communicator, x: Array, *, axis: int = 1, order: str = "zigzag
     ------
     TypeError, ValueError
         `x` is no array of NumPy or CuPy; a rank has an odd number of rows in zigzag order; shapes, dtypes or options
-        differ between ranks: on all ranks.
+        differ between ranks. All ranks raise the error.
     CommunicationError
         Another rank failed or does not answer in time. The communicator cannot be used any more.
     """

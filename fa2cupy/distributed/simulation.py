@@ -1,4 +1,4 @@
-"""Simulated ranks."""
+"""Simulated ranks: threads of one process that make calls together, on NumPy arrays."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ def total(comm: Communicator, x: Array) -> Array:
     Raises
     ------
     TypeError, ValueError
-        `x` is no array of NumPy or CuPy, or of another shape or dtype than that of another rank: on all ranks.
+        `x` is no array of NumPy or CuPy, or its shape or dtype differs between ranks. All ranks raise the error.
     CommunicationError
         Another rank failed or does not answer in time. The communicator cannot be used any more.
 

@@ -33,16 +33,16 @@ class Arguments:
     Attributes
     ----------
     call : str
-        A key of the table.
+        The kind of call.
     inputs : tuple of str
         The arrays that the call reads.
     results : tuple of str
     names : tuple of str
         The inputs, then the results.
     kernel_names : tuple of str
-        The kernels' names of them: ``do`` is a C++ keyword, and ``score_args[0]`` no name.
+        Their names in kernels: ``do`` is a C++ keyword, and ``score_args[0]`` is no name.
     labels : dict of str
-        The names of them in messages.
+        Their names in error messages.
     may_be_none : frozenset of str
         The inputs that may be None, and the results.
     seed : int or None

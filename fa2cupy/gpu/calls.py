@@ -112,9 +112,9 @@ def backward(
 
 
 def _split(keywords: Mapping[str, object]) -> tuple[tuple[str, ...], list[cupy.ndarray | None], Items]:
-    """What a signature has of the keywords of features, but for functions: names of arrays, arrays, and other values.
+    """Divides the keywords of features, without functions, for a signature: names of arrays, arrays, and other values.
 
-    A legal seed travels in the place of an address, so that no call is prepared anew for it.
+    A legal seed is passed in the place of an address, so that a call with another seed is not prepared anew.
     """
     names: list[str] = []
     arrays: list[Any] = []

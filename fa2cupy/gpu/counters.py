@@ -1,4 +1,4 @@
-"""Counters in device memory: those from which persistent blocks draw tiles, and those at which blocks arrive.
+"""Counters in device memory: persistent blocks draw tiles from some, and blocks count their arrivals at others.
 
 A kernel finds its counters zero and leaves them zero, so that a launch costs no memset. Two kernels that run at the
 same time must not share counters. Kernels of one stream run one after the other, so each stream has its own. A launch
@@ -75,5 +75,5 @@ class Counters:
 
 @functools.lru_cache(maxsize=None)
 def counters(ordinal: int, ints: int) -> Counters:
-    """The counters of so many ints on a device, which must be current when they are used."""
+    """The counters of a device, of `ints` numbers each. The device must be current when they are used."""
     return Counters(ints)

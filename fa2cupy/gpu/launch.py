@@ -96,7 +96,7 @@ class BoundStage:
         absent = [name for name, own in stage.renamed.items() if own is None]
         names = [name for name in layout.pointers if name not in COUNTERS or name in absent]
         indices = [positions[stage.renamed.get(name, name) or ABSENT] for name in names]
-        # Of a single index, itemgetter would not give a sequence.
+        # With one index, itemgetter returns an element, not a tuple; with a slice, a sequence.
         self._pick = itemgetter(*indices) if indices[1:] else itemgetter(slice(indices[0], indices[0] + 1))
         self._maps = [tensor_maps(tensor) for tensor in stage.maps]
         needed = [ints for name, ints in COUNTERS.items() if name in layout.pointers and name not in absent]
@@ -106,7 +106,8 @@ class BoundStage:
         self._record = ctypes.create_string_buffer(bytes(layout.pointer_packer.size) + stage.constants, layout.nbytes)
         self._parameters = (ctypes.c_void_p * 1)(ctypes.addressof(self._record))
         self._parameters_address = ctypes.addressof(self._parameters)
-        # What is the same in all launches is bound once: it takes longer to pass than to prepend.
+        # Arguments that are the same in all launches are bound once: `partial` prepends them faster than Python code
+        # passes them.
         self._pack = functools.partial(layout.pointer_packer.pack_into, self._record, 0)
         shape = (stage.blocks, 1, 1, stage.threads, 1, 1, stage.spec.shared_memory_bytes)
         self._launch = functools.partial(driver.launchKernel, self._function.ptr, *shape)

@@ -48,7 +48,7 @@ def prepare(
     arguments : Arguments
         Names of the arrays.
     arrays : tuple of (cupy.ndarray or None)
-        Arrays of the signature, all of CuPy; their contents are not used.
+        CuPy arrays of the signature; their contents are not used.
     options : CallOptions
     keywords : mapping
         Those of features, with programs in place of functions.
@@ -78,7 +78,7 @@ def prepare(
     return CopyingCall(inner, arguments, results, taken.copied, taken.problem.head_dim, check_overlap)
 
 
-#: What checks a call.
+#: The check of each kind of call.
 _CHECKS: dict[str, Callable[[_Arrays, CallOptions, Mapping[str, Any]], Request | DecodeRequest]] = {
     "forward": check_forward,
     "delta": lambda arrays, options, keywords: check_delta(arrays, options),
@@ -118,11 +118,11 @@ class _Taken(NamedTuple):
     problem : AttentionProblem
         With the head_dim of the kernels.
     strides : dict
-        Those of all tensors and of the features' arrays, by the kernels' names.
+        Those of all tensors and of the features' arrays, by their names in kernels.
     copied : tuple of str
-        The arrays that kernels cannot take as they are; all tensors if they have another head_dim.
+        The arrays that kernels cannot take as they are; all tensors if the kernels have another head_dim.
     allocates : bool
-        True if all results are allocated, and then copied to those of the caller.
+        True if all results are allocated, and then copied to the caller's arrays.
     """
 
     problem: AttentionProblem

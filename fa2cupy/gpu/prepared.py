@@ -25,9 +25,9 @@ _known_threads = threading.local()
 def overlap_check(
     arguments: Arguments, arrays: tuple[cupy.ndarray | None, ...], written: Collection[str] = ()
 ) -> Callable[[list[int]], None]:
-    """A function that raises ValueError if arrays of these layouts, at given addresses, overlap one that is written.
+    """Makes a function that raises ValueError if an array, at given addresses, overlaps one that the call writes.
 
-    These are the results, and the inputs in `written`.
+    A call writes its results, and the inputs in `written`.
     """
     layouts = [
         None if array is None else (arguments.labels[name], array.shape, array.strides, array.itemsize)
@@ -41,7 +41,7 @@ class KernelCall:
     """A prepared call on arrays that the kernels take as they are.
 
     Addresses are numbered: first those of the arguments, then those of the workspaces, and last 0, for arrays that a
-    kernel could have and the call has not. Everything that a call allocates is known when it is prepared.
+    kernel takes and the call does not have. Everything that a call allocates is known when it is prepared.
 
     Parameters
     ----------

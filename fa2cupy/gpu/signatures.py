@@ -51,12 +51,12 @@ def run(
     arrays : tuple of (cupy.ndarray or None)
     options : CallOptions
     values : tuple of (name, value), optional
-        Those of the keywords of features that are neither arrays nor functions, nor a seed.
+        The keywords of features that are neither arrays nor functions, nor a seed.
     keywords : mapping, optional
         All keywords of features.
     """
     addresses = []
-    # Types distinguish values that are equal but not all legal: True, 1 and 1.0. Options compare their own.
+    # Types distinguish values that are equal but not all legal: True, 1 and 1.0. Options do so themselves.
     types = _types(tuple([value for _, value in values])) if values else ()
     states = _states(keywords) if keywords and not _ROLES.isdisjoint(keywords) else ()
     signature = [states, arguments, options, values, types]

@@ -1,4 +1,4 @@
-"""The agreement of all ranks on a call, before its first message: a call that differs would never end."""
+"""All ranks agree on a call before its first message: ranks that make different calls would wait for ever."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def collective(function: _Function) -> _Function:
-    """Makes a function a call of all ranks together: whatever ends it early leaves an open or a failed communicator.
+    """Makes a function one that all ranks call together, and that leaves the communicator either open or failed.
 
-    An exception before the ranks have compared their arguments is told to the others, which raise an error, too. One
-    that all ranks raise leaves the communicator open. Any other makes it a failed one.
+    If a rank raises an exception before the ranks have compared their arguments, it tells the others, which raise an
+    error, too. An exception that all ranks raise leaves the communicator open. Any other one makes it a failed one.
     """
 
     @functools.wraps(function)
@@ -51,7 +51,7 @@ def collective(function: _Function) -> _Function:
 
 
 def _tell(comm: Communicator, error: Exception) -> None:
-    """Lets the other ranks know of an error of this one before they wait for messages that never come."""
+    """Tells the other ranks of this one's error, so that they do not wait for messages that never come."""
     try:
         _everyones(comm, {_ERROR: f"{type(error).__name__}: {error}"})
     except BaseException as failure:
@@ -66,10 +66,10 @@ def _tell(comm: Communicator, error: Exception) -> None:
 def agree(comm: Communicator, array: object, description: Mapping[str, str]) -> int:
     """Compares the descriptions of a call by all ranks. It is part of a `collective` function.
 
-    Messages of NumPy arrays wait for the other ranks anyway, so that each call is compared. Those of CuPy arrays do
-    not: a description is compared once, because the comparison synchronises with the GPU. It is remembered when all
-    ranks have agreed on it, so that all of them skip the next comparison, or none. The messages of a call that skips it
-    begin with their numbers: a rank that waits for a comparison finds them in place of a text, and fails.
+    Messages of NumPy arrays wait for the other ranks anyway, so each call is compared. Messages of CuPy arrays do not,
+    and a comparison synchronises with the GPU: each description is compared once. It is remembered when all ranks have
+    agreed on it, so that either all of them skip the next comparison, or none. A call that skips it begins with a
+    message of its number (`Run.announce`): a rank that waits for a comparison finds this in place of a text, and fails.
 
     Parameters
     ----------

@@ -6,8 +6,8 @@
     lane.join()                 returns when the host may read what the lane has written
 
 A call has seven lanes: the caller's, four others for computing, one for messages, and one for copies on its rank. On a
-GPU they are streams. On NumPy the work is done at once, in the order in which it is queued, which is one of those that
-the waits allow.
+GPU they are streams. On NumPy the work is done at once, in the order in which it is queued: one of the orders that the
+waits allow.
 """
 
 from __future__ import annotations

@@ -85,7 +85,7 @@ class RowOrder:
         return _chunks(self, rank)
 
     def by_rank(self, whole: Array, axis: int) -> list[tuple[Array, slice]]:
-        """Views of a whole array with an axis of ranks in front, each with the local rows that it has.
+        """Views of a whole array with an axis of ranks in front, each with the local rows that the view holds.
 
         Parameters
         ----------

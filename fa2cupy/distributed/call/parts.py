@@ -48,7 +48,7 @@ def of_part(array: Array, heads: slice, rows: slice, keys: int) -> Array:
 
 
 def needs_place(keywords: Mapping[str, Any], has_all_queries: bool) -> bool:
-    """True if functions of the caller's must be told where a part begins."""
+    """True if the caller's functions must be told where a part begins."""
     for role in ("score_mod", "mask_mod"):
         if role in keywords:
             program = program_of(role, keywords[role], keywords.get(role.replace("mod", "args"), ()))
@@ -76,7 +76,7 @@ def part_keywords(
     scores : dict of ndarray
         The part's biases and masks, with four axes.
     place : ndarray of int32, or None
-        First head and first query, if functions of the caller's must be told.
+        First head and first query, if the caller's functions must be told.
     """
     found = dict(keywords) | dict(scores)
     for name, array in feature_arrays(keywords).items():
@@ -92,7 +92,7 @@ def part_keywords(
 
 
 def _without_queries(array: Array, axes: Mapping[int, tuple[int, ...]], problem: AttentionProblem, part: Part) -> Array:
-    """The part of an array over the scores that has no axis of queries, given its `FeatureArray.axes`."""
+    """A part of an array without an axis of queries; `axes` are its `FeatureArray.axes`."""
     own = {1: part.heads}
     if not problem.is_packed:
         own[3] = slice(0, part.keys)
@@ -104,8 +104,8 @@ def _without_queries(array: Array, axes: Mapping[int, tuple[int, ...]], problem:
 def _window(problem: AttentionProblem, part: Part) -> tuple[int | None, int | None] | None:
     """The window of a part, which counts from the diagonal of the part.
 
-    The diagonal of a call ends at its last query and its last key. Where a part has keys behind the diagonal of its
-    last query, the diagonal lies that much further right in the part.
+    The diagonal of a call ends at its last query and its last key. If a part has `further` keys behind the diagonal of
+    the whole problem, the part's own diagonal lies that much further right.
     """
     left, right = problem.settings.window
     further = part.keys - (part.queries.stop + problem.seqlen_k - problem.seqlen_q)

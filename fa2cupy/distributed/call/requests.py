@@ -45,11 +45,11 @@ class CallArguments:
     ----------
     call : {"forward", "backward"}
     arrays : dict of ndarray
-        q, k, v, and for a backward o, lse, do, delta and dlse, of which the last two may be None.
+        q, k, v; for a backward also o, lse, do, delta and dlse. The last two may be None.
     out : tuple of (ndarray or None), or None
     options : CallOptions
     keywords : dict
-        Those of features that are not None.
+        The keywords of features that are not None.
     scheme, order, head_groups
         As for `fa2cupy.distributed.forward`.
     """
@@ -90,7 +90,7 @@ class Request:
     options : CallOptions
         Those of the calls of parts.
     keywords : dict
-        Those of features that are not None.
+        The keywords of features that are not None.
     query_groups : tuple of slice
         The query heads of each group of a forward of ``"heads"``, if they are not those of `groups`.
     number : int
@@ -161,7 +161,7 @@ def _signature(arguments: CallArguments) -> Hashable:
 
 
 def _kind(value: Any) -> Hashable:
-    """What the checks depend on of an argument. Texts distinguish True, 1 and 1.0, which are equal."""
+    """What the checks of an argument depend on. Texts distinguish True, 1 and 1.0, which are equal."""
     if hasattr(value, "dtype") and not isinstance(value, np.generic):
         return type(value), value.shape, value.dtype
     return repr(value)
@@ -228,7 +228,7 @@ def _shadows(size: int, order: str, arguments: CallArguments) -> tuple[dict[str,
 
 
 def _whole_rows(name: str, array: Array, rows: int, size: int) -> int:
-    """Queries that an array over the scores has, of all ranks together; 1 if it is the same for all queries."""
+    """The queries of an array over the scores on all ranks together; 1 if it is the same for all queries."""
     own = array.shape[-2]
     if size == 1 or own == 1 != rows:
         return own
@@ -285,7 +285,7 @@ def _own_results(results: tuple[Result, ...], arguments: CallArguments) -> tuple
 
 
 def _check_overlap(arguments: CallArguments, results: tuple[Result, ...], given: tuple[Any, ...]) -> None:
-    """Raises unless the caller's arrays for results are of the library of q and overlap neither inputs nor another."""
+    """Raises unless the caller's result arrays are of q's library and overlap neither inputs nor each other."""
     inputs = arguments.given
     written = {output_name(one.name): array for one, array in zip(results, given, strict=True) if array is not None}
     array_backend(inputs, written)

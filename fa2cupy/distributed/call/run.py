@@ -22,7 +22,7 @@ from .requests import Request
 
 __all__ = ["Run", "is_captured", "messages_of"]
 
-#: CUDA clamps a priority to the highest one of the device. What computes has a lower one than messages.
+#: CUDA clamps a priority to the highest one of the device. Streams that compute have a lower one than messages.
 _HIGHEST_PRIORITY, _PRIORITIES_OF_GROUPS = -5, (-4, -3, -2)
 
 
@@ -40,8 +40,9 @@ class Run:
     main, side, comm, back : Lane
         The caller's stream, a second one for computing, the one of messages, and the one of copies on this rank.
     of_groups : tuple of Lane
-        Four for computing, of falling priority: kernels of an earlier lane go first. What follows the large kernel of
-        a group, and lets its results travel, would otherwise wait until the one of the next group ends.
+        Four for computing, of falling priority: kernels of an earlier lane go first. A group's results travel after the
+        small kernels that follow its large one. Without priorities, these would wait until the large kernel of the next
+        group ends.
     options : CallOptions
         Those of the attention calls of parts.
     is_captured : bool
@@ -72,10 +73,11 @@ class Run:
         self.of_groups = (*first, self.side)
         if self.is_captured:
             comm.captured.append(self._held)
-            self.side.wait(self.main.record())  # the call that has no work for it waits for it at the end all the same
+            # `finish` waits for this lane even if it is idle, so it must belong to the capture.
+            self.side.wait(self.main.record())
 
     def among(self, ranks: Sequence[int], request: Request) -> Run:
-        """The same lanes and memory for a part of the call that some of the ranks, in this order, make together."""
+        """A run with the same lanes and memory, for the part of the call that these ranks make, in this order."""
         run = shallow_copy(self)
         run.rank, run.size = ranks.index(self.rank), len(ranks)
         run.request, run._peers = request, ranks
@@ -98,9 +100,9 @@ class Run:
     def empty(self, shape: tuple[int, ...], dtype: np.dtype | str) -> Array:
         """Memory that any lane may use until the end of the call.
 
-        It does not come from the caller's stream: CuPy's pool would hand out what a call of the package has allocated
-        there and freed on its return, and what its kernels still use, to a lane that does not wait for them. The pool
-        keeps memory by streams, and nothing else allocates on the one of the arena.
+        It does not come from the caller's stream. A call of the package frees its workspaces there when it returns,
+        while its kernels still use them, and CuPy's pool would hand them out to a lane that does not wait for these
+        kernels. The pool keeps memory by stream, and nothing else allocates on the arena's stream.
         """
         if self._arena is None:
             array = host_memory(shape, dtype)
@@ -191,7 +193,7 @@ def is_captured(array: Array) -> bool:
 
 @contextlib.contextmanager
 def messages_of(comm: Communicator, array: Array, description: int) -> Iterator[Transport]:
-    """The messages of a call on the caller's stream alone, after `agree` has returned the number of its description."""
+    """The messages of a call that uses the caller's stream alone; `agree` has returned the number `description`."""
     transport = comm.transport_of(array)
     is_queued = not (transport.waits_for_host or is_captured(array))
     if is_queued:

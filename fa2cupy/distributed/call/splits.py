@@ -51,7 +51,7 @@ def with_splits_of_whole(
 def _has_bits_of_whole(call: str, options: CallOptions, scheme: str) -> bool:
     """True if the results of parts are to be those of one call, bit for bit.
 
-    Gradients are only in ``"heads"``, and only if the order of sums is the same from run to run.
+    Gradients equal those of one call only in ``"heads"``, and only if the order of sums is the same from run to run.
     """
     if call == "forward":
         return True

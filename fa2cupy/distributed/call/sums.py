@@ -14,7 +14,7 @@ from ..transport.messages import is_on_host
 
 __all__ = ["clear", "launches_of", "subtract", "sum_into"]
 
-#: Shares of a launch, whose record is limited to 4 KiB, words of a launch, of which there are fewer, and axes.
+#: A launch takes at most so many shares (a record has at most 4 KiB), fewer words than this, and so many axes.
 _MOST_SHARES, _MOST_WORDS, _AXES = 64, 1 << 31, 4
 
 
@@ -29,9 +29,9 @@ def subtract(target: Array, first: Array, second: Array) -> None:
 
 
 def sum_into(target: Array, shares: Sequence[Array], wide: str) -> None:
-    """Writes the sum of shares of the target's dtype, which is added up in the dtype `wide` and rounded once.
+    """Writes the sum of shares: they have the target's dtype, are added up in the dtype `wide`, and rounded once.
 
-    Without shares it is zero.
+    Without shares the sum is zero.
     """
     dtype = target.dtype.name
     if not shares:
@@ -40,7 +40,7 @@ def sum_into(target: Array, shares: Sequence[Array], wide: str) -> None:
         is_on_host(target)
         or len(shares) > _MOST_SHARES
         or dtype not in DTYPES
-        or ACCUMULATOR[dtype] != wide  # an array of float64 of a score function
+        or ACCUMULATOR[dtype] != wide  # a score function's float64 array
     ):
         total = shares[0].astype(wide)
         for share in shares[1:]:
@@ -52,7 +52,7 @@ def sum_into(target: Array, shares: Sequence[Array], wide: str) -> None:
 
 
 def launches_of(target: Any, shares: Sequence[Any]) -> Iterator[tuple[int, int, bytes]]:
-    """Yields the elements of a word, the number of words and the front of the record of each launch."""
+    """Yields for each launch the elements of a word, the number of words and the front of the record."""
     if target.size == 0:
         return
     arrays, itemsize = (target, *shares), target.itemsize
@@ -76,7 +76,7 @@ def launches_of(target: Any, shares: Sequence[Any]) -> Iterator[tuple[int, int, 
 
 
 def _merged(shape: tuple[int, ...], strides: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
-    """Lengths and strides of the axes, without those of length 1; axes that lie together in all arrays are one."""
+    """Lengths and strides of the axes, without those of length 1; axes are merged if all arrays allow it."""
     merged: list[tuple[int, ...]] = []
     for length, *own in zip(shape, *strides, strict=True):
         if merged and all(outer == length * inner for outer, inner in zip(merged[-1][1:], own, strict=True)):

@@ -1,9 +1,9 @@
 """Moves by copies, on GPUs that reach each other's memory.
 
-NCCL's blocks cannot start while a persistent kernel has all multiprocessors, so that its messages wait for the end of
-kernels. Copy engines need none: they write a part to another rank's window while something else is computed, from the
-caller's strided arrays and to its place. Each of their copies takes about 3 us besides: where nothing is computed, a
-kernel writes to all ranks at once.
+NCCL's blocks cannot start while a persistent kernel holds all multiprocessors: its messages would wait until kernels
+end. Copy engines need no multiprocessor. They copy a part of the caller's strided array to its place in another rank's
+window while kernels compute. Each of their copies costs about 3 us more, so that a kernel writes to all ranks at once
+where nothing is computed.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Moves by messages: what is not contiguous is packed, sent, and unpacked, all on the lane of messages.
 
-A part whose place is contiguous is a message of its own, which arrives there. All others that go to a rank, of one
-dtype, are one message. Both ranks know which they are from the shapes alone.
+A part whose place is contiguous is a message of its own, which arrives there. All other parts of one dtype that go to
+the same rank are one message. Both ranks know from the shapes alone which parts these are.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ _Part: TypeAlias = "tuple[Array, tuple[int, ...], tuple[int, ...]]"
 class ByMessages(Mover):
     """Moves by messages: see `Mover`.
 
-    They are in order on one lane. What it packs to and receives in is therefore used by one step after the other, and a
-    step may be overwritten by what is queued after the kernels that read it.
+    Messages are in order on one lane. Their buffers therefore serve one step after the other, and whatever is queued
+    after the kernels that read a step may overwrite it.
     """
 
     ahead = 2

@@ -14,7 +14,7 @@ from .windows import Copy
 __all__ = ["copy", "copy_parts", "matrices_with_addresses", "part_of", "word_layout"]
 
 _WORD, _DTYPE = 8, "uint64"
-#: Bytes from which on a copy takes longer than the views that make it fast.
+#: A copy of fewer bytes takes less time than making the views that would speed it up.
 _LARGE = 1 << 16
 
 
@@ -26,7 +26,7 @@ def copy(target: Array, source: Array) -> None:
 
 
 def copy_parts(copies: Sequence[Copy]) -> None:
-    """Makes copies between arrays of one library: those on a GPU by one kernel where each is a few matrices."""
+    """Makes copies between arrays of one library. On a GPU, one kernel makes all those that are a few matrices each."""
     on_host = bool(copies) and is_on_host(copies[0][0])
     matrices: list[Matrix] = []
     for target, target_start, source, source_start, shape in copies:
@@ -59,9 +59,9 @@ def _matrices(
 
 
 def _in_words(*arrays: Any) -> Sequence[Any]:
-    """CuPy arrays of one shape as words of 8 bytes where all rows consist of them; else, and if they are small, as is.
+    """CuPy arrays of one shape as words of 8 bytes; as they are if they are small, or have rows of other lengths.
 
-    CuPy's kernels take strided arrays an element at a time, which is slow for those of 16 bits.
+    CuPy's kernels copy strided arrays element by element, which is slow for elements of 16 bits.
     """
     if arrays[0].nbytes < _LARGE:
         return arrays

@@ -1,4 +1,4 @@
-"""Copies by one kernel for many matrices, inside a GPU and to others: CUDA has a kernel or an engine copy each."""
+"""Copies many matrices with one kernel, within a GPU or to another. CUDA would start one copy for each matrix."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .matrices import Matrix
 
 __all__ = ["copy_matrices", "launches_of"]
 
-#: Matrices of a launch, whose record is limited to 4 KiB, and words of a matrix, of which there are fewer.
+#: A launch takes at most so many matrices (a record has at most 4 KiB), and a matrix has fewer words than this.
 _MOST_MATRICES, _MOST_WORDS = 64, 1 << 31
 _BLOCKS_PER_MULTIPROCESSOR = 8
 
@@ -44,7 +44,7 @@ def launches_of(matrices: Sequence[Matrix]) -> Iterator[tuple[int, int, bytes]]:
 
 
 def _of_some_words(matrix: Matrix, word: int) -> Iterator[Matrix]:
-    """Yields matrices of some of the rows."""
+    """Divides a matrix into matrices of fewer rows, which are small enough for a launch."""
     most = max(1, _MOST_WORDS * word // matrix.width)
     for first in range(0, matrix.height, most):
         yield matrix._replace(

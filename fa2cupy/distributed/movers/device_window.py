@@ -31,7 +31,7 @@ _WORD = 4
 _COPY_DEFAULT = 4
 _WAIT_UNTIL_EQUAL = 1
 _RELEASE_S, _PATIENCE_S = 0.02, 2.0
-#: Neither that of the caller's streams nor that of messages: streams of one priority may share a queue of the GPU.
+#: Neither the priority of the caller's streams nor that of messages: streams of one priority may share a GPU queue.
 _PRIORITY_OF_ANSWERS = -2
 _log = logging.getLogger("fa2cupy")
 
@@ -89,13 +89,13 @@ class DeviceWindow(Window):
     # -- copies
 
     def send(self, copies: Sequence[Copy]) -> None:
-        """Queues copies to other GPUs on the current stream, which a copy engine makes."""
+        """Queues copies to other GPUs on the current stream. A copy engine makes them."""
         stream, memcpy = self._cupy.cuda.get_current_stream().ptr, self._runtime.memcpy2DAsync
         for to, to_pitch, of, of_pitch, width, height in matrices_with_addresses(copies):
             memcpy(to, to_pitch, of, of_pitch, width, height, _COPY_DEFAULT, stream)
 
     def can_copy(self, array: Array) -> bool:
-        """True if the copy from or to a contiguous array is a few copies of matrices."""
+        """True if a copy between this array and a contiguous one is a few copies of matrices."""
         return is_few(array.shape, array.strides, array.itemsize)
 
     # -- signals
@@ -158,10 +158,10 @@ class DeviceWindow(Window):
             self._unfinished[-1].end = self._last
 
     def release(self) -> None:
-        """Ends all waits of this rank, of calls to come, too, after a failure.
+        """Ends all waits of this rank after a failure, also those of later calls.
 
-        The other ranks hear of it before: from then on, this one writes results of what it has not received.
-        Returns when the calls so far have ended. Where they wait for messages besides, it returns after some time.
+        It tells the other ranks first: from then on, this rank computes with data that have not arrived. It returns
+        when the calls so far have ended, or after some time if they wait for messages, too.
         """
         device, end = self._cupy.cuda.Device(), time.monotonic() + _PATIENCE_S
         for peer in self.others:
@@ -221,7 +221,7 @@ class _Queued:
 
 
 def connect(rank: int, size: int, texts: Callable[[str], list[str]], check: Callable[[], None]) -> DeviceWindow | None:
-    """The window of this rank, of no size yet; None on all ranks if processes cannot share memory of their GPUs.
+    """The window of this rank, still without memory; None on all ranks if processes cannot share memory of their GPUs.
 
     All ranks call it together.
     """

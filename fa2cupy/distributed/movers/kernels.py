@@ -14,7 +14,7 @@ __all__ = ["launch"]
 
 
 def launch(spec_of: Callable[..., KernelSpec], kind: tuple[Hashable, ...], blocks: int, record: bytes) -> None:
-    """Launches a kernel whose record has no pointers that are named.
+    """Launches a kernel whose record has no named pointers.
 
     Parameters
     ----------
@@ -37,7 +37,7 @@ def launch(spec_of: Callable[..., KernelSpec], kind: tuple[Hashable, ...], block
 
 @functools.lru_cache(maxsize=None)
 def _loaded(spec_of: Callable[..., KernelSpec], kind: tuple[Hashable, ...], device: int) -> tuple[KernelSpec, Any]:
-    """The kernel on a device, which is the current one: its spec and the ``cupy.cuda.Function``."""
+    """The kernel's spec, and its ``cupy.cuda.Function`` on the current device, whose number is `device`."""
     from ...gpu.launch import load_kernel
 
     spec = spec_of(DeviceInfo.current().arch, *kind)

@@ -9,14 +9,14 @@ from typing import NamedTuple, TypeAlias
 
 __all__ = ["Matrix", "is_few", "matrices_of"]
 
-#: Most matrices of an array that is not copied to a contiguous one first. Each takes the host about 3 us.
+#: An array of more matrices is copied to a contiguous one first: each matrix takes the host about 3 us.
 _MOST_MATRICES = 64
 #: Length, stride in the target, stride in the source.
 _Axis: TypeAlias = "tuple[int, int, int]"
 
 
 class Matrix(NamedTuple):
-    """A matrix of bytes that is copied: its places from the beginning of two arrays, its pitches and its size."""
+    """A matrix of bytes to copy: where it begins in both arrays, its pitches and its size."""
 
     target: int
     target_pitch: int

@@ -1,4 +1,4 @@
-"""Moves: which part of an array goes to which part of another rank's memory, and what a carrier does with them.
+"""Moves: which part of an array goes to which part of another rank's memory, and what a mover does with them.
 
     mover.begin(shapes, results, steps)       memory of a call that the ranks write for each other
     mover.enter(*lanes)                       lets moves wait for what the caller's lane has been given so far
@@ -9,10 +9,10 @@
     mover.collect(kind, step, landed)         the same on the lane of copies, and takes them to the caller's arrays
     mover.release(lane, kind, step)           tells the others that they may overwrite what they have put
     mover.may_overwrite(kind, step)           lets what is put after it wait for that
-    mover.end(*lanes)                         at the end: other ranks may write the memory of this one, which lanes read
+    mover.end(*lanes)                         at the end: other ranks may write this one's memory when lanes are done
 
-A scheme says what moves by a function ``moves(source, target, step)`` of two ranks. Both of them ask it, so that what
-one sends is what the other one expects.
+A scheme says what moves by a function ``moves(source, target, step)`` of two ranks. Both ranks call it, so that one
+sends what the other one expects.
 """
 
 from __future__ import annotations
@@ -56,7 +56,8 @@ class Memory(NamedTuple):
     own : ndarray or None
         This rank's, if a part arrives there.
     place : ndarray
-        Where parts of this rank go: the caller's array if it is one for a result, which other ranks cannot write.
+        Where this rank's parts end up. For a result, other ranks cannot write there: it is the caller's array, or a
+        contiguous one in its place.
     by_rank : sequence of ndarray
         All of them, if ranks write each other's memory.
     """
@@ -68,7 +69,7 @@ class Memory(NamedTuple):
 
     @property
     def is_result(self) -> bool:
-        """True if what arrives is for an array of the caller's."""
+        """True if what arrives is for one of the caller's arrays."""
         return self.place is not self.own
 
 
@@ -93,7 +94,7 @@ class Mover:
     Attributes
     ----------
     ahead : int
-        Steps that are put before the kernels of a step are queued.
+        How many steps are put before the kernels of the first one are queued.
     """
 
     ahead: int
@@ -102,17 +103,17 @@ class Mover:
         self.run = run
 
     def begin(self, shapes: Sequence[Shape], results: Sequence[Array], steps: int) -> tuple[list[Memory], list[Memory]]:
-        """Memory of these shapes, and for these arrays of the caller's. All ranks ask for the same."""
+        """Memory of these shapes, and for the caller's arrays `results`. All ranks ask for the same."""
         raise NotImplementedError
 
     def enter(self, *lanes: Lane, cleared: bool = False) -> None:
-        """Lets moves and the lanes wait for the caller's lane; also for that of other ranks, if it clears memory."""
+        """Lets moves and lanes wait for the caller's lane. If it clears memory, moves wait for that of all ranks."""
         begun = self.run.main.record()
         for lane in (self.run.comm, *lanes):
             lane.wait(begun)
 
     def source(self, array: Array, lane: Lane | None = None) -> Array:
-        """An array whose parts move fast: itself, or a copy, made by a lane, else the caller's."""
+        """An array whose parts move fast: itself, or a copy, which the lane makes (the caller's by default)."""
         return array
 
     def put(self, kind: Signal, step: int, moves: Moves, late: Late | None = None, is_idle: bool = False) -> None:
@@ -120,7 +121,7 @@ class Mover:
         raise NotImplementedError
 
     def sent(self) -> Any:
-        """The event that all that this rank has put has been read; None if lanes that wait for arrivals wait for it."""
+        """An event: what this rank has put has been read. None if lanes that wait for arrivals wait for this, too."""
         return None
 
     def keep(self, lane: Lane, step: int, moves: Moves) -> None:
@@ -129,7 +130,7 @@ class Mover:
         lane(copy_parts, [(memory.place, *part) for memory, *part in moves(own, own, step)])
 
     def arrived(self, lane: Lane, kind: Signal, step: int) -> None:
-        """Lets the lane wait for all that other ranks put in a step. It is asked once for each."""
+        """Lets the lane wait for all that other ranks put in a step. It is called once for each step."""
         raise NotImplementedError
 
     def collect(self, kind: Signal, step: int, landed: Sequence[Landed]) -> None:
@@ -143,4 +144,4 @@ class Mover:
         """Lets what is put from now on wait until all other ranks have released a step."""
 
     def end(self, *lanes: Lane) -> None:
-        """Ends the use of the memory, which the lanes and that of messages have been given all their work with."""
+        """Ends the use of the memory: these lanes and that of messages have been given all their work with it."""

@@ -11,7 +11,7 @@ from ..transport.messages import CommunicationError
 
 __all__ = ["SharedMemory"]
 
-#: Allocations of whole pages of this size are not parts of larger ones, whose handles would be those of the whole.
+#: The driver may place smaller allocations inside a larger one, whose IPC handle they would share.
 _PAGE = 1 << 21
 _LAZY_PEER_ACCESS = 1
 
@@ -47,14 +47,14 @@ class SharedMemory:
         Raises
         ------
         MemoryError, CommunicationError
-            A rank has no memory, or processes cannot share it: on all ranks.
+            A rank has no memory, or processes cannot share it. All ranks raise the error.
         """
         nbytes = -(-nbytes // _PAGE) * _PAGE
         handles = self.everyones(lambda: self._own_handle(nbytes, zeroed), MemoryError)
         self.everyones(lambda: self._map(handles, nbytes), CommunicationError)
 
     def release(self) -> None:
-        """Unmaps the memory of the others and frees that of this rank, which the others may have mapped still."""
+        """Unmaps the memory of the others, and frees that of this rank when all others have unmapped it."""
         _unmap(self._runtime, self._mapped)
         self.pointers = []
         self._texts("")

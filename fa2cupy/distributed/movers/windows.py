@@ -57,7 +57,7 @@ def word_of(kind: Signal, step: int) -> int:
 
 #: The word of `Signal.READY`, and the number that it is given.
 READY, IS_READY = word_of(Signal.READY, 0), 1
-#: The word that a rank writes when it has failed: its waits are ended then, and what it sends has no meaning.
+#: The word that a rank writes when it has failed: its waits end then, and what it sends has no meaning.
 FAILED = len(Signal) * MOST_STEPS
 
 
@@ -87,10 +87,10 @@ class Window:
     Notes
     -----
     A signal is a number that stands for the call. A rank waits until it finds the number of its own call, and writes 0
-    in its place, so that graphs can repeat a call, and ranks that make different calls wait for each other until the
-    time is up. Each signal is waited for once. `Signal.READY` is needed between calls of several shapes: a rank whose
-    call has ended would write inputs where another one still reads results. It is sent at the end of each call, so that
-    the next one need not wait for it, whichever it is, and is there from the start.
+    in its place. Graphs can therefore repeat a call, and ranks that make different calls wait for each other until the
+    time is up. Each signal is waited for once. `Signal.READY` is needed between calls of different shapes: a rank whose
+    call has ended would write inputs where another one still reads results. It does not depend on the call: each call
+    sends it at its end for the next one, and it is there from the start.
     """
 
     def __init__(self, rank: int, size: int):
@@ -111,7 +111,7 @@ class Window:
             The caller's.
         nbytes : int
         steps : int
-            Each kind of signal has numbers below it.
+            The number of steps: signals have steps below it.
         call : int
             The number of the call, from 1 to 2**32 - 1, on which all ranks have agreed.
         is_captured : bool
@@ -124,7 +124,7 @@ class Window:
         MemoryError
             A rank has no memory for it.
         RuntimeError
-            A graph captures a call of which there has been none before.
+            A graph captures a call of a kind that has not been made before.
         """
         self._check()
         assert 0 < call < 1 << 32
@@ -208,10 +208,10 @@ class Window:
         """Notes that a call has queued all its work."""
 
     def _stay(self) -> None:
-        """Waits on the current lane, until this rank fails, if another rank has failed: results may be wrong then."""
+        """Waits on the current lane if another rank has failed, until this one fails, too: results may be wrong."""
 
     def _write(self, word: int, number: int) -> None:
-        """Writes a number to a word of each other rank's, on the current lane."""
+        """Writes a number to a word of each other rank, on the current lane."""
         raise NotImplementedError
 
     def _wait(self, word: int, number: int) -> None:

@@ -4,7 +4,7 @@ heads     each rank gets all rows of its share of the heads (all-to-all), makes 
 gather    each rank gets the keys that its queries see (all-gather), and makes a call for each of its two chunks
 hybrid    heads among the ranks of a host, and gather among those of all hosts that have the same heads
 
-What travels are messages, or in ``heads`` and ``gather`` on GPUs of one host copies to each other's memory.
+Parts of arrays travel by messages; in ``heads`` and ``gather`` on GPUs of one host, by copies to each other's memory.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ __all__ = [
 
 SCHEMES = ("heads", "gather", "hybrid")
 
-#: Keys from which on messages of one group pass while another group is computed.
+#: From this number of keys on, there are several groups: messages of one travel while another one is computed.
 _MANY_KEYS = 65536
 _DROPOUT_BLOCK = 16
 
@@ -61,7 +61,7 @@ def _divides(problem: AttentionProblem, ranks: int) -> bool:
 
 
 def check_scheme(scheme: str, problem: AttentionProblem, queries: RowOrder, ranks: int, on_gpu: bool) -> None:
-    """Raises unless the scheme can make the call. The heads are divided among so many `ranks`."""
+    """Raises unless the scheme can make the call. `ranks` is the number of ranks that the heads are divided among."""
     if queries.size == 1:
         return
     if not _divides(problem, ranks):
@@ -76,7 +76,7 @@ def check_scheme(scheme: str, problem: AttentionProblem, queries: RowOrder, rank
 
 
 def _not_in_gather(problem: AttentionProblem) -> str | None:
-    """The feature that the scheme cannot take, if there is one."""
+    """A feature that ``"gather"`` cannot take; None if there is none."""
     refused = ("never", "behind") if problem.band[1] != 0 else ("never",)
     return next((name for when in refused for name in problem.features if FEATURES[name].in_gather == when), None)
 
@@ -119,7 +119,7 @@ def groups_of(
 ) -> tuple[int, ...]:
     """The K/V heads of each group of a rank: in as many groups as the caller wants, or as were fastest when measured.
 
-    Gradients of the arrays of features are summed over heads, in one group.
+    If the call returns gradients of the arrays of features, there is one group, because they are summed over heads.
     """
     heads = problem.num_heads_kv // ranks
     count = None if given is None else check_int("head_groups", given, "None or an int")

@@ -1,14 +1,15 @@
 """All-gather of keys and values, a group of heads at a time (Llama 3, 2024).
 
-Each of a rank's chunks of queries meets all keys that it sees in one call, aligned to the bottom right: the chunk that
-ends at query `stop` gets the keys up to ``stop + seqlen_k - seqlen_q``. Nothing is merged, so that o and lse are those
-of one call on the whole sequence. A rank's shares of dk and dv go to their owner as they are, and are summed there
-once, in the dtype of lse and in the order of the ranks.
+For each chunk of a rank's queries, one call takes all keys that the chunk sees, aligned to the bottom right: the chunk
+that ends at query `stop` gets the keys up to ``stop + seqlen_k - seqlen_q``. Nothing is merged, so that o and lse are
+those of one call on the whole sequence. A rank's shares of dk and dv go to the owner of the keys as they are, and are
+summed there once, in the dtype of lse and in the order of the ranks.
 
 The moves of the next two groups are queued before the kernels of a group. The two calls of a group are on two lanes,
-where each fills the multiprocessors that the other one leaves idle at its end; those of a long backward are on one
-(`Gather.own_backward_calls`). For the same reason, sums are not queued beside kernels: those of a group come after the
-kernels of the next group, before those that write its shares anew.
+where each fills the multiprocessors that the other one leaves idle at its end. The calls of a long backward are on one
+lane, because kernels beside them slow them down (`Gather.own_backward_calls`). For the same reason, sums are not queued
+beside kernels: the sums of a group come after the kernels of the next group, before the kernels that write its shares
+anew.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ def forward(mover: Mover, operands: Operands, out: Sequence[Array], of_heads: Of
     for group in range(gather.count):
         heads, computed = gather.q_heads(group), []
         for call, lane in calls:
-            # Kernels take contiguous statistics alone.
+            # Kernels only take contiguous statistics.
             statistics = run.empty((len(lse), length(heads), length(call.local)), lse.dtype)
             lane.wait(arrived[group])
             inputs = (operands.q[:, call.local, heads], *gather.keys(group, call))

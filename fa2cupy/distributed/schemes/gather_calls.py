@@ -17,7 +17,7 @@ from .choice import is_positional
 
 __all__ = ["Call", "Gather", "OfHeads", "Seen"]
 
-#: Rows of all query heads of a K/V head in a call, from which on q, do and dq do not stay in the L2 cache.
+#: If a call has so many rows, over all query heads of a K/V head, q, do and dq do not stay in the L2 cache.
 _UNCACHED_ROWS = 1 << 16
 
 
@@ -31,7 +31,8 @@ class Call(NamedTuple):
     queries : slice
         The same rows in the whole sequence; all queries where positions do not matter.
     keys : slice
-        The keys that these rows see. The call gets those before them, too, so that its tiles are those of the whole.
+        The keys that these rows see. The call also gets the keys before them, so that key tiles begin where they do in
+        one call on the whole sequence.
     """
 
     local: slice
@@ -65,7 +66,7 @@ class Seen(NamedTuple):
 
 
 class OfHeads(NamedTuple):
-    """What belongs to the heads of `Operands` that have not all heads of the whole sequence.
+    """Which heads `Operands` have, if these are some of all heads, and what belongs to them.
 
     Attributes
     ----------
@@ -82,7 +83,7 @@ class OfHeads(NamedTuple):
 class Gather:
     """The calls of a rank, and the moves of the keys of its groups.
 
-    A group's memory, its slot, is that of the group before the last one.
+    Groups use two slots of memory in turn: a group has the slot of the group two before it.
 
     Parameters
     ----------
@@ -95,17 +96,17 @@ class Gather:
     Attributes
     ----------
     groups : tuple of int
-        The K/V heads of each.
+        The number of K/V heads of each group.
     count : int
-        Their number.
+        The number of groups.
     widths : list of int
-        The K/V heads that each slot has.
+        The number of K/V heads that each slot has room for.
     slots, landings : list of list of Memory
         k and v of each slot, and its shares of dk and dv for each of `share_places`.
     seen_here : list of list of Seen
         What the calls of each rank see of this rank's keys, in a backward.
     share_places : list of (int, (int, int))
-        The rank, and the numbers of the call and the chunk, of all shares that any other rank gets.
+        All shares that go to another rank: the rank that computes them, and the numbers of the call and the chunk.
     """
 
     def __init__(self, mover: Mover, operands: Operands, of_heads: OfHeads | None, has_shares: bool = False):
@@ -162,7 +163,7 @@ class Gather:
         return [Shape((len(x), seqlen, heads, x.shape[3]), x.dtype) for x in arrays]
 
     def _landings(self, heads: int) -> list[Shape]:
-        """Those of the shares of some heads: dk and dv for each of the places."""
+        """Shapes and dtypes of the shares of some heads: dk and dv for each of the places."""
         rows = length(self.run.request.keys.chunks(0)[0].local)
         arrays = (self.operands.k, self.operands.v)
         arriving = {(rank, one.place) for rank, found in enumerate(self.seen_here) for one in found}
@@ -207,15 +208,16 @@ class Gather:
         return self.of_heads.first + self.q_heads(group).start
 
     def own_calls(self) -> list[tuple[Call, Lane]]:
-        """The calls of this rank with their lanes: the one with the most keys comes first, on the caller's."""
+        """The calls of this rank with their lanes: the one with the most keys comes first, on the caller's lane."""
         calls = sorted(self.calls[self.run.rank], key=lambda call: -call.keys.stop)
         return list(zip(calls, (self.run.main, self.run.side), strict=False))
 
     def own_backward_calls(self) -> list[tuple[Call, Lane]]:
-        """The same for a backward, whose long calls take turns on the caller's lane, the one with the most keys last.
+        """The same for a backward. Long calls follow each other on the caller's lane, the one with the most keys last.
 
         Blocks that begin together read the same query rows at the same time, all but the first of them from the cache.
-        Where other kernels hold some multiprocessors at the beginning, blocks are apart until the kernel ends.
+        If other kernels hold some multiprocessors at the beginning, blocks do not begin together, and stay out of step
+        until the kernel ends.
         """
         calls = self.own_calls()
         if self.ratio * max(length(call.local) for call, _ in calls) < _UNCACHED_ROWS:
@@ -237,7 +239,7 @@ class Gather:
         return run.back.record()
 
     def _moves(self, source: int, target: int, group: int) -> list[Move]:
-        """Those of the keys of a rank that another one sees."""
+        """The moves of the keys of `source` that `target` sees."""
         heads, slot = self.kv_heads(group), self.slots[group % len(self.slots)]
         seen = [chunk for chunk in self.run.request.keys.chunks(source) if self._sees(target, chunk.whole)]
         return [

@@ -13,15 +13,16 @@ __all__ = ["groups_of_copies", "of_copies", "query_groups", "takes_copies"]
 #: The schemes whose ranks write each other's memory.
 _BY_COPIES = ("heads", "gather")
 _RESULTS = ("o", "lse", "dq", "dk", "dv")
-#: Rows of all query heads of a rank. In shorter calls, the kernels of a part of the heads are slow. In longer ones of
-#: ``"gather"``, whose memory is that of two groups, all groups have one size: what nothing hides is little there.
+#: Bounds of the rows of all query heads of a rank. With fewer rows than the first, there is one group, because kernels
+#: of a part of the heads are slow. From the second on, the groups of ``"gather"`` have one size, because its memory is
+#: that of two groups, and the moves that no kernel hides take a small part of the time.
 _FEW_ROWS, _MANY_ROWS = 1 << 17, 1 << 20
-#: Rows of the query heads of a group in one call: as many tiles as a large GPU has multiprocessors.
+#: The least rows of a group's query heads in one call: as many tiles as a large GPU has multiprocessors.
 _LEAST_ROWS = 1 << 14
-#: Keys of all query heads of a K/V head, for each other rank, from which on the kernels of ``"gather"`` take so long
-#: beside the messages of their keys that small groups cost more than they hide.
+#: A number of keys, times the query heads of a K/V head, for each other rank. From it on, kernels of ``"gather"`` take
+#: so much longer than the moves of their keys that small groups cost more than they hide.
 _LONG_KERNELS = 1 << 16
-#: Most matrices of an array: the copy of each takes a copy engine at least 5 us.
+#: Most matrices of an array that travels by copies: each takes a copy engine at least 5 us.
 _MOST_MATRICES = 64
 
 
@@ -65,8 +66,9 @@ def groups_of_copies(request: Request) -> tuple[int, ...]:
 def query_groups(request: Request) -> tuple[slice, ...]:
     """The query heads of each group of a forward of ``"heads"``, among those of a rank.
 
-    Where the request's groups at the ends have all K/V heads, they are divided: the first and the last group then have
-    an eighth of the query heads. A backward cannot do so, because it sums over the query heads of a K/V head.
+    If the request has one or two groups, the query heads of a K/V head are divided, too, so that the first and the last
+    group have about an eighth of the query heads. A backward cannot do so, because it sums over the query heads of a
+    K/V head.
     """
     problem, groups, ratio = request.problem, request.groups, request.problem.heads_per_group
     heads, rows = ratio * sum(groups), problem.batch * problem.seqlen_q
@@ -76,14 +78,14 @@ def query_groups(request: Request) -> tuple[slice, ...]:
 
 
 def _of_kv_heads(heads: slice, ratio: int) -> list[slice]:
-    """The parts of neighbouring query heads that have whole K/V heads, or some of the query heads of one."""
+    """Divides neighbouring query heads into all those of some K/V heads, and some of those of a K/V head."""
     first = min(-(-heads.start // ratio) * ratio, heads.stop)
     last = max(first, heads.stop // ratio * ratio)
     return [slice(*pair) for pair in itertools.pairwise(sorted({heads.start, first, last, heads.stop}))]
 
 
 def _with_small_ends(heads: int, rows: int) -> tuple[int, ...]:
-    """The heads of each group: about an eighth at each end, but enough `rows`, of which a head has so many."""
+    """The heads of each group: about an eighth at each end, but not too few rows. A head has `rows`."""
     end = max(-(-heads // 8), -(-_LEAST_ROWS // rows))
     rest = heads - 2 * end
     return (heads,) if rest < 0 else (end, rest, end) if rest else (end, end)

@@ -1,7 +1,7 @@
 """All-to-all over heads (DeepSpeed-Ulysses, Jacobs et al. 2023): each rank gets all rows of its share of the heads.
 
 A rank makes one call on the whole sequence for each group of its heads, so that all results but gradients of features
-are the ones of one call, bit for bit. While one group is computed, the rows of another one travel.
+are those of one call, bit for bit. While one group is computed, the rows of another one travel.
 
     comm    what goes to other ranks: the rows of a group, and its results when it is computed
     back    what comes from them, and this rank's own results
@@ -29,9 +29,9 @@ from .choice import neighbours
 
 __all__ = ["HeadShares", "Heads", "backward", "forward"]
 
-#: Inputs that do not wait for one that a kernel still writes, delta: they take longer to copy than it.
+#: The first inputs, q, k and v, do not wait for the kernel that writes delta: copying them takes longer than it.
 _EARLY = 3
-#: The axes of rows and heads: (batch, row, head, column), and (batch, head, row) or (batch, head, query, key).
+#: The axes of rows and heads in (batch, row, head, column), and in (batch, head, row) or (batch, head, query, key).
 _ROWS, _STATISTICS = (1, 2), (2, 1)
 
 
@@ -42,11 +42,11 @@ class _Shape(NamedTuple):
     ----------
     order : RowOrder
     sizes : tuple of int
-        Those of this rank's rows of all heads.
+        The shape of the array of this rank's rows and all heads.
     axes : tuple of int
-        That of its rows, and that of its heads.
+        The axis of rows and the axis of heads.
     heads : tuple of (int, int)
-        Where each group begins and ends, among those of a rank. The only head of a bias or a mask is that of all.
+        Where the heads of each group begin and end, among those of a rank; (0, 1) if the array has one head for all.
     """
 
     order: RowOrder
@@ -55,7 +55,7 @@ class _Shape(NamedTuple):
     heads: tuple[tuple[int, int], ...]
 
     def with_sizes(self, rows: int, heads: int, of: Sequence[int]) -> tuple[int, ...]:
-        """Numbers for each axis: two for rows and heads, and others."""
+        """The numbers `of` for each axis, but `rows` and `heads` for those of rows and heads."""
         numbers = list(of)
         numbers[self.axes[0]], numbers[self.axes[1]] = rows, heads
         return tuple(numbers)
@@ -75,7 +75,7 @@ class _Shape(NamedTuple):
 
     @property
     def is_shared(self) -> bool:
-        """True if all heads have one."""
+        """True if the array has one head, which is that of all."""
         return self.sizes[self.axes[1]] == 1
 
     def is_again(self, group: int) -> bool:
@@ -84,7 +84,7 @@ class _Shape(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """Where a part begins in an array of all rows of a group's heads, where in one of a rank's rows; its shape."""
+    """Where a part begins in an array of a group's heads, where it begins in an array of a rank's rows, its shape."""
 
     whole: tuple[int, ...]
     own: tuple[int, ...]
@@ -93,7 +93,7 @@ class _Part(NamedTuple):
 
 @functools.lru_cache(maxsize=4096)
 def _parts(shape: _Shape, rows_of: int, heads_of: int, group: int) -> tuple[_Part, ...]:
-    """The parts of the rows of one rank and the heads of a group of another."""
+    """The parts with the rows of one rank and the heads of another rank's group."""
     zeros = (0,) * len(shape.sizes)
     head = shape.first_head(heads_of, group)
     return tuple(
@@ -108,7 +108,7 @@ def _parts(shape: _Shape, rows_of: int, heads_of: int, group: int) -> tuple[_Par
 
 @functools.lru_cache(maxsize=4096)
 def _landed(shape: _Shape, heads_of: int, group: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Where the heads of a group of a rank begin in an array of a rank's rows, and the shape of that part."""
+    """Where the heads of a rank's group begin in an array of this rank's rows, and the shape of that part."""
     start = shape.with_sizes(0, shape.first_head(heads_of, group), (0,) * len(shape.sizes))
     return start, shape.with_sizes(shape.order.local, shape.width(group), shape.sizes)
 
@@ -138,8 +138,8 @@ class Heads:
     out : sequence of ndarray
         The results of this rank: o and lse, or dq, dk and dv with gradients of features behind them.
     groups : sequence of slice, optional
-        The query heads of each group, among those of a rank: whole groups of query heads that share a K/V head, or some
-        of one of these. By default, those of the K/V heads of the request's groups.
+        The query heads of each group, among those of a rank: all query heads of some K/V heads, or some query heads of
+        one. By default, those of the request's groups.
 
     Attributes
     ----------
@@ -182,7 +182,7 @@ class Heads:
         self._begin()
 
     def _return_bias(self, out: Sequence[Array]) -> None:
-        """Lets the gradient of each row of a bias go to its owner, who sums that of all ranks if heads share it."""
+        """Lets each row of dbias go to its owner, which sums the rows of all ranks if heads share the bias."""
         number = [result.name for result in self.run.request.results].index("dbias")
         target = out[number][(None,) * (4 - out[number].ndim)]
         array = target
@@ -194,7 +194,7 @@ class Heads:
         self._returned.append(number)
 
     def has_rows(self, name: str) -> bool:
-        """True if ranks have rows of their own of a bias or a mask."""
+        """True if each rank has its own rows of a bias or a mask."""
         return name in self._rows_of_scores
 
     def q_heads(self, rank: int, group: int) -> slice:
@@ -239,7 +239,7 @@ class Heads:
         self.mover.enter(*(self.lane(group) for group in groups))
 
     def set_input(self, number: int, array: Array, lane: Lane) -> None:
-        """Gives an input, which a lane has written. The first ones do not wait for it."""
+        """Replaces an input by an array that a lane writes. The first inputs (`_EARLY`) do not wait for it."""
         self._inputs[number] = self._inputs[number]._replace(array=self.mover.source(array, lane))
         self._written = lane.record()
 
@@ -347,7 +347,7 @@ class Heads:
 
 
 class HeadShares:
-    """Gradients of biases, sinks and the arrays of score functions, by the heads of this rank: there is one group.
+    """What this rank's heads add to gradients of biases, sinks and arrays of score functions. There is one group.
 
     Attributes
     ----------
@@ -411,7 +411,7 @@ def backward(mover: Mover, operands: Operands, out: Sequence[Array]) -> None:
         q, k, v, do, lse, delta = inputs
         lane, shares = heads.lane(group), HeadShares(heads, out[3:], scores)
         results = [*heads.results(group), *shares.results]
-        # o is not read where delta is given.
+        # Kernels do not read o if delta is given: do stands in its place.
         run.backward(lane, (q, k, v, do, lse, do), delta, results, heads.keywords(group, scores))
         shares.store(lane)
         return results

@@ -1,8 +1,8 @@
 """Two levels (Fang and Zhao 2024, USP): all-to-all over heads in a host, all-gather of keys between hosts.
 
-Each rank gets all rows of its host for its share of the heads. It then calls `gather` with the ranks of the other hosts
-that have the same heads, as if it were a host with these heads alone. The slower links between hosts carry the keys and
-values of a share of the heads only.
+Each rank gets all rows of its host for its share of the heads. It then calls `gather` together with the ranks of other
+hosts that have the same heads: each of them stands for its host, and these heads are all that there are. The slower
+links between hosts carry the keys and values of a share of the heads only.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ class _Levels:
     heads : Heads
         The part of the call that the ranks of this host make, and their heads.
     between : Mover
-        Of the part that the ranks of all hosts with the same heads make.
+        The mover of the part that the ranks of all hosts with the same heads make.
     inputs : list of ndarray
-        All rows of this host of this rank's heads.
+        All rows of this host, for this rank's heads.
     scores : dict of ndarray
         Their biases and masks.
     of_heads : OfHeads
@@ -78,7 +78,7 @@ def backward(mover: Mover, operands: Operands, out: Sequence[Array]) -> None:
     own = HeadShares(levels.heads, out[3:], levels.scores)
     results = [*levels.heads.results(0), *own.results]
     q, k, v, do, lse, delta = levels.inputs
-    # o is not read where delta is given.
+    # Kernels do not read o if delta is given: do stands in its place.
     gather.backward(levels.between, Operands(q, k, v, do, lse, do, delta), results, levels.of_heads)
     own.store(main)
     levels.send_back(results)

@@ -19,24 +19,24 @@ __all__ = ["ExtraShares", "Shares"]
 
 
 class Shares:
-    """Shares of dk and dv of one group: those of this rank's calls, and those that other ranks send.
+    """Shares of dk and dv in one slot, for one group at a time: those of this rank's calls, and those of other ranks.
 
     Parameters
     ----------
     gather : Gather
     slot : int
-        Of which a group takes the first heads.
+        Its memory has room for the largest of its groups; a smaller group takes the first heads.
 
     Attributes
     ----------
     own : dict of list of ndarray
-        dk and dv of each call, by its first query, of the keys from the first one on.
+        By the first query of a call: its dk and dv, for the keys from the first one on.
     landing : dict of list of (slice, list of ndarray)
-        For each rank the shares of its calls: which of this rank's rows they are of, and dk and dv.
+        By rank: the shares of its calls, each with the rows of this rank that it belongs to, and its dk and dv.
     sums : list of (slice, list of list of ndarray)
-        For all parts of this rank's rows the shares of dk, and those of dv, in the order of the ranks.
+        For each part of this rank's rows: the shares of dk, and those of dv, in the order of the ranks.
     sent : event or None
-        The last group's shares have been read, if their arrival does not say so, too.
+        After it the last group's shares may be overwritten. None if the arrival of the others' shares says so, too.
     """
 
     def __init__(self, gather: Gather, slot: int):
@@ -88,7 +88,7 @@ class Shares:
         self.sent = gather.mover.sent()
 
     def _moves(self, source: int, target: int, group: int) -> list[Move]:
-        """Those of the shares of a rank that another one owns."""
+        """The moves of the shares that `source` has for keys of `target`."""
         is_own, heads = source == self.gather.run.rank, self.gather.groups[group]
         return [
             (
@@ -128,7 +128,7 @@ class ExtraShares:
             number = names.index("dbias")
             array = extra[number]
             self.rows[number] = array[(None,) * (4 - array.ndim)]
-            run.main(clear, array)  # elements of keys that no row of a call sees are not written
+            run.main(clear, array)  # kernels do not write the elements of keys that no row of a call sees
 
     def of(self, call: Call) -> list[Array]:
         """Arrays for the results of a call."""

@@ -1,1 +1,1 @@
-"""Messages between ranks: threads, MPI or NCCL."""
+"""Messages between ranks, by threads, MPI or NCCL, and how processes find each other."""

@@ -22,8 +22,8 @@ class _Launcher(NamedTuple):
     jobs: tuple[tuple[str, ...], ...]
 
 
-# A step of Slurm tells jobs apart only where srun has started the ranks themselves: some start one torchrun in each of
-# several steps, and mpirun starts ranks outside of any step beside those in one.
+# A step of Slurm tells jobs apart only if srun has started the ranks themselves. A job may have several steps with one
+# torchrun each, and mpirun starts some ranks in a step and others outside of any.
 _LAUNCHERS = (
     _Launcher("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", (("TORCHELASTIC_RUN_ID",), ("SLURM_JOB_ID",))),
     _Launcher(

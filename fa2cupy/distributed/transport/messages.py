@@ -46,7 +46,7 @@ class Transport(Protocol):
         True if `exchange` returns when the messages have arrived. Messages are otherwise queued on CuPy's current
         stream, and reading one on the host synchronises with the GPU.
     window_bytes : int
-        Bytes of this rank that the others write.
+        Bytes of this rank's memory that the others write.
     """
 
     rank: int
@@ -61,21 +61,21 @@ class Transport(Protocol):
         """Sends and receives a group of arrays. Messages between two ranks arrive in the order they were sent."""
 
     def announce(self, head: np.ndarray, own: Array, landing: Array) -> None:
-        """Sends the head of a call that the ranks do not compare ahead of its messages.
+        """Sends the head of a call ahead of its messages, if the ranks do not compare the call.
 
         Parameters
         ----------
         head, own : ndarray, shape (8,)
             The bytes of `head_of` the call, on the host and where messages are sent from.
         landing : ndarray, shape (size, 8)
-            Where those of the ranks arrive.
+            Where the heads of the ranks arrive.
         """
 
     def watch(self) -> None:
         """Is called when all messages of a call have been queued."""
 
     def check(self) -> None:
-        """Raises CommunicationError if messages can travel no more: because of this rank or, if it knows, another."""
+        """Raises CommunicationError if messages can travel no more, as far as this rank knows."""
 
     def end(self, reason: str) -> None:
         """Ends what is under way, after a failure, and tells the other ranks where that is possible."""
@@ -133,7 +133,7 @@ def is_on_host(array: object) -> bool:
 
 
 def library_of(array: Array) -> ModuleType:
-    """``numpy`` or ``cupy``. Ranks that are threads must not ask CuPy for it: it imports modules to answer."""
+    """``numpy`` or ``cupy``. Simulated ranks, which are threads, must not ask CuPy: it imports modules to answer."""
     return np if is_on_host(array) else array_module(array)
 
 
@@ -155,7 +155,7 @@ def head_of(number: int, kind: int) -> np.ndarray:
     number : int
         That of the call.
     kind : int
-        The length of a text, or for a call in which the ranks compare none, what `without_text` returns.
+        The length of a text; what `without_text` returns for a call in which the ranks compare none.
     """
     return np.array([number % _MOST_NUMBERS, kind], np.int32).view(np.uint8)
 
@@ -195,7 +195,7 @@ def all_texts(transport: Transport, text: str, number: int = 0) -> list[str]:
     Raises
     ------
     CommunicationError
-        Those of a rank belong to a call with another number.
+        The text of a rank belongs to a call with another number.
     """
     data = np.frombuffer(text.encode(), np.uint8)
     head = head_of(number, len(data))

@@ -27,7 +27,7 @@ _transports: list[MpiTransport] = []
 class MpiTransport(HostMemory):
     """Messages by an intracommunicator of mpi4py: see `fa2cupy.distributed.transport.messages.Transport`.
 
-    Messages are in memory of the transport, since those of a call that fails may be read, or arrive, later.
+    Messages are sent from and received in memory of the transport: if a call fails, MPI may use it later.
 
     A process that ends tells the other ranks, whose waits for it end. After a failure it then waits for the others to
     end, too, and ends the job if one of them does not: MPI_Finalize would wait for it for ever.
@@ -90,7 +90,7 @@ class MpiTransport(HostMemory):
         start = time.monotonic()
         while not self._mpi.Request.Testall(requests):
             self.check()
-            # What a process has sent before it ended is here: it has waited until its messages were received.
+            # All that an ended process had sent is here: it has waited until its messages were received.
             if (gone := peers & self._gone()) and not self._mpi.Request.Testall(requests):
                 raise CommunicationError(
                     f"rank {self.rank} waits for messages of ranks {sorted(gone)}, which have ended"

@@ -1,7 +1,8 @@
 """Messages of CuPy arrays between GPUs, by NCCL.
 
 The communicator is one of CuPy (``cupy.cuda.nccl``) or of nccl4py (``nccl.core``). Arrays travel as bytes, so that
-every dtype does, bfloat16 included. Nothing waits for the host: a thread looks after calls that do not end.
+those of any dtype can, bfloat16 included. The host does not wait for messages: a thread watches for calls that do not
+end.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ _log = logging.getLogger("fa2cupy")
 
 
 class _Binding(Protocol):
-    """What a library for NCCL is asked for."""
+    """What the transport needs of a library for NCCL."""
 
     def group(self) -> contextlib.AbstractContextManager[None]:
         """Makes one message of all that are started in the context."""
@@ -73,7 +74,7 @@ class _OfCupy:
 
 
 class _OfNccl4py:
-    """``nccl.core.Communicator``, whose buffers have a dtype: an array of bytes gives it one that it knows."""
+    """``nccl.core.Communicator``. It needs a dtype that it knows: arrays are passed as int8."""
 
     def __init__(self, communicator: Any, module: Any):
         self._communicator, self._module = communicator, module
@@ -131,7 +132,7 @@ class NcclTransport:
             raise CommunicationError(self._failure)
 
     def end(self, reason: str) -> None:
-        """Ends what is under way. Ranks that write this one's memory hear of it, for the others time runs out."""
+        """Ends what is under way. Ranks that write this one's memory hear of it; the time of others runs out."""
         with self._lock:
             if self._failure is not None:
                 return
@@ -217,7 +218,7 @@ class NcclTransport:
                 self._end(f"{error}; results of the last calls are not there")
 
     def _check_calls(self, done: list[_Watched]) -> None:
-        """Raises CommunicationError if a call is late, or if others are done that do not belong together."""
+        """Raises CommunicationError if a call is late, a rank has failed, or ranks have made different calls."""
         if any(time.monotonic() > call.end for call in self._watched):
             raise self._late()
         if self._window is not None and (failed := self._window.failed()):
@@ -235,7 +236,7 @@ class NcclTransport:
         )
 
     def _end(self, reason: str) -> None:
-        """Ends what is under way, where no call could raise an error."""
+        """Ends what is under way, and prints the reason, which no call is there to raise."""
         _log.error(reason)
         print(f"fa2cupy.distributed: {reason}", file=sys.stderr, flush=True)
         self.end(reason)
@@ -323,7 +324,7 @@ def wrap(communicator: Any, rank: int | None, size: int | None, timeout: float) 
 
 
 def _told(rank: int | None, size: int | None, own_rank: int, own_size: int) -> tuple[int, int]:
-    """The communicator's rank and size, which those of the caller must be."""
+    """The communicator's rank and size. Raises ValueError if the caller's are others."""
     for name, given, own in (("rank", rank, own_rank), ("size", size, own_size)):
         if given is not None and given != own:
             raise ValueError(f"{name}: expected {own}, that of the communicator, got {given}")

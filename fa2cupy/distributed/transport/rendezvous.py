@@ -1,8 +1,8 @@
 """The first meeting of processes that know only an address: rank 0 passes a few bytes on.
 
 Anybody can connect to a port. Rank 0 and another rank therefore prove to each other that they know the token of the
-job, by its HMAC of random numbers of both: the token itself is never sent, and what others have heard cannot be used
-again. What rank 0 passes on is not encrypted.
+job: each sends an HMAC, with the token as its key, of random numbers that both have chosen. The token itself is never
+sent, and a proof that others have heard cannot be used again. What rank 0 passes on is not encrypted.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class _Client:
 
 
 class _Reception:
-    """Rank 0, which serves all that connect side by side: none waits for another."""
+    """What rank 0 does: it serves all connections side by side, so that none waits for another."""
 
     def __init__(self, launch: Launch, text: bytes):
         self._launch, self._text = launch, text
@@ -145,7 +145,7 @@ class _Reception:
         client.connection.close()
 
     def _send(self, client: _Client, message: bytes) -> None:
-        """Sends what fits an empty buffer of any connection, and ends one where it does not."""
+        """Sends a message that fits the empty buffer of a connection, and ends the connection if it does not fit."""
         try:
             sent = client.connection.send(message)
         except OSError:
@@ -209,7 +209,7 @@ class _Reception:
 
 
 def _proof(launch: Launch, side: bytes, nonces: bytes, text: bytes) -> bytes:
-    """Shows that a side knows the token, to the one that has chosen one of the numbers."""
+    """Proves that a side knows the token, to the other side, which has chosen one of the numbers."""
     return hmac.digest(launch.token.encode("utf-8", "surrogateescape"), side + nonces + text, "sha256")
 
 
