@@ -269,7 +269,7 @@ class TestFeatures:
 
 
 class TestBits:
-    """One call computes a row in `heads` and `gather`: its bits are those of the whole call if its tiles are."""
+    """In `heads` and `gather` one call computes a row: with the tiles of the whole call, it has the same bits."""
 
     @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
     @pytest.mark.parametrize("name", ["plain", "window", "window left", "sink", "dropout", "bias", "mask"])
@@ -284,8 +284,8 @@ class TestBits:
         found = ranks.on_ranks(4, inputs, how={"scheme": scheme}, **options)
         exact = ("o", "lse", "dq", "dk", "dv") if scheme == "heads" else ("o", "lse", "dq")
         if scheme != "heads" and name == "window":
-            # The query tiles of a key tile begin at its first row, which may be in another chunk. Whether a row of a
-            # product then has the same bits depends on BLAS and the CPU.
+            # The query tiles of a key tile begin at its first row, which may be in another chunk. The row is then
+            # computed in a product of another shape: whether its bits are equal depends on BLAS and the CPU.
             exact = ("o", "lse")
             dq, wanted = (x["dq"].astype("float64") for x in (found, expected))
             rounding = np.finfo("float32").eps if dtype == "float32" else 2.0**-7
@@ -697,7 +697,7 @@ def test_any_call_is_that_of_the_whole_sequence(call):
 
 
 class TestCopies:
-    """Large arrays of a GPU are copied as words."""
+    """Large arrays on a GPU are copied as words."""
 
     @settings(max_examples=200, deadline=None)
     @given(st.data())

@@ -40,7 +40,7 @@ CALLS = ("forward", "attention", "total", "unshard")
 
 
 class Ended(BaseException):
-    """Ends a rank that does not tell the others."""
+    """Ends a rank without telling the others."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ troubles = st.builds(
 
 @contextlib.contextmanager
 def troubled(trouble: Trouble, transport: type, monkeypatch, between: Callable, error: type[Exception]):
-    """Lets the trouble happen in an exchange of the transport."""
+    """Makes the trouble happen in an exchange of the transport."""
     counts = [0] * SIZE
     exchange = transport.exchange
 
@@ -101,7 +101,7 @@ def troubled(trouble: Trouble, transport: type, monkeypatch, between: Callable, 
 
 
 def inputs_of(step: int) -> tuple[np.ndarray, ...]:
-    """Returns q, k and v, whose results are apart from those of other steps."""
+    """Returns q, k and v, whose results differ clearly from those of other steps."""
     rng = np.random.default_rng(step)
     q, k, v = rng.standard_normal((3, 1, 4 * SIZE, SIZE, 16)).astype("float16")
     return q, k, (v / 4 + step + 1).astype("float16")
@@ -173,7 +173,7 @@ class Survivor:
 
 
 def check_memory(ranks: list[Survivor | None]) -> None:
-    """Checks results and arrays of the ranks that have not ended, when all is over."""
+    """Checks, when all is over, results and arrays of the ranks that have not ended."""
     for rank in ranks:
         if rank is not None:
             for array, copy in rank.results:
@@ -303,7 +303,7 @@ def refused(work: Callable, size: int = 3) -> list[str]:
 
 
 class TestRefusals:
-    """What a rank refuses, all refuse, and all go on."""
+    """If one rank refuses a call, all do, and all go on."""
 
     def test_totals_that_differ(self):
         texts = refused(lambda comm: dist.total(comm, np.ones(4, "int64" if comm.rank else "float64")))
@@ -393,7 +393,7 @@ class TestGpus:
 
     @pytest.mark.parametrize("call", ["new", "refused", "total"])
     def test_a_rank_that_compares_meets_no_arrays_of_those_that_do_not(self, call, gpus):
-        """It fails, and the others wait for its messages until their time is up."""
+        """The rank fails, and the others wait for its messages until their time is up."""
         gpus.timeout = 0.3
 
         def work(comm):
@@ -442,7 +442,7 @@ class TestGpus:
 
     @pytest.mark.parametrize("how", ["out of step", "another call"])
     def test_calls_that_do_not_belong_together_are_noticed(self, how, gpus, capfd):
-        """When they are done: nothing waits for the host."""
+        """The calls are compared when they are done: nothing waits for the host."""
         match = "makes its call . on this communicator, and rank . its" if how == "out of step" else "different calls"
 
         def work(comm):
@@ -496,7 +496,7 @@ class TestFailures:
         assert all("has failed with" in text and "full" in text for text in (texts[0], texts[2], texts[3])), texts
 
     def test_the_callers_lane_waits_for_all_others_after_an_error(self, monkeypatch):
-        """What they still do with the memory of the call comes before what the caller does with it next."""
+        """What lanes still do with the memory of the call comes before what the caller does with it next."""
 
         class NotingLane(HostLane):
             def __init__(self):
@@ -555,7 +555,7 @@ class TestForeignMessages:
 
 class TestMemory:
     def test_messages_that_come_late_change_nothing(self, monkeypatch):
-        """Neither what the caller has made since, nor what the other rank reads."""
+        """They change neither what the caller has made since, nor what the other rank reads."""
         mpi = fake_mpi(2, monkeypatch)
         late, done = threading.Event(), threading.Event()
 
@@ -624,7 +624,7 @@ class TestThreads:
         start = time.monotonic()
         with pytest.raises(KeyboardInterrupt):
             dist.simulate(3, work)
-        # Python may hold a thread for ended whose join was interrupted, so that simulate does not wait for it.
+        # If the join of a thread was interrupted, Python may take the thread for ended: simulate does not wait for it.
         while len(errors) < 3 and time.monotonic() - start < 10:
             time.sleep(0.01)
         assert time.monotonic() - start < 10

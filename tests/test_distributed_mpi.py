@@ -16,7 +16,7 @@ from support import CHECKOUT
 from fa2cupy.distributed import Communicator
 from fa2cupy.distributed.transport.launch import launch_of
 
-# Processes write files, since an MPI mixes up the lines that they print and may lose the last ones.
+# Processes write files, because MPI mixes up the lines that they print and may lose the last ones.
 SAME_AS_ONE_CALL = """
 import pathlib
 
@@ -170,7 +170,7 @@ def test_a_late_process_ends_the_others_with_a_message(mpiexec, tmp_path):
 
 
 def test_processes_that_go_on_after_a_failure_get_errors(mpiexec, tmp_path):
-    """They end in order, too."""
+    """The processes end in order, too."""
     run = mpiexec(2, GO_ON)
     assert run.returncode == 0, run.stderr
     assert (tmp_path / "right.0").exists() and (tmp_path / "right.1").exists()

@@ -85,7 +85,7 @@ def test_parts_know_which_heads_and_queries_they_have(scheme, monkeypatch):
 @pytest.mark.parametrize(("rows", "expected"), [(2048, 3), (8192, 1)])
 @pytest.mark.parametrize("scheme", ["heads", "gather", "hybrid"])
 def test_parts_have_the_splits_of_the_whole(scheme, rows, expected, monkeypatch):
-    """Their own grids are smaller: by default they would have more, and other bits."""
+    """Calls of parts have smaller grids: by default they would have more splits, and other bits."""
     launches, nccl = [], FakeNccl(SIZE)
     monkeypatch.setattr(nccl_module, "_module", lambda: nccl)
     q, lse = np.zeros((1, rows, 4, 128), "float16"), np.zeros((1, 4, rows), "float32")
@@ -159,7 +159,7 @@ def test_messages_match_and_are_in_one_order_on_all_ranks(scheme, gpus):
         used[rank].add(stream)
     assert sent == received
     assert sent.keys() == {(a, b) for a in range(SIZE) for b in range(SIZE) if a != b}
-    for rank in range(SIZE):  # the agreement uses the caller's stream, all else another one
+    for rank in range(SIZE):  # the agreement uses the caller's stream, all other messages another one
         assert len(used[rank]) == 2 and streams[rank] in used[rank]
 
 
@@ -263,7 +263,7 @@ def test_calls_of_one_kind_are_checked_once(gpus, monkeypatch):
 
 @pytest.mark.parametrize("shape", [(2, 64, 3, 8), (2, 64, 3, 6), (4, 8)])
 def test_large_arrays_are_copied_as_words(shape, gpus, monkeypatch):
-    """Of 8 bytes, where all rows consist of them."""
+    """Copies use words of 8 bytes if all rows consist of them."""
     _, cupy, _ = gpus
     viewed = []
 

@@ -44,7 +44,7 @@ def case(size: int, ratio: int = 1) -> tuple[tuple, dict, dict]:
 
 
 def check(scheme: str, seed: int, size: int, inputs: tuple, options: dict, groups: dict, monkeypatch) -> None:
-    """Compares results of slow lanes, with windows where the scheme has them, with those of messages without delays."""
+    """Compares results of slow lanes (with windows if the scheme has them) with those of messages without delays."""
     how = {"scheme": named(scheme), **groups}
     expected = ranks.on_ranks(size, inputs, how=how, **options)
     with windows_of(scheme, monkeypatch), ranks.slow_lanes(monkeypatch, ranks.random_delays(0.002, seed)):
@@ -84,7 +84,7 @@ def test_nor_where_calls_take_turns(scheme, seed, monkeypatch):
 
 @pytest.mark.parametrize(("uncached_rows", "expected"), [(8, [(True, 4), (True, 16)]), (9, [(True, 16), (False, 4)])])
 def test_long_backward_calls_take_turns(uncached_rows, expected, monkeypatch):
-    """Each chunk has 4 rows of 2 heads; the first rank has the first chunk of 4 keys, and the last, of all 16."""
+    """Each chunk has 4 rows of 2 heads. The first rank has the first chunk, which sees 4 keys, and the last: all 16."""
     found = []
 
     def backward(run, lane, inputs, delta, out, keywords) -> None:
@@ -127,7 +127,7 @@ class PickyLane(ranks.SlowLane):
     def wait(self, mark) -> None:
         frame = sys._getframe(1)
         site = place_of(frame)
-        if "windows" in frame.f_code.co_filename:  # for the call before, which has ended here: see TestFollowingCalls
+        if "windows" in frame.f_code.co_filename:  # the call before has ended here: see TestFollowingCalls
             super().wait(mark)
             return
         self.seen.add(site)
@@ -146,7 +146,7 @@ class PickyWindow(ranks.ThreadWindow):
 
 
 def place_of(frame) -> str:
-    """Returns the lines of a wait: all schemes share those of the movers, so that the scheme's own line counts."""
+    """Returns the lines of a wait, the scheme's own included: all schemes share the lines of the movers."""
     file = Path(frame.f_code.co_filename)
     place = f"{file.stem}.{frame.f_code.co_name}, line {frame.f_lineno}"
     return f"{place}, for {place_of(frame.f_back)}" if file.parent.name == "movers" else place
@@ -273,7 +273,7 @@ def test_every_wait_that_is_left_out_is_caught(monkeypatch):
         monkeypatch.setattr(PickyLane, "left_out", None)
         assert all(is_right(call, order, 0.004) for order in orders[: ranks.LANES])
         caught |= {site for site in sorted(PickyLane.seen - caught) if is_caught(call, site, 0.004)}
-    # A busy machine delays all lanes, so that waits that were not caught are tried again with longer delays.
+    # A busy machine delays all lanes: waits whose absence was not noticed are tried again with longer delays.
     caught |= {site for site in PickyLane.seen - caught if any(is_caught(call, site, 0.03) for call in cases)}
     assert len(caught) > 15
     assert sorted(PickyLane.seen - caught) == []
@@ -312,17 +312,17 @@ class WithoutLast(ImpatientWindow):
 
 
 class WithoutLanes(ImpatientWindow):
-    """A window of a call that is said to be done with it while kernels of other lanes still read keys there."""
+    """A window that is released while kernels of other lanes still read keys there."""
 
     def end(self, lane, *others) -> None:
         super().end(lane)
 
 
 class TestFollowingCalls:
-    """Calls on several streams of a caller, of which the host waits for none."""
+    """Calls on several of the caller's streams. The host waits for none of them."""
 
     def are_right(self, monkeypatch, window: type, seed: int, scheme: str = "heads") -> bool:
-        # What is a result of one length in the window is an input of the other. The first call sets the window's size.
+        # Where one length has a result in the window, the other has an input. The first call sets the window's size.
         sizes = {"num_heads": 8, "num_heads_kv": 4, "head_dim": 4}
         calls = [make_inputs("float32", seqlen_q=rows, **sizes, seed=n) for n, rows in enumerate((64, 32, 64, 32, 64))]
         how = {"causal": True, "scheme": scheme, "head_groups": 2}
@@ -358,7 +358,7 @@ class TestFollowingCalls:
     )
     def test_must_wait_for_each_other(self, window, scheme, monkeypatch):
         assert not all(self.are_right(monkeypatch, window, seed, scheme) for seed in range(12))
-        assert self.are_right(monkeypatch, ImpatientWindow, 0, scheme)  # it is not the time that makes them wrong
+        assert self.are_right(monkeypatch, ImpatientWindow, 0, scheme)  # impatience alone does not make them wrong
 
 
 class Pool:
@@ -387,7 +387,7 @@ class Pool:
 
 @pytest.mark.parametrize("arena", ["of its own", "the caller's stream"])
 def test_memory_of_other_lanes_does_not_come_from_the_callers_stream(arena, monkeypatch):
-    """Otherwise workspaces of the caller's kernels would be handed out to a lane that does not wait for them."""
+    """A call's memory is not the caller's: workspaces of running kernels would go to a lane that does not wait."""
     inputs = make_inputs("float64", seqlen_q=64, num_heads=8, num_heads_kv=8, head_dim=8)
     how = {"scheme": "gather", "head_groups": 4}
     expected = ranks.on_ranks(4, inputs, causal=True, how=how)

@@ -1,4 +1,4 @@
-"""How often results of 16 bits are rounded where they are sums over ranks: no sum has fewer bits than float32."""
+"""How often 16-bit results that are sums over ranks are rounded: no sum has fewer bits than float32."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ import fa2cupy
 import fa2cupy.distributed as dist
 from fa2cupy.testing import make_inputs
 
-#: So many shares that rounding each partial sum shows.
+#: Enough shares for the rounding of partial sums to show.
 SIZE, RANKS_PER_HOST = 16, 2
-#: Root mean square of the errors over that of rounding the exact result once. The arithmetic of NumPy's backend is that
-#: of float32, so that one call has 1.00. Rounded shares, whose squares add up to about that of the result, make it the
-#: square root of 2: 1.32 to 1.62 for these inputs. With partial sums of 16 bits it is 2.18 to 4.4.
+#: Root mean square of the errors, divided by that of rounding the exact result once. NumPy's backend computes in
+#: float32, so that one call has 1.00. Rounded shares, whose squares add up to about the square of the result, have the
+#: square root of 2: 1.32 to 1.62 for these inputs. Partial sums of 16 bits have 2.18 to 4.4.
 ONCE, SHARES = 1.01, 1.75
 RESULTS = ("o", "dq", "dk", "dv")
 #: The results that are sums of rounded shares. "copies" stands for ranks that write each other's memory.
@@ -36,7 +36,7 @@ def rms(x: np.ndarray) -> float:
 
 
 def roundings(found: np.ndarray, exact: np.ndarray) -> float:
-    """Returns the errors of a result in units of those of rounding the exact one once."""
+    """Returns the errors of a result, divided by those of rounding the exact result once."""
     return rms(found.astype("float64") - exact) / rms(exact.astype(found.dtype).astype("float64") - exact)
 
 
@@ -79,7 +79,7 @@ def test_shares_are_rounded_once_and_their_sum_once(scheme, dtype, causal, monke
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("scheme", ["heads", "gather", "hybrid"])
 def test_gradients_of_a_bias_that_heads_share(scheme, dtype, monkeypatch):
-    """In `heads` each rank has a share of each element, in `hybrid` each of a host, in `gather` one rank has it all."""
+    """In `heads` each rank has a share of each element, in `hybrid` each rank of a host, in `gather` one rank alone."""
     q, k, v, do = make_inputs(dtype, seqlen_q=64, num_heads=SIZE, num_heads_kv=SIZE, head_dim=8)
     bias = numbers((64, 64), dtype)
 
@@ -98,7 +98,7 @@ def test_gradients_of_a_bias_that_heads_share(scheme, dtype, monkeypatch):
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_totals_are_rounded_once(dtype):
-    """Each share but the first is a quarter of a unit in the last place, by which a sum of 16 bits does not grow."""
+    """Each share but the first is a quarter of a unit in the last place: adding it does not change a 16-bit sum."""
     dtype = np.dtype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
     unit = float(ml_dtypes.finfo(dtype).eps)
     shares = np.full((SIZE, 40), unit / 4)

@@ -1,4 +1,4 @@
-"""What distinguishes two calls of several ranks: what they compare, and by what each remembers that they agreed."""
+"""What distinguishes two calls of several ranks: what ranks compare, and how each remembers that they have agreed."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from fa2cupy.problem.features import FeatureKeywords
 from fa2cupy.testing import make_inputs
 
 SIZE = 2
-#: Those of one rank. It has as many heads as rows, so that both layouts are legal.
+#: Sizes of one rank. It has as many heads as rows, so that both layouts are legal.
 BATCH, ROWS, HEADS, COLUMNS = 2, 16, 16, 64
 SCORES = (BATCH, HEADS, ROWS, SIZE * ROWS)
 STATISTICS = (BATCH, HEADS, ROWS)
@@ -100,7 +100,7 @@ class Foreign:
 
 
 def placed(x: object) -> object:
-    """Returns an array on the GPU, and what is none as it is."""
+    """Returns an array on the GPU, and anything else as it is."""
     return place(x) if isinstance(x, np.ndarray) else x
 
 
@@ -176,7 +176,7 @@ def both_calls(name: str, operation: str) -> list[tuple[str, dict, Options]]:
     """Returns the two calls, whose options differ."""
     shared, *values = OPTIONS[name]
     arrays = arrays_of(operation, "float32" if name == "precision" else "float16")
-    if name == "layout":  # of as many heads as rows, both have the same kernels
+    if name == "layout":  # with as many heads as rows, both have the same kernels
         arrays = arrays_of(operation, rows=2 * ROWS, keys=2 * ROWS)
     arrays = packed(arrays) if "cu_seqlens_q" in shared else arrays
     options = [{**shared, name: value} for value in values]
@@ -199,7 +199,7 @@ class TestRequests:
     # A fake GPU has no sparse maps.
     @pytest.mark.parametrize(("name", "operation"), [case for case in CASES if case[0] != "block_mask"])
     def test_of_another_option(self, name, operation, pair):
-        # dlse is subtracted from delta: what follows is the same.
+        # dlse is subtracted from delta: all that follows is the same.
         checks = CHECKS.get(name, (1, 1, 0))
         check_each_is_itself(pair, both_calls(name, operation), checks, differ=name != "dlse")
 
@@ -252,7 +252,7 @@ def check_each_is_itself(
     checks: tuple[int, int, int] = (1, 1, 0),
     differ: bool = True,
 ) -> None:
-    """Checks that each of two calls, which `differ`, does after the other what it does with a new communicator."""
+    """Checks that each of two calls that differ does the same after the other one as with a new communicator."""
     cold = [[seen for ((seen, _),) in pair.calls(one)] for one in both]
     assert (cold[0] != cold[1]) == differ, "nothing can be told of two calls that are the same"
     for order, expected in (((0, 1, 0), checks), ((1, 0), checks[:2])):
@@ -401,7 +401,7 @@ def test_each_function_knows_its_head(how, score_mod, mask_mod):
 @pytest.mark.parametrize("gradients", [("sink",), ("bias",), ("score_args",), ("sink", "bias", "score_args"), ()])
 @pytest.mark.parametrize("scheme", ["heads", "gather"])
 def test_gradients_of_features_where_copies_have_groups_of_several_sizes(scheme, gradients, monkeypatch):
-    """As in calls of many rows: gradients of features are summed over all heads, in one group."""
+    """Gradients of features are summed over all heads, in one group, as in calls of many rows."""
     inputs = make_inputs("float64", **SMALL | {"num_heads": 16, "num_heads_kv": 8})
     options: dict = {"causal": True}
     if "sink" in gradients:
@@ -427,7 +427,7 @@ def test_gradients_of_features_where_copies_have_groups_of_several_sizes(scheme,
 @pytest.mark.parametrize("ratio", [1, 4])
 @pytest.mark.parametrize("scheme", ["heads", "gather"])
 def test_messages_take_groups_of_several_sizes_too(scheme, ratio, monkeypatch):
-    """With 4 query heads of a K/V head, groups of "heads" have some of them."""
+    """If a K/V head has 4 query heads, groups of "heads" have some of them."""
     inputs = make_inputs("float64", **SMALL | {"num_heads": 8 * ratio, "num_heads_kv": 8})
     options = {"causal": True, "bias": numbers((8 * ratio, 16, 16), "float64"), "mask": booleans((16, 16))}
     how = {"scheme": scheme, "head_groups": 1}
@@ -460,7 +460,7 @@ class TestBiasesOfOneRow:
     @pytest.mark.parametrize("name", ["bias", "mask"])
     @pytest.mark.parametrize("rows", [1, 2])
     def test_cannot_be_told_from_a_ranks_own_where_each_has_one(self, name, rows):
-        """The whole array, which a rank has instead of its row, is refused with the same words."""
+        """If a rank has the whole array instead of its row, this is refused with the same words."""
         q, k, v, _ = make_inputs("float64", **SMALL | {"seqlen_q": 2})
         array = numbers((8, rows, 16), "float64") if name == "bias" else booleans((8, rows, 16))
 

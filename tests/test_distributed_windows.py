@@ -126,7 +126,7 @@ def test_results_are_those_of_the_whole_sequence(scheme, dtype, layout, gpus):
             assert np.abs(found.astype("float64") - wanted).max() < tolerance * np.abs(wanted).max()
     kinds = [kind for kind, _ in sharing.log]
     assert kinds.count("copy") > kinds.count("wait") > 0
-    # What ranks say to each other to begin with are messages; no array is one.
+    # Ranks exchange messages only to begin with; no array is a message.
     assert {count for _, _, _, count, _, _ in nccl.log} <= set(range(8, 4096))
     computing = {stream for _, stream in cupy.launches}
     assert computing and not computing & {stream for kind, stream in sharing.log if kind == "copy"}
@@ -135,7 +135,7 @@ def test_results_are_those_of_the_whole_sequence(scheme, dtype, layout, gpus):
 @pytest.mark.parametrize("heads_kv", [16, 8])
 @pytest.mark.parametrize("scheme", ["heads", "gather"])
 def test_groups_of_several_sizes(scheme, heads_kv, gpus, monkeypatch):
-    """Kernels read and write the heads of a group in memory for more of them."""
+    """Kernels read and write the heads of a group in memory that has room for more heads."""
     _, _, nccl, sharing = gpus
     inputs = make_inputs("float16", batch=2, seqlen_q=64, num_heads=32, num_heads_kv=heads_kv, head_dim=16)
 
@@ -295,7 +295,7 @@ def test_arrays_that_are_many_matrices_are_copied_first(strides, gpus):
 
 @pytest.mark.parametrize("heads", [4, 1])
 def test_arrays_over_the_scores_and_their_gradients(heads, gpus, monkeypatch):
-    """The stages of the fake GPU know no bias: one that gives it back as its gradient takes the place of the kernel."""
+    """The fake GPU has no kernels with a bias: in their place, one returns the bias as its gradient."""
     _, _, nccl, sharing = gpus
     inputs = make_inputs("float16", seqlen_q=64, num_heads=4, num_heads_kv=4, head_dim=16)
     bias = numbers((heads, 64, 64), "float16")
@@ -398,7 +398,7 @@ def test_no_memory_is_an_error_on_all_ranks(gpus, monkeypatch):
 
 
 def test_a_failure_ends_all_waits(gpus, monkeypatch):
-    """Those of calls that are queued already, before NCCL frees its memory; later ones raise the error."""
+    """Waits of calls that are queued already end before NCCL frees its memory; later calls raise the error."""
     _, _, nccl, sharing = gpus
     aborts = []
     monkeypatch.setattr(FakeCommunicator, "abort", lambda one: aborts.append(sharing.is_idle(10)))
@@ -414,7 +414,7 @@ def test_a_failure_ends_all_waits(gpus, monkeypatch):
             ending = threading.Timer(0.3, comm.transport_of(q)._end, ("rank 0 has waited",))
             ending.start()
             start = time.monotonic()
-            dist.forward(comm, q, k, v, scheme="heads")  # which the others do not make
+            dist.forward(comm, q, k, v, scheme="heads")  # the others do not make this call
             assert 0.1 < time.monotonic() - start < 10
             with pytest.raises(dist.CommunicationError, match="has waited"):
                 dist.forward(comm, q, k, v, scheme="heads")
@@ -425,7 +425,7 @@ def test_a_failure_ends_all_waits(gpus, monkeypatch):
 
 
 def test_a_late_rank_gets_no_results_of_one_that_has_failed(gpus):
-    """Whose waits have ended, so that it has sent results of rows that it had not received."""
+    """The waits of a failed rank end, so that it sends results of rows that it has not received."""
     _, _, nccl, sharing = gpus
     inputs = [make_inputs("float16", seqlen_q=64, num_heads=4, num_heads_kv=4, head_dim=16, seed=n) for n in range(2)]
     sharing.timeout = 30.0
@@ -463,13 +463,13 @@ def test_a_late_rank_gets_no_results_of_one_that_has_failed(gpus):
 
 
 def test_ranks_that_make_different_calls_wait(gpus):
-    """Until the time is up: no rank takes the rows of another call for its own."""
+    """Ranks wait until the time is up: none takes the rows of another call for its own."""
     _, _, nccl, sharing = gpus
     inputs = make_inputs("float16", seqlen_q=64, num_heads=4, num_heads_kv=4, head_dim=16)
 
     def work(comm):
         q, k, v, _ = shards(comm, inputs)
-        for softcap in (1.0, 2.0):  # each is agreed on
+        for softcap in (1.0, 2.0):  # all ranks agree on each
             dist.forward(comm, q, k, v, scheme="heads", softcap=softcap)
         assert not sharing.never
         together_.wait(20)
@@ -492,7 +492,7 @@ class TestGraphs:
         return state
 
     def test_repeat_copies(self, gpus, captured):
-        """Signals are those of any call of the kind, and memory of the window is kept when it grows."""
+        """A captured call has the signals of any call of its kind, and the window's memory is kept when it grows."""
         _, _, nccl, sharing = gpus
         inputs = {n: make_inputs("float16", seqlen_q=n, num_heads=4, num_heads_kv=4, head_dim=16) for n in (64, 128)}
         barrier = threading.Barrier(SIZE)

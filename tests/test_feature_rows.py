@@ -22,7 +22,7 @@ from fa2cupy.problem.features import FEATURES, OFFSETS, FeatureKeywords
 
 #: Each feature has its row, its check, its two formulas, and its place in the signatures of the API.
 OF_EACH = {"problem/features", "problem/feature_checks", "numerics/formulas", "cpu/scores", "api"}
-#: Functions of the caller's are traced, called and rendered; with several GPUs they are told where a part begins.
+#: The caller's functions are traced, called and rendered; with several GPUs they are told where a part begins.
 _FUNCTIONS = {
     "ahead", "distributed/", "families/sm90", "families/sm90_float32", "families/tile_choice", "functions/tracing",
     "jit/source", "problem/function_checks",

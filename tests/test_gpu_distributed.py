@@ -20,7 +20,7 @@ from fa2cupy.problem.dtypes import ACCUMULATOR
 cp = pytest.importorskip("cupy")
 pytestmark = pytest.mark.gpu
 
-#: Two GPUs, or four: two hosts of two, as it were.
+#: Two GPUs; or four, which stand for two hosts of two.
 RANKS = 4 if device_count() >= 4 else 2
 
 
@@ -51,7 +51,7 @@ def test_large_copies_between_strides(first, columns, dtype):
 
 @pytest.mark.parametrize("word", (16, 8, 4, 2, 1))
 def test_copies_of_matrices(word):
-    """Two that are larger than the blocks of a launch take at a time, and 70 small ones: two launches."""
+    """Two matrices are larger than what a launch copies at a time, and 70 are small: there are two launches."""
     rng = np.random.default_rng(word)
     source, target = (cp.asarray(rng.integers(0, 256, 1 << 26).astype(np.uint8)) for _ in range(2))
     expected, data = target.get(), source.get()
@@ -84,7 +84,7 @@ def test_sums_of_shares(count, columns, dtype):
 
 
 def test_what_lanes_allocate_in_a_capture_is_the_graphs():
-    """Memory of CuPy's pool would be given to others while the graph writes to it."""
+    """Memory of CuPy's pool could be given to others while the graph writes to it."""
     main, other = (cp.cuda.Stream(non_blocking=True) for _ in range(2))
     pool = cp.get_default_memory_pool()
     with main:  # which waits for no other stream

@@ -1,4 +1,4 @@
-"""scripts/scaleout.py without GPUs: simulated ranks, and threads in the place of the processes of GPUs."""
+"""scripts/scaleout.py without GPUs: simulated ranks, and threads instead of one process per GPU."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_from_checks_to_files(tmp_path, capsys):
     rows = measure.read_csv(tmp_path / "scaleout.csv")
     assert tuple(rows[0]) == scaleout.COLUMNS
     keys = [(int(row["seqlen"]), row["scheme"], row["operation"]) for row in rows]
-    schemes = [scheme for scheme in scaleout.SCHEMES if scheme != "hybrid"]  # which two ranks do not have
+    schemes = [scheme for scheme in scaleout.SCHEMES if scheme != "hybrid"]  # two ranks do not have it
     assert keys == [(n, scheme, op) for n in (64, 128) for scheme in schemes for op in OPERATIONS]
     for row in rows:
         assert row["check"] == ("one call" if row["seqlen"] == "64" else "samples")

@@ -160,7 +160,7 @@ class FakeSharing:
     timeout : float
         Seconds that streams wait for a signal.
     never : list of int
-        Streams that have waited for one that did not come.
+        Streams that have waited for a signal that did not come.
     waiting : int
         Number of streams that wait.
     """
@@ -247,7 +247,7 @@ class FakeSharing:
 
 @contextlib.contextmanager
 def fake_sharing(monkeypatch, cupy: StreamsCupy):
-    """Lets fake GPUs write each other's memory; yields what they share."""
+    """Makes fake GPUs write each other's memory; yields what they share."""
     sharing = FakeSharing(cupy)
     bindings = ModuleType("cuda.bindings")
     bindings.driver = sharing

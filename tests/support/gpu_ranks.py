@@ -1,4 +1,4 @@
-"""Calls of fa2cupy.distributed in a process for each GPU, compared with one call on one GPU."""
+"""Calls of fa2cupy.distributed in one process per GPU, compared with one call on one GPU."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ import fa2cupy.distributed as dist
 from fa2cupy.testing import make_inputs
 
 SIZES = {"batch": 2, "seqlen_q": 256, "seqlen_k": 256, "num_heads": 8, "num_heads_kv": 4, "head_dim": 64}
-#: One array of packed sequences, groups of a rank's heads on four GPUs, and there chunks of 128 rows: kernels with
-#: functions have tiles of 96 keys, and which of them need a mask depends on where a block of 64 rows begins.
+#: Packed sequences are one array. "groups" has several heads per rank on four GPUs. "functions" has chunks of 128 rows
+#: there: its kernels have tiles of 96 keys, and which of them need a mask depends on where a block of 64 rows begins.
 OTHER_SIZES = {
     "packed": {"batch": 1},
     "groups": {"num_heads": 16, "num_heads_kv": 8},
@@ -36,7 +36,7 @@ CASES = (
     ("heads", "groups"), ("heads", "packed"), ("heads", "sparse"),
     *((scheme, "graph") for scheme in ("heads", "gather", "hybrid")),
 )  # fmt: skip
-#: What the last rank does while the others make calls that all have agreed on before.
+#: What the last rank does while the others make calls on which all ranks have agreed before.
 FAILURES = ("makes another call", "makes a call of another scheme", "ends", "is late")
 
 
@@ -85,7 +85,7 @@ def compare(comm: dist.Communicator, scheme: str, name: str) -> str:
         inputs = tuple(x[0] for x in inputs)
     expected = ranks.whole_call(inputs, **options)
     how = {"scheme": scheme} | ({"head_groups": 2} if name == "groups" else {})
-    for attempt in range(3):  # a message or a kernel that comes too early would not do so each time
+    for attempt in range(3):  # a message or a kernel that is too early once need not be so each time
         found = ranks.of_rank(comm, inputs, None, None, how, options)
         for key, wanted in expected.items():
             if key in ("o", "lse"):
@@ -112,7 +112,7 @@ def compare_graph(comm: dist.Communicator, scheme: str) -> str:
     drawn = [[dist.shard(comm, x) for x in make_inputs(DTYPE, **SIZES, xp=cupy, seed=n)] for n in range(3)]
     given = [x.copy() for x in drawn[0]]
     step()
-    cupy.cuda.Device().synchronize()  # the next stream waits for no other one
+    cupy.cuda.Device().synchronize()  # the stream of the capture does not wait for the current one
     stream = cupy.cuda.Stream(non_blocking=True)
     with stream:
         step()
@@ -184,7 +184,7 @@ def fail(rank: int, size: int, port: int, cases: tuple, answers) -> None:
     answers.put((rank, cases[0], text))
     answers.close()
     answers.join_thread()
-    os._exit(0)  # a rank that ends in order would tell NCCL so
+    os._exit(0)  # a rank that ends normally would tell NCCL
 
 
 def _communicator(rank: int, size: int, port: int, timeout: float) -> dist.Communicator:
@@ -200,7 +200,7 @@ def _communicator(rank: int, size: int, port: int, timeout: float) -> dist.Commu
 def results(
     size: int, cases: tuple = CASES, target: Callable[..., None] = work, patience: float = 300.0
 ) -> dict[Any, str]:
-    """Returns what is wrong with each case, on any rank; waits so many seconds for each."""
+    """Returns what is wrong with each case on any rank; waits `patience` seconds for each answer."""
     found: dict[Any, str] = dict.fromkeys(cases, "")
     left = {(rank, case) for rank in range(size) for case in cases}
     for rank, case, text in _answers(size, cases, target, patience):

@@ -39,7 +39,7 @@ def is_sharded(name: str, array, options: dict) -> bool:
 
 
 def on_ranks(size: int, inputs: tuple, *, dlse=None, method=None, how: dict | None = None, **options) -> dict:
-    """Returns the whole results of a call by ranks; `how` has the scheme, order and groups of heads."""
+    """Returns the whole results of a call on several ranks; `how` has the scheme, order and groups of heads."""
     how = how or {}
     in_host = ranks_per_host(size) if how.get("scheme") == "hybrid" else None
     work = functools.partial(of_rank, inputs=inputs, dlse=dlse, method=method, how=how, options=options)
@@ -141,7 +141,7 @@ class SlowLane:
 
 
 def random_delays(longest: float, seed: object) -> Callable[[int, int], Callable[[], float]]:
-    """Returns random delays by rank and number of a lane; some lanes have four times as long ones, others none."""
+    """Returns random delays by rank and number of a lane; on some lanes they are four times as long, on others zero."""
 
     def of_lane(rank: int, number: int) -> Callable[[], float]:
         drawn = random.Random(repr((seed, rank, number)))
@@ -189,7 +189,7 @@ class SharedWindows:
 
 
 class ThreadWindow(Window):
-    """The window of a rank that is a thread: memory of the process, poisoned when it is allocated."""
+    """The window of a simulated rank: memory of the process, poisoned when it is allocated."""
 
     timeout = 20.0
 
