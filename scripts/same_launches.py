@@ -347,7 +347,7 @@ def tile_states(sizes: Sizes) -> None:
 
 
 def on_several_gpus() -> Iterator[Call]:
-    """Yields calls by ranks, whose messages are copies, or travel by NCCL."""
+    """Yields calls of several ranks, by copies to each other's memory and by NCCL."""
     few = Sizes(2, 512, 512, 16, 8, 64)
     for scheme, by_copies in itertools.product(("heads", "gather", "hybrid"), (True, False)):
         for dtype in ("float16", "float32"):

@@ -1,4 +1,4 @@
-"""Estimates of how long a call takes, by which a backward's method and the number of splits are chosen.
+"""Estimates of how long a call takes. They decide on a backward's method and on the number of splits.
 
 A launch is modelled as list scheduling: the blocks, longest first, go to the first multiprocessor that is free. A block
 takes a fixed time and a time for each step, a pair of tiles. What the stages around the tiled kernels take grows with
@@ -24,10 +24,10 @@ __all__ = ["BlockCost", "Costs", "backward_time", "forward_splits", "split_candi
 #: Shares have workspaces of their own in kernels without atomics. More than this many copies of O, or of dK and dV, are
 #: made only where all of them are smaller than `_SMALL_BYTES`.
 _MOST_COPIES, _SMALL_BYTES = 4, 64 << 20
-#: Keys for each query, from which on so few blocks are shorter than the others that they do not drift apart: where the
-#: heads of a block fit in half of the L2 cache, and where they do not. Short heads follow each other faster.
+#: With at least so many keys for each query, few blocks are shorter than the others, and blocks do not drift apart. The
+#: first number is for short heads, which follow each other faster: those of a block fit in half of the L2 cache.
 _EQUAL_BLOCKS_OF_SHORT_HEADS, _EQUAL_BLOCKS = 8, 2
-_ASSIGNED_SINGLY = 8  # blocks for each slot, up to which the schedule is simulated block by block
+_ASSIGNED_SINGLY = 8  # up to so many blocks for each slot, the schedule is simulated block by block
 
 
 class BlockCost(NamedTuple):

@@ -46,7 +46,7 @@ class Record(NamedTuple):
     sizes: tuple[str, ...] = ()
 
 
-#: The workspace of a split kernel, in which every block leaves its share of a tile's results.
+#: The workspace of a split kernel. Every block leaves its share of a tile's results there.
 SHARES = "shares"
 #: The workspace and the counters of a kernel whose last block merges what others have left.
 PARTIALS, ARRIVALS = "partials", "arrivals"
@@ -58,9 +58,9 @@ _SHARED_RESULTS = ("o", "lse", "dk", "dv")
 #: Integer members of all tiled kernels: sizes of the problem, and the schedule of the grid.
 LENGTHS = ("num_heads", "heads_per_group", "seqlen_q", "seqlen_k")
 SCHEDULE = ("num_tiles", "scheduled_heads", "batch", "heads_per_section")
-#: Of kernels that read parts of float32 data: blocks of rows that share a unit, for each head of queries and of keys.
+#: Integer members of kernels that read parts of float32 data: the strips of a head, along the queries and the keys.
 PARTS = ("q_strips", "k_strips")
-#: The workspace that begins with a number for each K/V head, not 0 if kernels that multiply parts leave it to the
+#: The workspace that begins with a number for each K/V head: not 0 if kernels that multiply parts leave the head to the
 #: fallback.
 EXCEPTIONS = "exceptions"
 #: Factors of kernels of gradients: from products to scores in base 2, and from dS to dQ and dK.

@@ -1,4 +1,4 @@
-"""The choice of a kernel's tile: the caller's, that of the user's tuning file, or a default out of a family's rows."""
+"""The choice of a kernel's tile: the caller's, the one in the user's tuning file, or a default from a family's rows."""
 
 from __future__ import annotations
 

@@ -3,7 +3,9 @@
     symbols.py      what the caller's function computes with: NumPy's functions and Python's operators make nodes
     tracing.py      calls the function once, and gives a `Program`
     expressions.py  nodes, kinds and simplification
+    state.py        what a function reads besides its arguments: if that has changed, it is traced again
     bounds.py       bounds of ints: which of them may exceed 32 bits
+    linear.py       ints that are linear functions of q and k
     primitives.py   one row for each primitive operation: its kinds, its NumPy function, its CUDA C++
     derivatives.py  derivatives by the score and by elements of arguments
     built_in.py     functions that kernels compute as a keyword of their own

@@ -10,10 +10,10 @@ __all__ = ["COMPARISONS", "DISTANCE", "Linear", "linear_of"]
 #: The name in texts of q - k.
 DISTANCE = "distance"
 COMPARISONS = {"less": "<", "less_equal": "<=", "equal": "==", "not_equal": "!="}
-#: The factors of the operands of what is linear in them.
+#: For operations that are linear in their operands: the operands' factors.
 _FACTORS = {"add": (1, 1), "subtract": (1, -1), "negative": (-1,)} | dict.fromkeys(COMPARISONS, (1, -1))
-#: An int of 32 bits holds the sum of such a number and a position. Where ints wrap around, a comparison of two is not
-#: that of their difference with 0.
+#: The sum of a position and a number up to this one fits in 32 bits. If ints wrapped around, comparing their difference
+#: with 0 would not be the same as comparing them.
 _LARGEST = 2**30
 
 

@@ -1,4 +1,4 @@
-"""Expressions as statements of CUDA C++, each of which names one node.
+"""Expressions as statements of CUDA C++. Each statement names one node.
 
 Names are numbered in the order of the expression, so that the text is a pure function of it: other processes find the
 kernel of a function on disk. What depends on q - k alone is written in terms of it (``distances.py``). All functions

@@ -26,9 +26,9 @@ The structures of terms hold what depends on q - k, on one position or on none (
 lane has not yet added to memory: one sum for an element that all scores of a head read, and a run (``RunSum``) for the
 element that the lane's last scores have read. An atomic addition for each score would round once for each, and wait for
 all others at the same address. Real is the type of scores; ``real_distance`` is a ``RealDistance``.
-``args`` has the members ``array0``, ``array1`` and so on, which ``element`` reads; ``gradient0`` and so on, to whose
-elements statements, ``add_element_of_warp`` and runs add; and the constants ``kLength0`` and so on, lengths of last
-axes that loops run over, and ``kFast``, true for data of 16 bits.
+``args`` has the arrays ``array0``, ``array1`` and so on, which ``element`` reads; ``gradient0`` and so on, to which
+statements, ``add_element_of_warp`` and runs add; the constants ``kLength0`` and so on, lengths of last axes that loops
+run over; and the constant ``kFast``, true for data of 16 bits.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from .tensor_maps import BOX_COLUMNS
 
 __all__ = ["plan_backward", "plan_delta", "plan_forward", "plan_merge"]
 
-#: The workspaces that the kernel of delta can clear, of a call that has none.
+#: The workspaces that the kernel of delta can clear. They have no bytes in calls that do not need them.
 _CLEARED_BY_DELTA = (Workspace("dq_accum", 0), Workspace(SHARES, 0))
 #: The workspace of the lse that a forward computes again for a backward.
 _OWN_LSE = "own_lse"
@@ -161,7 +161,7 @@ def _with_parts(layout: StageLayout, tiled: Sequence[Stage], choice: Choice) -> 
 
 
 def _with_given_lse(problem: AttentionProblem) -> AttentionProblem:
-    """The problem of a backward one of whose kernels, a forward, computes lse again for the others."""
+    """The problem of a backward whose first kernel, a forward, recomputes lse for the others."""
     return problem.with_settings(replace(problem.settings, given_lse=True))
 
 
@@ -218,7 +218,7 @@ class _Sums:
 
     @property
     def added(self) -> list[Workspace]:
-        """Those to which kernels add, and which must be zero before."""
+        """The workspaces to which kernels add. They must be zero before that."""
         return self.workspaces if self._with_dq else []
 
     def stage(self) -> Stage:

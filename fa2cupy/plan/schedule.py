@@ -17,7 +17,7 @@ __all__ = ["COLUMNS_BY_KEYS", "COLUMNS_BY_QUERIES", "COLUMNS_WITH_DQ", "groups_p
 COLUMNS_BY_QUERIES, COLUMNS_BY_KEYS, COLUMNS_WITH_DQ = 32, 16, 4
 # Shares of key tiles that are scheduled together, for each K/V head: more of them work on more query heads at a time.
 _SHARES = 8
-# Blocks for each multiprocessor, up to which all are one section: several would each end with idle multiprocessors.
+# Up to so many blocks for each multiprocessor are one section: each of several would end with idle multiprocessors.
 _BLOCKS_OF_ONE_SECTION = 2
 
 

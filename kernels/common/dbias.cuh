@@ -5,8 +5,9 @@
 //
 // dbias needs the gradient of the scores, dQ that of the products Q K^T. With a cap or the caller's score function the
 // two differ by the derivatives of these. The weights (weights.cuh) leave these factors out if there is a dbias;
-// `take_derivative` multiplies by them once dbias has been added. In between it has the gradient of what the function
-// returns. The gradients of the function's arrays (kDscoreArgs) follow from it, and are summed in registers first, too.
+// `take_derivative` multiplies by them once dbias has been added. Between the two factors it has the gradient of what
+// the function returns. The gradients of the function's arrays (kDscoreArgs) follow from that, and are summed in
+// registers first, too.
 #pragma once
 #include "common/ptx.cuh"
 #include "common/score_mod.cuh"

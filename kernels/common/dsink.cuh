@@ -1,5 +1,5 @@
-// dsink = -sum_i exp(sink - lse_i) delta_i over all rows i of a query head. This is dS = P o (dP - delta) for the sink,
-// which acts as an additional key of every row whose value vector, and so whose dP, is zero.
+// dsink = -sum_i exp(sink - lse_i) delta_i over all rows i of a query head. This is dS = P o (dP - delta) for the sink.
+// It acts as an additional key of every row, with a value vector of zero, and so with a dP of zero.
 //
 // One block per query head sums in a fixed order, so that the result is deterministic.
 #pragma once

@@ -24,7 +24,7 @@ struct ArraysInMemory {
 template <class Spec>
 inline constexpr bool kMayHoldArray = kMayHoldBias<Spec> || kMayHoldMask<Spec>;
 
-// Of these, a kernel holds what kMayHoldBias and kMayHoldMask say.
+// The type of the array that a kernel holds: kBias is kMayHoldBias, and kMask is kMayHoldMask.
 template <bool kBias, bool kMask, class OfBias, class OfMask>
 struct HeldType {
     using Type = ArraysInMemory;

@@ -16,7 +16,7 @@ struct Place {
     }
 };
 
-// So many keys lie together, from a multiple of their number on.
+// Keys lie together in groups of so many, which begin at multiples of this number.
 inline constexpr int kRowsTogether = 16;
 
 // Where a key of a sequence lies, which must be below the length.

@@ -1,5 +1,5 @@
 // Attention of a few queries to a cache of keys and values. It is bound by memory: every K and V is read once for all
-// query heads that share it, by asynchronous copies, of which many are under way on each multiprocessor.
+// query heads that share it, and each multiprocessor has many asynchronous copies under way.
 //
 //   block   a stretch of the line of all steps (work.cuh): segments of jobs, one after the other
 //   warp    16 or 32 keys of each step, against all kBr rows of the job, with an O of its own. Warps copy their keys

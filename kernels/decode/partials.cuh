@@ -38,8 +38,8 @@ struct ExchangeRows {
 struct Contributors {
     int32 first, count;
 
-    // Blocks of a group. The last group may have fewer, but at least two: the job's last block may be the first one of
-    // the next job, whose first group then has the counter and the partial of the groups that begin there.
+    // Blocks of a group. The last group may have fewer, but at least two: the job's last block may also be the first
+    // one of the next job. The counter and the partial of groups that begin there then belong to the next job.
     __device__ __forceinline__ int32 group_size() const {
         if (count <= kPartialsOfOneLevel) return count;
         const int32 size = __float2int_ru(sqrtf(static_cast<float>(count)));

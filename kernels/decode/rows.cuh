@@ -70,7 +70,7 @@ struct RowSlopes<Spec, kRows, true> {
 template <class Spec>
 inline constexpr bool kScalesFirst = Spec::kAlibi || kNaturalScores<Spec>;
 
-// Turns products into scores: of a lane's fragment, whose rows have the slopes of `first_row` and those after it.
+// Turns the products in a lane's fragment into scores. Its rows have the slopes from that of `first_row` on.
 template <class Spec, class Fragment, int kRows>
 __device__ __forceinline__ void modify(Fragment& scores, const Params& params, const RowSlopes<Spec, kRows>& slopes,
                                        int first_row, int32 first_key, int32 lane) {

@@ -4,10 +4,10 @@
 // columns, because a chunk is what it can store.
 //
 // The block also marks its K/V head in `exceptions` if parts would lose accuracy there: the head is then left to kernels
-// of IEEE arithmetic (common/exceptions.cuh). Parts have an absolute error of 2^-39 of the largest element of a strip. A
-// row, or a column, whose largest element is smaller than 2^-kSpread of that loses bits. Magnitudes beyond 2^+-50 could
-// take products of two units out of the range of float32. Infinities and NaN have no parts. A row or a column of zeros
-// loses nothing.
+// of IEEE arithmetic (common/exceptions.cuh). Parts have an absolute error of 2^-39 of the largest element of a strip: a
+// row or a column loses bits if its own largest element is smaller than 2^-kSpread of that one. Magnitudes beyond
+// 2^+-50 could take products of two units out of the range of float32. Infinities and NaN have no parts. A row or a
+// column of zeros loses nothing.
 //
 // A head is also marked if its scores may have a term, the product of one column of Q and K, above kLargestTerm. The
 // last bit of the parts is 2^-23 of a number. In a score of many terms such errors are lost among those of the sum;

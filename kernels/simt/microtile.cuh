@@ -1,7 +1,7 @@
 // The matrix products of a warp, from shared memory to registers. An SM does four times as many multiplications in a
-// cycle as it loads numbers from shared memory, so each number loaded must serve several products: a lane computes a
-// grid of results, for which it loads a vector of each row and one of each column of the grid. With 8 x 8 results, 16
-// loads of 128 bits serve 256 multiplications of floats.
+// cycle as it loads numbers from shared memory, so each number loaded must serve several products. A lane computes a
+// grid of results, and loads one vector for each row and each column of the grid. With 8 x 8 results, 16 loads of 128
+// bits serve 256 multiplications of floats.
 //
 //   own rows   kOwn rows in shared memory that belong to the warp (of Q, say)
 //   tile       kOther rows in shared memory that all warps of the block read (of K, say)

@@ -75,7 +75,8 @@ struct BackwardDkdv {
         }
     }
 
-    // True if the block's share is empty, for which the workspace then has zeros, or its list: plans clear dK and dV.
+    // True if the block has no step. If its share is empty, the workspace gets zeros; if its list is, the plan has
+    // cleared dK and dV.
     template <class Record>
     __device__ static bool has_no_step(const Record& params) {
         if constexpr (Spec::kSplit) {

@@ -66,7 +66,7 @@ def why_others(note: Mapping[str, Any]) -> str:
             spec = spec_of(text)
             if _source_digest(spec) != source:
                 differing.append((spec, machine))
-        except Exception as error:  # whatever this code has in place of what the spec names
+        except Exception as error:  # of any type: this code may have something else where the spec names a kernel
             return f"there is no such kernel as {text} ({error})"
         specs.append(spec)
     tiles = _tiles(specs)
@@ -138,7 +138,7 @@ def spec_of(text: str) -> KernelSpec:
 
 
 class _Noted:
-    """Stands for an input or a result of a program, whose calls of methods it lists after the inputs."""
+    """Stands for an input or a result of a program. It lists the calls of its methods after the inputs."""
 
     def __init__(self, calls: list, place: int):
         self._calls, self.place = calls, place

@@ -40,11 +40,11 @@ class _Block:
         self.start, self.nbytes = memory.ctypes.data + offset, max(nbytes, 1)
         self.owner, self.kind = owner, kind
         self.name: str | None = None
-        #: Where arrays begin that a program makes of it.
+        #: Where the arrays begin that a program makes of it.
         self.parts: list[int] | None = [] if is_divided else None
 
     def part(self, address: int) -> int:
-        """Where the array begins that an address belongs to; the address itself if that is not known."""
+        """The beginning of the array that an address belongs to; the address itself if that is not known."""
         if self.parts is None:
             return self.start
         index = bisect.bisect_right(self.parts, address) - 1
@@ -89,7 +89,7 @@ class Recorder:
 
     @contextlib.contextmanager
     def rank(self, number: int, device: int = 0) -> Iterator[None]:
-        """What this thread queues is noted as that of a rank, on a stream of its own."""
+        """Notes what this thread queues as the work of a rank, on a stream of its own."""
         self._local.__dict__.clear()
         self._local.__dict__.update(rank=number, devices=[device])
         self.forget()
@@ -103,7 +103,7 @@ class Recorder:
         self._entries[self._local.rank] = []
 
     def release(self) -> None:
-        """Ends the records so far, whose memory addresses may mean from now on."""
+        """Ends the records so far. From now on their addresses may be those of other memory."""
         with self._lock:
             self._blocks = {start: block for start, block in self._blocks.items() if block.parts is not None}
             self._starts = sorted(self._blocks)
@@ -167,7 +167,7 @@ class Recorder:
         return block if block is not None and address < block.start + block.nbytes else None
 
     def stacks(self, name: str, first: Any = None) -> list[Any]:
-        """What is current in this thread, last: "devices", "streams", "kinds" of memory."""
+        """A stack of this thread: "devices", "streams" or "kinds" of memory. The current one comes last."""
         return self._local.__dict__.setdefault(name, [first])
 
     @property

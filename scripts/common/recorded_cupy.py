@@ -165,7 +165,7 @@ def _using_allocator(allocator: Callable[[int], _Pointer]) -> Iterator[None]:
 
 
 class _Array:
-    """``cupy.ndarray``, of which an array of the host keeps the layout."""
+    """``cupy.ndarray``. An array of the host keeps its layout."""
 
     def __init__(self, shape: Any, dtype: Any = float, memptr: Any = None, strides: Any = None):
         shape, dtype = (shape,) if isinstance(shape, int) else tuple(shape), np.dtype(dtype)
@@ -292,7 +292,7 @@ def named(results: Any, *names: str) -> Any:
 
 
 def placed(name: str, host: np.ndarray) -> _Array:
-    """A copy of an array of the host on the current device, which a name stands for; zeros for one without strides."""
+    """A named copy of an array of the host on the current device; zeros for an array without strides."""
     (array,) = named([_Array(host.shape, host.dtype)], name)
     if host.strides != (0,) * host.ndim:
         array.host[...] = host

@@ -101,13 +101,13 @@ class GpuDevice:
 
     def captured(self, call: Callable[[], tuple]) -> Callable[[], None]:
         """Returns the launch of a CUDA graph of a call that has been made before."""
-        self.gpu.synchronize()  # the next stream waits for no other one
+        self.gpu.synchronize()  # the stream of the capture waits for no other one
         with self.xp.cuda.Stream(non_blocking=True) as stream:
             stream.begin_capture()
             results = call()
             graph = stream.end_capture()
 
-        def launch(_: tuple = results) -> None:  # which the graph writes
+        def launch(_: tuple = results) -> None:  # keeps the results, which the graph writes
             graph.launch(self.xp.cuda.get_current_stream())
 
         return launch
