@@ -250,6 +250,9 @@ def backward(
     each rank's share of dk and dv to their dtype and sums the shares once, in float32, in the order of the ranks;
     ``"hybrid"`` does so with the shares of each host. With ``deterministic=True`` results are equal from run to run.
 
+    With `return_dbias` and a bias that has rows, ``"heads"`` needs memory of the size of a rank's dbias: once, and
+    twice where the ranks write each other's memory, of which one stays allocated.
+
     Memory beyond inputs and results, as for `forward`: ``"heads"`` twice q, k, v, do, dq, dk and dv of a rank;
     ``"gather"`` that of the forward, and ``4 N h d e min(2, G) / G`` for its own shares and those from other ranks;
     ``"hybrid"`` the sum of both levels, as in the forward.

@@ -27,7 +27,10 @@ _MOST_MATRICES = 64
 
 
 def takes_copies(request: Request) -> bool:
-    """True if the ranks may write each other's memory: if all arrays that travel are few matrices."""
+    """True if the ranks may write each other's memory: if q, k, v and the arrays of their shapes are few matrices.
+
+    Biases and masks, which travel in ``"heads"``, may be more matrices: they are larger ones.
+    """
     problem = request.problem
     matrices = problem.batch * (problem.num_heads if problem.layout == "bhsd" else 1)
     return request.scheme in _BY_COPIES and matrices <= _MOST_MATRICES
