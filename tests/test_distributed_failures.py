@@ -351,6 +351,14 @@ class TestRefusals:
 
 
 @pytest.fixture
+def ctrl_c():
+    """Python's handler of Ctrl-C, which a process lacks that a shell has started in the background."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.fixture
 def gpus(monkeypatch):
     """Provides NCCL of fake GPUs."""
     with fake_gpu(monkeypatch), fake_streams(monkeypatch):
@@ -606,7 +614,7 @@ class TestThreads:
         dist.simulate(2, work, timeout=10)
         assert {*refusals} == {0, 1}
 
-    def test_an_interrupt_of_the_caller_ends_the_ranks(self):
+    def test_an_interrupt_of_the_caller_ends_the_ranks(self, ctrl_c):
         errors = []
 
         def work(comm):
@@ -630,7 +638,7 @@ class TestThreads:
         assert time.monotonic() - start < 10
         assert len(errors) == 3 and any("the caller of simulate has failed with KeyboardInterrupt" in x for x in errors)
 
-    def test_ranks_that_do_not_call_do_not_delay_the_end(self, monkeypatch):
+    def test_ranks_that_do_not_call_do_not_delay_the_end(self, monkeypatch, ctrl_c):
         monkeypatch.setattr("fa2cupy.distributed.simulation._PATIENCE_S", 0.2)
         stop = threading.Event()
         start = time.monotonic()
