@@ -4,7 +4,7 @@
     python scripts/gpu_check.py --skip benchmark   without the timings; what an earlier run noted of them stays
     python scripts/gpu_check.py --processes 6      tests side by side (pytest-xdist)
     python scripts/gpu_check.py --cache FOLDER     with kernels that are compiled already, of this very code
-    python scripts/gpu_check.py --verify scripts/results/h100-80gb-hbm3/check.json     needs no GPU
+    python scripts/gpu_check.py --verify scripts/results/h200/check.json     needs no GPU
 
 Writes ``scripts/results/<gpu>/check.json``: the device, driver and compiler, how many tests passed, failed and were
 skipped, and what each tool of compute-sanitizer found. Tests of large arrays (``large``) and those that need two GPUs
