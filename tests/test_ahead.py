@@ -144,6 +144,7 @@ def test_calls_use_exactly_the_kernels_that_are_compiled_ahead_for_their_feature
     assert launched_by(monkeypatch, kind, names, 60, None) == ahead_of_calls
 
 
+@pytest.mark.sample(head_dim=(40,))
 @pytest.mark.parametrize(("head_dim", "head_dim_v"), [(64, 40), (40, 60), (60, 64)])
 @pytest.mark.parametrize("names", [(), ("window", "bias", "return_dbias", "sink")], ids=("plain", "more"))
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: "-".join(filter(None, kind)))

@@ -61,6 +61,7 @@ def test_benchmark_from_checks_to_files(small_benchmark, tmp_path, capsys):
     assert any("cupy unfused" in line and "worst  1.00" in line for line in benchmark.summary(run.rows))
 
 
+@pytest.mark.matrix
 def test_benchmark_aborts_rows_with_wrong_results(small_benchmark, tmp_path, monkeypatch, capsys):
     def verify(self, operation, **options):
         if operation == "single_pass":
@@ -222,6 +223,7 @@ def test_the_table_of_the_readme_is_the_one_of_its_csv():
     assert "\n".join(table) in text
 
 
+@pytest.mark.matrix
 @pytest.mark.skipif(not HAS_MATPLOTLIB, reason="plots need matplotlib")
 def test_plot_only(tmp_path, capsys):
     measure.write_csv(tmp_path / "benchmark.csv", benchmark.COLUMNS, made_up_rows())
@@ -231,6 +233,7 @@ def test_plot_only(tmp_path, capsys):
         assert str(tmp_path / "plots" / name) in capsys.readouterr().out or name == "backward.png"
 
 
+@pytest.mark.matrix
 @pytest.mark.skipif(not HAS_MATPLOTLIB, reason="plots need matplotlib")
 def test_panels_are_in_the_order_of_numbers_and_none_is_empty(tmp_path, monkeypatch):
     figures = []

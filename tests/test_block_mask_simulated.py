@@ -208,7 +208,7 @@ def check_lists(monkeypatch, options: dict, tile: tuple, patch=None) -> None:
             assert own[2 : 3 + own[1]].tolist() == [*mixed, *full, 6]
 
 
-@pytest.mark.sample(tile=((32, 16), (12, 20)))
+@pytest.mark.sample(tile=((12, 20),))
 @pytest.mark.parametrize("tile", [(8, 8), (32, 16), (12, 20)])
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": (9, 4)}])
 def test_lists(monkeypatch, options, tile):
@@ -218,7 +218,7 @@ def test_lists(monkeypatch, options, tile):
 # --------------------------------------------------------------------------------------------------------------- calls
 
 
-@pytest.mark.sample(band=({"window": (40, 3)},), family=("simt",))
+@pytest.mark.matrix
 @pytest.mark.parametrize("band", [{}, {"causal": True}, {"window": (40, 3)}])
 @pytest.mark.parametrize("family", TILES)
 def test_maps_of_functions(launched, family, band):
@@ -263,7 +263,7 @@ def test_float64_terms(launched):
     check(launched, "simt", inputs=inputs, **own, block_mask=sparse)
 
 
-@pytest.mark.sample(function=(near,))
+@pytest.mark.matrix
 @pytest.mark.parametrize("function", [mods.causal(20), near])
 def test_scores_that_grow_in_masked_tiles(launched, function):
     """Checks rows whose first tile is hidden wholly, and whose shift has to move in a tile that is masked."""
@@ -282,7 +282,7 @@ def random_tiles(family: str, heads: int, tile: tuple, batch: int = 2) -> BlockM
     return BlockMask(tiles, *LENGTHS[family], tile)
 
 
-@pytest.mark.sample(heads=(HEADS,), family=("sm80",))
+@pytest.mark.matrix
 @pytest.mark.parametrize("heads", [1, HEADS])
 @pytest.mark.parametrize("family", TILES)
 def test_given_maps(launched, family, heads):
@@ -336,7 +336,7 @@ def test_wide_heads(launched, family):
     check(launched, family, inputs=inputs, tiles=tiles, block_mask=sparse, causal=True)
 
 
-@pytest.mark.sample(family=("simt",))
+@pytest.mark.matrix
 @pytest.mark.parametrize("family", TILES)
 def test_packed_sequences(launched, family):
     rows, keys = LENGTHS[family]
@@ -372,7 +372,7 @@ def test_a_map_of_one_sequence_is_that_of_all_packed_ones(launched):
     check(launched, "simt", inputs=inputs, **offsets, block_mask=sparse, mask_mod=mods.causal(3))
 
 
-@pytest.mark.sample(family=("sm80",))
+@pytest.mark.matrix
 @pytest.mark.parametrize("family", TILES)
 def test_other_features(launched, family):
     rows, keys = LENGTHS[family]

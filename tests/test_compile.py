@@ -188,13 +188,12 @@ def default_kernels(request):
     pool.shutdown(cancel_futures=True)
 
 
-#: Specs that are compiled in every run of the tests: those of causal calls, whose kernels have more code.
+#: Specs that are compiled in every run of the tests: forwards of causal calls, and kernels that all families share.
 EVERYDAY = [
     spec
     for spec in selected_specs()
     if (spec.arch, spec.dtype, spec.head_dim) in {("sm_90", "float16", 128), ("sm_90", "float32", 64)}
-    and spec.operation != "decode"
-    and (spec.causal or spec.family == "common")
+    and ((spec.operation == "forward" and spec.causal) or spec.family_name == "common")
 ]
 
 
@@ -276,7 +275,7 @@ def test_a_share_of_the_forward_spills_no_more_than_the_whole(family, head_dim, 
 
 
 # A sweep might try these tiles. If a legal tile does not compile, the rule is wrong.
-@pytest.mark.sample(head_dim=(64,), operation=("forward",))
+@pytest.mark.matrix
 @pytest.mark.parametrize("operation", TILED)
 @pytest.mark.parametrize("head_dim", (64, 256))
 def test_what_is_called_legal_compiles(operation, head_dim):
@@ -312,6 +311,7 @@ def test_wgmma_is_not_serialised_with_a_feature(method, feature):
             assert not re.search(r"C75\d\d", kernel.log), kernel.log
 
 
+@pytest.mark.sample(operation=("forward",))
 @pytest.mark.parametrize("operation", TILED)
 def test_smallest_legal_simt_tile_compiles(operation):
     tile = legal_configs(operation, dtype="float64", head_dim=24, arch="sm_90")[0]
@@ -348,7 +348,7 @@ def test_a_kernel_without_features_knows_nothing_of_them(spec):
     assert not of_features & {field.name.removesuffix("_strides") for field in spec.params.fields}
 
 
-@pytest.mark.sample(name=("window", "full_dbias"))
+@pytest.mark.sample(name=("window",))
 @pytest.mark.parametrize("name", sorted(set(FEATURES) - {"dlse", "given_lse"}))
 def test_a_kernel_with_a_feature_is_another_one(name):
     tile = TileConfig(64, 32, 4)

@@ -55,6 +55,7 @@ def assert_close(results: tuple, others: tuple, tolerance: float = 1e-12) -> Non
 
 
 class TestAgainstTheReference:
+    @pytest.mark.sample(dtype=("float32",))
     @pytest.mark.parametrize("causal", [False, True])
     @pytest.mark.parametrize(("seqlen_q", "seqlen_k"), LENGTHS)
     @pytest.mark.parametrize("dtype", ["float16", "float32"])
@@ -62,17 +63,20 @@ class TestAgainstTheReference:
         inputs = make_inputs(dtype, seqlen_q=seqlen_q, seqlen_k=seqlen_k, num_heads=2, num_heads_kv=1, head_dim=32)
         check_all(inputs, causal=causal)
 
+    @pytest.mark.matrix
     @pytest.mark.parametrize("seqlens", [(1023, 1024), (1024, 1023), (2048, 2048)])
     def test_long_sequences(self, seqlens):
         inputs = make_inputs("float32", seqlen_q=seqlens[0], seqlen_k=seqlens[1], num_heads=1, head_dim=16)
         check_all(inputs, causal=True)
 
+    @pytest.mark.sample(head_dim=(1, 59, 64, 160))
     @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
     @pytest.mark.parametrize("head_dim", [1, 8, 32, 40, 59, 64, 80, 96, 111, 128, 160, 192, 224, 256])
     def test_dtypes_and_head_dims(self, head_dim, dtype):
         inputs = make_inputs(dtype, batch=2, seqlen_q=33, seqlen_k=50, num_heads=2, head_dim=head_dim)
         check_all(inputs, causal=True)
 
+    @pytest.mark.sample(tile=((7, 13), (64, 5)))
     @pytest.mark.parametrize("tile", [(1, 1), (16, 8), (7, 13), (64, 5), (5, 64), (256, 512)])
     @pytest.mark.parametrize("seqlens", [(50, 50), (37, 61), (61, 37)])
     def test_tiles_that_do_not_divide(self, seqlens, tile):

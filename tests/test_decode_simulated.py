@@ -114,7 +114,7 @@ def test_appended_rows_and_pages(launched, layout, num_new, page_size):
     check(on_device, Case("float16", lengths, num_new=num_new, page_size=page_size, layout=layout, seqlen_q=2))
 
 
-@pytest.mark.sample(causal=(True,), seqlen_q=(5, 17))
+@pytest.mark.sample(causal=(True,), seqlen_q=(5,))
 @pytest.mark.parametrize(("seqlen_q", "heads"), [(1, (8, 8)), (4, (8, 1)), (5, (8, 1)), (9, (4, 1)), (17, (4, 2))])
 @pytest.mark.parametrize("causal", [False, True])
 def test_groups_of_rows(launched, causal, seqlen_q, heads):
@@ -176,7 +176,7 @@ def test_features(launched, dtype, options):
     check(on_device, Case(dtype, (64, 300), seqlen_q=6, heads=(6, 1)), **options)
 
 
-@pytest.mark.sample(dtype=("float32",))
+@pytest.mark.matrix
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
 def test_merges_in_two_levels(monkeypatch, dtype):
     """Checks jobs with more blocks than parts that are merged at once, in groups with a smaller last one."""
@@ -188,6 +188,7 @@ def test_merges_in_two_levels(monkeypatch, dtype):
         assert all(stage.blocks > 16 for stage in launched)
 
 
+@pytest.mark.sample(seed=(1,))
 @pytest.mark.parametrize("seed", [None, 1])
 def test_a_block_ends_the_last_group_of_a_job_and_begins_the_next_job(monkeypatch, seed):
     """Groups of ceil(sqrt(21)) = 5 of the 21 parts would leave the last part in a group of its own."""
@@ -197,7 +198,7 @@ def test_a_block_ends_the_last_group_of_a_job_and_begins_the_next_job(monkeypatc
         assert [stage.blocks for stage in launched] == [24]
 
 
-@pytest.mark.sample(head_dim=(64,))
+@pytest.mark.matrix
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_many_jobs_have_small_blocks(launched, head_dim):
     check(on_device, Case("float16", (60, 70, 3, 200), heads=(4, 2), head_dim=head_dim))
@@ -222,6 +223,7 @@ def test_any_order_of_warps(monkeypatch, seed):
         check(on_device, Case("float32", (0, 1, 150), num_new=1, head_dim=59))
 
 
+@pytest.mark.matrix
 def test_results_do_not_depend_on_other_sequences_order_of_blocks(monkeypatch):
     """Checks that two launches with different orders of blocks have the same bits."""
     case = Case("bfloat16", (200, 90, 333), num_new=1, page_size=16)

@@ -29,7 +29,7 @@ def inputs_of(dtype: str = "float64", **sizes) -> tuple:
 
 
 class TestAgainstOneCall:
-    @pytest.mark.sample(size=(1, 3, 8))
+    @pytest.mark.sample(size=(1, 3), causal=(True,))
     @pytest.mark.parametrize("order", ["zigzag", "contiguous"])
     @pytest.mark.parametrize("causal", [False, True])
     @pytest.mark.parametrize("size", range(1, 9))
@@ -46,6 +46,7 @@ class TestAgainstOneCall:
         how = {"scheme": scheme, "head_groups": groups}
         assert_close(ranks.on_ranks(2, inputs, causal=True, how=how), ranks.whole_call(inputs, causal=True))
 
+    @pytest.mark.sample(causal=(True,))
     @pytest.mark.parametrize("causal", [False, True])
     @pytest.mark.parametrize(("rows", "keys"), [(24, 48), (48, 24), (8, 64), (64, 8)])
     @pytest.mark.parametrize("scheme", SCHEMES)
@@ -67,6 +68,7 @@ class TestAgainstOneCall:
         assert (found["lse"] == -np.inf).all()
         assert not (found["o"].any() or found["dq"].any())
 
+    @pytest.mark.sample(rank=(2, 3))
     @pytest.mark.parametrize("layout", ["bshd", "bhsd"])
     @pytest.mark.parametrize("rank", [2, 3, 4])
     @pytest.mark.parametrize("scheme", SCHEMES)
@@ -162,7 +164,7 @@ FEATURES = (
 
 
 class TestFeatures:
-    @pytest.mark.sample(size=(4,))
+    @pytest.mark.sample(size=(4,), causal=(True,))
     @pytest.mark.parametrize("causal", [False, True])
     @pytest.mark.parametrize("size", [2, 4])
     @pytest.mark.parametrize("scheme", SCHEMES)
@@ -184,6 +186,7 @@ class TestFeatures:
             options |= options_of(name, "float64", SIZES)
         assert_close(ranks.on_ranks(4, inputs, how={"scheme": scheme}, **options), ranks.whole_call(inputs, **options))
 
+    @pytest.mark.sample(window=((5, 9), (None, 7)))
     @pytest.mark.parametrize("scheme", SCHEMES)
     @pytest.mark.parametrize(("rows", "keys"), [(24, 64), (64, 24)])
     @pytest.mark.parametrize("window", [(5, 0), (5, 9), (None, 7), (11, None), (0, 0)])
@@ -271,6 +274,7 @@ class TestFeatures:
 class TestBits:
     """In `heads` and `gather` one call computes a row: with the tiles of the whole call, it has the same bits."""
 
+    @pytest.mark.sample(dtype=("bfloat16",), name=("window", "dropout", "bias"))
     @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
     @pytest.mark.parametrize("name", ["plain", "window", "window left", "sink", "dropout", "bias", "mask"])
     @pytest.mark.parametrize("scheme", SCHEMES)

@@ -36,6 +36,7 @@ def gpus(monkeypatch):
         yield launched, cupy, nccl
 
 
+@pytest.mark.sample(dtype=("bfloat16",))
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("scheme", ["heads", "gather", "hybrid"])
 def test_results_are_those_of_the_whole_sequence(scheme, dtype, gpus):
@@ -117,6 +118,7 @@ def test_parts_have_the_splits_of_the_whole(scheme, rows, expected, monkeypatch)
     assert splits() == of_whole and of_whole["forward"] == {expected}
 
 
+@pytest.mark.sample(scheme=("gather",))
 @pytest.mark.simulated
 @pytest.mark.parametrize("scheme", ["heads", "gather"])
 def test_kernels_compute_what_one_call_does(scheme, monkeypatch):

@@ -36,6 +36,7 @@ TILE = TileConfig(16, 8, 1)
 
 
 class TestAgainstTheReference:
+    @pytest.mark.sample(dtype=("bfloat16", "float32"))
     @pytest.mark.parametrize("name", ROWS)
     @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
     def test_each_feature(self, dtype, name):
@@ -43,6 +44,7 @@ class TestAgainstTheReference:
         dlse = numbers((2, 4, 37), accumulator(dtype)) if name == "bias of queries" else None
         check(inputs_of(dtype), dlse=dlse, config=TILE, **options_of(name, dtype, SIZES))
 
+    @pytest.mark.sample(lengths=((53, 37), (1, 40)))
     @pytest.mark.parametrize("name", ROWS)
     @pytest.mark.parametrize("lengths", [(53, 37), (1, 40), (40, 1), (64, 64)])
     def test_lengths(self, lengths, name):
@@ -112,6 +114,7 @@ class TestNothingChanges:
 
 
 class TestWindow:
+    @pytest.mark.sample(lengths=((37, 53), (53, 37)), window=((0, 0), (9, 4), (None, 2)))
     @pytest.mark.parametrize("window", [(0, 0), (3, 0), (0, 5), (9, 4), (None, 2), (2, None), (100, 100)])
     @pytest.mark.parametrize("lengths", [(37, 53), (53, 37), (30, 30)])
     @pytest.mark.parametrize("causal", [False, True])
@@ -225,6 +228,7 @@ class TestDropout:
         other = fa2cupy.forward(q, k, v, dropout_p=0.4, seed=6)[0] != 0
         assert 0.4 < (other == seen[0]).mean() < 0.65
 
+    @pytest.mark.matrix
     def test_results_are_unbiased(self):
         q, k, v, do = inputs_of(batch=1, seqlen_q=4, seqlen_k=6, num_heads=2, num_heads_kv=1, head_dim=4)
         plain = run((q, k, v, do))
@@ -290,6 +294,7 @@ class TestBias:
         results = run(inputs_of(), bias=bias, mask=mask, config=TILE)
         assert_bits_equal(results, run(inputs_of(), bias=bias.copy("C"), mask=mask.copy("C"), config=TILE))
 
+    @pytest.mark.matrix
     def test_it_is_never_expanded(self):
         length = 4096
         q, k, v, do = make_inputs("float32", batch=1, seqlen_q=length, num_heads=1, head_dim=8)

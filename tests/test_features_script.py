@@ -126,6 +126,7 @@ def operators(monkeypatch):
     return torch.ops.aten
 
 
+@pytest.mark.matrix
 def test_operators_have_the_features_that_they_are_asked_for(small_features, operators, tmp_path):
     run = features.run(feature_options("--peers", *features.OPERATORS), HastyGpu(), tmp_path)
     assert not run.failures
@@ -220,6 +221,7 @@ def small_models(monkeypatch):
     monkeypatch.setattr(benchmark, "MODEL_SIZES", ((1, 40), (2, 24)))
 
 
+@pytest.mark.matrix
 def test_models_from_checks_to_files(small_models, operators, tmp_path, monkeypatch, capsys):
     right = operators._scaled_dot_product_cudnn_attention
 
@@ -308,6 +310,7 @@ def test_the_sizes_of_float32():
     assert len(problems) == 18 and all(one.dtype == "float32" and one.batch * one.seqlen == 16384 for one in problems)
 
 
+@pytest.mark.matrix
 def test_sparse_from_checks_to_files(operators, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(benchmark, "sparse_problems", lambda: [Problem("float32", 16, 512, 1, 2, False)])
     monkeypatch.setattr(sparse, "MAP_SEQLEN", 512)
@@ -352,6 +355,7 @@ def test_section_features_is_the_other_script_without_the_compiler(small_feature
     assert providers == {"bias": {"fa2cupy", "torch cudnn", "torch efficient"}, "softcap": {"fa2cupy"}}
 
 
+@pytest.mark.matrix
 def test_section_functions_is_beside_flex_attention_and_the_built_in_keywords(small_features, tmp_path, monkeypatch):
     class FakeFlexFunctions(FakeFlex):
         features = flex.FlexFunctions.features

@@ -205,7 +205,7 @@ def features_of(names: tuple, lengths: tuple[int, int], batch: int = 1) -> dict:
     return {key: place(x) if isinstance(x, np.ndarray) else x for key, x in given.items()}
 
 
-@pytest.mark.sample(feature=("sink",))
+@pytest.mark.matrix
 @in_turn("feature", FEATURES)
 def test_every_feature(launched, kernels, feature):
     lengths = (150, 210)
@@ -285,7 +285,7 @@ def packed_inputs(head_dim: int) -> tuple[tuple, dict]:
     return inputs, dict(zip(("cu_seqlens_q", "cu_seqlens_k"), map(place, offsets), strict=True))
 
 
-@of_hopper
+@pytest.mark.sample(kernels=("sm90, two_pass",))
 def test_a_head_of_packed_sequences_that_parts_do_not_represent_is_left_to_ieee_arithmetic(monkeypatch, kernels):
     """One row of one sequence decides for all. The last sequence has one row, in a block of parts of its own."""
     sequences = ((5, 9), (70, 62), (0, 3), (4, 0), (1, 1))
@@ -603,7 +603,7 @@ def test_errors_are_those_of_float32_for_mixtures(monkeypatch, arch, turn):
         run()
 
 
-@pytest.mark.sample(arch=("sm_90",))
+@pytest.mark.matrix
 @pytest.mark.parametrize("arch", ("sm_80", "sm_90"))
 def test_sums_over_keys_are_cut_in_chunks(monkeypatch, arch):
     """Sums over all keys on tensor cores would be an order of magnitude beyond the promise where V is positive."""

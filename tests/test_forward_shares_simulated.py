@@ -92,7 +92,7 @@ def test_any_number_of_shares(launched, kernel, causal):
         check(launched, kernel, draw("bfloat16", (rows, keys), kernel[1]), num_splits, causal=causal)
 
 
-@pytest.mark.sample(names=(("window", "sink", "dropout"),))
+@pytest.mark.sample(names=(("window", "sink", "dropout"),), kernel=(("sm80", 64),))
 @pytest.mark.parametrize(
     "names",
     [
@@ -161,6 +161,7 @@ def test_the_bits_are_the_same_whichever_warp_runs_first(monkeypatch, kernel):
         np.testing.assert_array_equal(ours, others)
 
 
+@pytest.mark.sample(kernel=(("sm80", 64),))
 @pytest.mark.parametrize("kernel", (("sm80", 64), ("sm90", 64)), ids=str)
 def test_nothing_that_the_query_tile_does_not_see_reaches_it(launched, kernel):
     """A Hopper block with an empty share reads the key tile after the last one of its query tile."""
@@ -178,6 +179,7 @@ def test_nothing_that_the_query_tile_does_not_see_reaches_it(launched, kernel):
     assert np.isnan(np.asarray(poisoned[:, tile.b_r :], np.float32)).any()
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("kernel", (("sm90", 64),), ids=str)
 def test_a_bias_that_is_copied_to_shared_memory(launched, kernel):
     """Rows of the bias begin on 16 bytes; the first copy of a share is of its own last key tile."""

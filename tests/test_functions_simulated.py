@@ -208,6 +208,7 @@ def test_indices_are_clamped():
     np.testing.assert_array_equal(values, scores + table[np.clip(2 * Q - 4, 0, 8)])
 
 
+@pytest.mark.sample(arch=("compute_75",))
 @pytest.mark.parametrize("arch", ["compute_75", "compute_90a", "compute_100"])
 @pytest.mark.parametrize("name", CASES)
 def test_ready_made_functions_compile(name, arch):

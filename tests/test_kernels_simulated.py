@@ -277,7 +277,7 @@ def test_rows_without_a_key_of_several_pairs_of_warps(launched):
     check(draw("float16", (200, 40), 160), launched, methods=(), causal=True, config=tiles)
 
 
-@pytest.mark.sample(heads=((4, 2),))
+@pytest.mark.sample(heads=((4, 2),), dtype=("bfloat16",))
 @pytest.mark.parametrize("heads", ((3, 3), (4, 2), (3, 1)), ids=("mha", "gqa", "mqa"))
 @pytest.mark.parametrize("layout", ("bshd", "bhsd"))
 @pytest.mark.parametrize("dtype", ("bfloat16", "float32"))
@@ -319,7 +319,7 @@ def test_strided_arrays_are_read_and_written_only_where_they_are(launched, dtype
         expected.check(dq=dq, dk=dk, dv=dv)
 
 
-@pytest.mark.sample(rows=(slice(None),))
+@pytest.mark.sample(rows=(slice(None),), head_dim=(64,))
 @pytest.mark.parametrize("rows", (slice(0, 1), slice(None)), ids=("one row", "all rows"))
 @pytest.mark.parametrize(("dtype", "head_dim"), (("float16", 64), ("bfloat16", 128), ("float16", 192), ("float64", 64)))
 def test_scores_that_grow_take_the_slow_path_of_the_softmax(launched, dtype, head_dim, rows):
@@ -330,6 +330,7 @@ def test_scores_that_grow_take_the_slow_path_of_the_softmax(launched, dtype, hea
         Expectation(q, k, v, causal=causal).check(o=o, lse=lse)
 
 
+@pytest.mark.sample(dtype=("float16",))
 @pytest.mark.parametrize("dtype", ("float16", "float32"))
 def test_heads_in_several_sections(monkeypatch, dtype):
     n = 32 if dtype in HALF else 8
@@ -350,7 +351,7 @@ def test_warps_may_take_turns_in_any_order(monkeypatch, dtype, head_dim, seed):
         check(draw(dtype, (2 * n + 5, 3 * n + 3), head_dim), launched, causal=True, config=small_tiles(dtype, head_dim))
 
 
-@pytest.mark.sample(method=("single_pass",))
+@pytest.mark.sample(method=("single_pass",), head_dim=(64, 33))
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize(("dtype", "head_dim"), (("float16", 64), ("float16", 160), ("float64", 33)))
 @pytest.mark.parametrize("empty", ("seqlen_q", "seqlen_k"))
@@ -390,7 +391,7 @@ def check_forward(inputs: tuple, launched: list, *, family: str = "sm90", **opti
     assert launched[-1].spec.family_name == family
 
 
-@pytest.mark.sample(head_dim=(64, 256), dtype=("float16",), causal=(True,))
+@pytest.mark.sample(head_dim=(256,), dtype=("float16",), causal=(True,))
 @pytest.mark.parametrize(
     ("dtype", "head_dim", "causal"),
     [("float16", d, True) for d in (8, 59, 64, 128, 160, 256)]
@@ -403,7 +404,7 @@ def test_hopper_at_every_head_dim(on_hopper, dtype, head_dim, causal):
         check_forward(draw(dtype, lengths, head_dim), on_hopper, causal=causal, config=tile)
 
 
-@pytest.mark.sample(seed=(1,), lengths=((200, 260),))
+@pytest.mark.sample(seed=(1,), lengths=((200, 260),), tile=GROUPS[::2])
 @pytest.mark.parametrize("seed", (None, 1))
 @pytest.mark.parametrize("tile", GROUPS, ids=str)
 @pytest.mark.parametrize("lengths", ((200, 260), (260, 130)), ids=str)
@@ -412,6 +413,7 @@ def test_hopper_with_one_to_three_groups_in_any_order(monkeypatch, lengths, tile
         check_forward(draw("float16", lengths, 64), launched, causal=True, config=tile)
 
 
+@pytest.mark.sample(heads=((4, 2),))
 @pytest.mark.parametrize("layout", ("bshd", "bhsd"))
 @pytest.mark.parametrize("heads", ((4, 2), (3, 1)), ids=("gqa", "mqa"))
 def test_head_groups_on_hopper(on_hopper, layout, heads):
@@ -419,6 +421,7 @@ def test_head_groups_on_hopper(on_hopper, layout, heads):
     check_forward(inputs, on_hopper, causal=True, layout=layout, config=GROUPS[0])
 
 
+@pytest.mark.sample(view=(gapped,))
 @pytest.mark.parametrize("view", (packed, joined, shifted, gapped), ids=lambda view: view.__name__)
 def test_strided_arrays_on_hopper(on_hopper, view):
     q, k, v, _ = draw("float16", (70, 100), 72, batch=2, view=view)
@@ -480,7 +483,7 @@ class TestReferenceOfTheSoftmax:
         else:
             check_forward(inputs, launched, causal=causal, config=tile)
 
-    @pytest.mark.sample(score=(-24.0,))
+    @pytest.mark.sample(score=(-24.0,), head_dim=(64,))
     @pytest.mark.parametrize("score", (-24.0, -90.0, 90.0))
     def test_all_scores_at_one_level(self, launched, dtype, head_dim, tile, score):
         n = 32 if dtype in HALF else 8
@@ -637,6 +640,7 @@ def test_what_the_hopper_backward_does_not_take_runs_on_the_older_kernels(on_hop
     check_backward(draw("float16", (70, 100), 64, view=view), on_hopper, **own, **options)
 
 
+@pytest.mark.sample(method=("single_pass",))
 @pytest.mark.parametrize("empty", ("seqlen_q", "seqlen_k"))
 @pytest.mark.parametrize("method", METHODS)
 def test_lengths_of_zero_in_the_hopper_backward(on_hopper, method, empty):
@@ -689,7 +693,7 @@ def test_probabilities_are_at_most_one_on_hopper(on_hopper, method, head_dim):
     assert {stage.spec.family_name for stage in on_hopper if stage.spec.operation in TILED} == {"sm90"}
 
 
-@pytest.mark.sample(head_dim=(64,), method=("two_pass",))
+@pytest.mark.matrix
 @pytest.mark.parametrize("head_dim", (64, 192))
 @pytest.mark.parametrize("method", METHODS)
 def test_a_delta_of_the_callers_in_the_hopper_backward(on_hopper, method, head_dim):
@@ -719,7 +723,7 @@ def dq_launched(monkeypatch, on_hopper):
     return on_hopper
 
 
-@pytest.mark.sample(head_dim=(64, 256), dtype=("float16",), causal=(True,))
+@pytest.mark.sample(head_dim=(64,), dtype=("float16",), causal=(True,))
 @pytest.mark.parametrize(
     ("dtype", "head_dim", "causal"),
     [("float16", d, True) for d in (8, 64, 128, 256)]
@@ -767,6 +771,7 @@ def test_dq_of_many_tiles_by_one_block(monkeypatch):
             check_dq(draw("float16", (390, 70), 64, (3, 1)), causal=causal, config=TileConfig(128, 64, 12, 2))
 
 
+@pytest.mark.sample(heads=((4, 2),))
 @pytest.mark.parametrize("layout", ("bshd", "bhsd"))
 @pytest.mark.parametrize("heads", ((4, 2), (3, 1)), ids=("gqa", "mqa"))
 def test_dq_of_head_groups_on_hopper(dq_launched, layout, heads):
@@ -774,6 +779,7 @@ def test_dq_of_head_groups_on_hopper(dq_launched, layout, heads):
     check_dq(inputs, causal=True, layout=layout, config=GROUPS[0])
 
 
+@pytest.mark.sample(view=(gapped,))
 @pytest.mark.parametrize("view", (packed, joined, shifted, gapped), ids=lambda view: view.__name__)
 def test_dq_of_strided_arrays_on_hopper(dq_launched, view):
     inputs = draw("float16", (70, 100), 72, batch=2, view=view)
@@ -782,6 +788,7 @@ def test_dq_of_strided_arrays_on_hopper(dq_launched, view):
     assert dq_launched[-1].spec.family_name == "sm90"
 
 
+@pytest.mark.sample(rows=(slice(None),))
 @pytest.mark.parametrize("rows", (slice(0, 1), slice(None)), ids=("one row", "all rows"))
 def test_dq_of_a_peaked_softmax_on_hopper(dq_launched, rows):
     inputs = growing(draw("float16", (70, 330), 64), rows)
@@ -789,6 +796,7 @@ def test_dq_of_a_peaked_softmax_on_hopper(dq_launched, rows):
         check_dq(inputs, causal=causal, config=GROUPS[0])
 
 
+@pytest.mark.matrix
 def test_dq_of_heads_in_several_sections_on_hopper(monkeypatch):
     dq_on_hopper(monkeypatch)
     inputs = draw("float16", (130, 130), 64, (2, 1), batch=5)
@@ -803,6 +811,7 @@ def test_dq_in_a_fixed_order_without_a_counter(monkeypatch):
         check_dq(draw("float16", (200, 200), 64, (3, 1)), causal=True, config=GROUPS[0])
 
 
+@pytest.mark.matrix
 def test_dq_has_the_same_bits_in_every_order_of_the_warps(monkeypatch):
     dq_on_hopper(monkeypatch)
     q, k, v, do = draw("float16", (200, 150), 64)

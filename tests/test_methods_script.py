@@ -73,6 +73,7 @@ def test_methods_from_checks_to_files(splitting, tmp_path, capsys):
         assert "loses at most  50.0 %, on average  50.0 %" in capsys.readouterr().out
 
 
+@pytest.mark.matrix
 def test_methods_of_few_queries(splitting, tmp_path, capsys):
     words = f"{SWEEP} --only-queries --out {tmp_path}".replace("--queries 0", "--queries 4 8")
     assert methods.main(words.split()) == 0
@@ -91,6 +92,7 @@ def test_methods_of_few_queries(splitting, tmp_path, capsys):
     assert {row["queries"] for row in measure.read_csv(path)} == {"4", "8"}
 
 
+@pytest.mark.matrix
 def test_methods_judge_the_present_default_by_earlier_times(splitting, tmp_path, monkeypatch, capsys):
     path = tmp_path / "methods.csv"
     assert methods.main(f"{SWEEP} --out {tmp_path}".split()) == 0

@@ -113,7 +113,7 @@ def test_what_a_bias_has_for_hidden_keys_is_ignored(family):
     assert not np.asarray(results["dbias"], "float64")[hidden].any()
 
 
-@pytest.mark.sample(family=("simt",))
+@pytest.mark.matrix
 @on(*FAMILIES)
 def test_of_packed_sequences_a_bias_may_be_larger_than_all_of_them(family):
     """Checks max_seqlen above the totals: the bias behind the sequences is ignored, and has the gradient 0."""

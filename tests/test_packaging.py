@@ -131,6 +131,7 @@ def unpacked_sdist(source_tree, tmp_path_factory):
     return root
 
 
+@pytest.mark.matrix
 def test_sdist_has_the_same_files(unpacked_sdist):
     for name in FOLDERS:
         assert files_of(unpacked_sdist / name) == files_of(CHECKOUT / name)

@@ -103,6 +103,7 @@ def test_positions_whose_sums_exceed_32_bits_are_refused():
 # ------------------------------------------------------------------------------------------------ ready-made functions
 
 
+@pytest.mark.sample(dtype=("float32",))
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
 @pytest.mark.parametrize("name", NAMES)
 def test_against_the_reference(name, dtype):
@@ -185,6 +186,7 @@ def test_the_same_numbers_give_the_same_function():
 # ------------------------------------------------------------------------------------------------------------ gradients
 
 
+@pytest.mark.sample(dtype=("float16",))
 @pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
 def test_arrays_of_several_axes_vectors_and_numbers(dtype):
     check(inputs_of(dtype), config=TILE, softcap=2.0, **low_rank_options(dtype))
@@ -358,6 +360,7 @@ def evaluated_elements(monkeypatch) -> list[int]:
     return sizes
 
 
+@pytest.mark.sample(tile=((5, 7),))
 @pytest.mark.parametrize("name", [name for name in NAMES if case(name).role == "mask_mod"])
 @pytest.mark.parametrize("tile", [(16, 8), (5, 7), (37, 53), (64, 128)])
 def test_a_map_changes_no_result(name, tile):

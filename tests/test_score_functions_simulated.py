@@ -86,7 +86,7 @@ def check(
     assert all(set(used) <= set(spec.features) for spec in specs)
 
 
-@pytest.mark.sample(kind=("sm80 float16",), name=("document",))
+@pytest.mark.matrix
 @pytest.mark.parametrize("kind", BEFORE_HOPPER)
 @pytest.mark.parametrize("name", NAMES)
 def test_ready_made_functions(launched, name, kind):
@@ -152,7 +152,7 @@ def test_each_head_has_its_own_terms(launched, kind):
     check(launched, kind, draw(KINDS[kind]), ("score_mod", "alibi_slopes"), **options)
 
 
-@pytest.mark.sample(kind=FAMILIES[1:2])
+@pytest.mark.sample(kind=FAMILIES[1:2], method=("single_pass",))
 @pytest.mark.parametrize("kind", FAMILIES)
 @pytest.mark.parametrize("method", METHODS)
 def test_packed_sequences(launched, method, kind):

@@ -75,7 +75,7 @@ def launched(monkeypatch):
         yield stages
 
 
-@pytest.mark.sample(kernels=(SM80, HOPPER), num_splits=(3,))
+@pytest.mark.sample(kernels=(SM80, HOPPER), num_splits=(3,), method=("single_pass",))
 @pytest.mark.parametrize(
     ("kernels", "num_splits", "causal"),
     (
@@ -100,7 +100,7 @@ def test_blocks_share_key_tiles(launched, kernels, method, num_splits, causal):
     assert stage_values(summed)["num_copies"] == (1 if method == "single_pass" else num_splits)
 
 
-@pytest.mark.sample(tile=(TileConfig(32, 48, 6, 2),))
+@pytest.mark.sample(tile=(TileConfig(32, 48, 6, 2),), method=("two_pass",))
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("tile", (TileConfig(32, 48, 6, 2), TileConfig(32, 16, 2, 2)), ids=str)
 def test_key_tiles_that_are_no_multiple_of_32(launched, tile, method):
@@ -109,7 +109,7 @@ def test_key_tiles_that_are_no_multiple_of_32(launched, tile, method):
     check(("sm80", 16, (40, 2 * tile.b_c + 34)), method, 3, tiles=config, causal=True)
 
 
-@pytest.mark.sample(kernels=(SM80,), method=("single_pass",))
+@pytest.mark.matrix
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("kernels", (SM80, HOPPER_DIVIDED), ids=str)
 def test_shares_of_groups_of_heads_and_batches(launched, kernels, method):
@@ -117,7 +117,7 @@ def test_shares_of_groups_of_heads_and_batches(launched, kernels, method):
     check(kernels, method, 2, heads=(6, 2), batch=2, causal=True, dtype="bfloat16", out=gapped)
 
 
-@pytest.mark.sample(kernels=(SM80,), window=((30, 5),))
+@pytest.mark.sample(kernels=(SM80,), window=((30, 5),), method=("two_pass",))
 @pytest.mark.parametrize(
     ("kernels", "window"),
     ((SM80, (30, 5)), (SM80, (None, 17)), (SM80, (9, None)), (HOPPER, (9, None)), (HOPPER_TRANSPOSED, (30, 5))),
@@ -128,7 +128,7 @@ def test_shares_under_windows(launched, kernels, method, window):
     check(kernels, method, 3, window=window)
 
 
-@pytest.mark.sample(kernels=(SM80,))
+@pytest.mark.sample(kernels=(SM80,), method=("two_pass",))
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("kernels", (SM80, HOPPER), ids=str)
 def test_shares_of_packed_sequences(launched, kernels, method):
@@ -138,7 +138,7 @@ def test_shares_of_packed_sequences(launched, kernels, method):
     check(kernels, method, 4, causal=True, **offsets)
 
 
-@pytest.mark.sample(kernels=(SM80,))
+@pytest.mark.sample(kernels=(SM80,), method=("single_pass",))
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("kernels", (SM80, HOPPER), ids=str)
 def test_the_sum_of_shares_scales_dv_under_dropout(launched, kernels, method):
@@ -156,7 +156,7 @@ def test_two_pass_is_reproducible_whatever_the_order_of_warps(monkeypatch, kerne
         assert first.tobytes() == second.tobytes()
 
 
-@pytest.mark.sample(kernels=(SM80,))
+@pytest.mark.matrix
 @pytest.mark.parametrize("kernels", (SM80, HOPPER, HOPPER_TRANSPOSED), ids=str)
 @pytest.mark.parametrize("method", METHODS)
 def test_shares_with_a_bias(launched, kernels, method):

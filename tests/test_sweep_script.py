@@ -20,6 +20,7 @@ from fa2cupy.families.tile import TileConfig
 from fa2cupy.jit.spec import KernelSpec
 
 
+@pytest.mark.matrix
 @needs_cupy
 def test_sweep_for_a_named_architecture(tmp_path, capsys):
     arguments = [
@@ -134,6 +135,7 @@ def test_sweep_of_what_there_is_not_is_a_sentence(arguments, text, capsys):
     assert told.startswith(f"sweep.py: {text}") and told.count("\n") == 1
 
 
+@pytest.mark.matrix
 @needs_cupy
 def test_sweep_for_turing(tmp_path, capsys):
     arguments = "--arch sm_75 --operation forward --dtype float32 --head-dim 32 --b-r 32 --b-c 32 --warps 8 --blocks 1"
@@ -143,6 +145,7 @@ def test_sweep_for_turing(tmp_path, capsys):
     assert "on T4 (sm_75)" in capsys.readouterr().out
 
 
+@pytest.mark.sample(operation=("forward",))
 @pytest.mark.parametrize("operation", sweep.METHODS)
 def test_sweep_times_checks_and_saves(operation, tmp_path, monkeypatch, capsys, tuning_folder):
     """Checks a sweep with a fake compiler, launch and clock: the faster of the correct tiles wins."""

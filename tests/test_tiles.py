@@ -350,6 +350,7 @@ def operations_of_families() -> list[tuple[str, str, str, int]]:
     return [*cases, ("forward", "sm80", "float16", 160)]
 
 
+@pytest.mark.sample(wrong_by=(-16,))
 @pytest.mark.parametrize(("operation", "family", "dtype", "head_dim"), operations_of_families())
 @pytest.mark.parametrize("wrong_by", (-16, 16))
 def test_a_wrong_formula_for_shared_memory_does_not_compile(operation, family, dtype, head_dim, wrong_by, monkeypatch):

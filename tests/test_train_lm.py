@@ -76,6 +76,7 @@ def test_gradients_against_finite_differences(attention):
         assert (above - below) / (2 * step) == pytest.approx(derivative, rel=1e-6, abs=1e-9), name
 
 
+@pytest.mark.matrix
 def test_fused_and_unfused_train_alike(corpus):
     fused, unfused = (
         train(dataclasses.replace(SMALL, attention=kind), corpus, SMALL.steps) for kind in ("fused", "unfused")
@@ -97,6 +98,7 @@ def test_loss_falls_below_that_of_byte_frequencies(corpus):
     assert bits < 0.92 * entropy
 
 
+@pytest.mark.matrix
 def test_a_resumed_run_is_the_same_run(corpus, tmp_path):
     whole = train(SMALL, corpus, SMALL.steps)
     train(SMALL, corpus, 5).save(tmp_path / "half.npz")
@@ -149,6 +151,7 @@ def test_junk_is_no_checkpoint(content, checkpoint, short_corpus, tmp_path, caps
     assert told.count("\n") == 1
 
 
+@pytest.mark.matrix
 def test_a_loss_that_is_no_number_ends_the_training(corpus):
     training = Training(SMALL, corpus, NumpyArrays())
     training.parameters.flat[:] = np.nan
@@ -167,6 +170,7 @@ def test_windows_predict_every_held_out_byte_once(corpus):
     np.testing.assert_array_equal(few[0], windows[0])
 
 
+@pytest.mark.matrix
 def test_padding_does_not_count(corpus):
     corpus = dataclasses.replace(corpus, held_out=corpus.held_out[:1000])
     training = Training(SMALL, corpus, NumpyArrays())
@@ -221,6 +225,7 @@ def short_corpus(corpus, monkeypatch):
     monkeypatch.setattr(train_lm, "load_corpus", lambda: corpus)
 
 
+@pytest.mark.matrix
 def test_both_attentions_in_one_report(short_corpus, tmp_path, capsys):
     assert train_lm.main([*SIZES, "--steps", "20", "--attention", "both", "--out", str(tmp_path)]) == 0
     printed = capsys.readouterr().out
@@ -234,6 +239,7 @@ def test_both_attentions_in_one_report(short_corpus, tmp_path, capsys):
         assert (tmp_path / "tiny.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.matrix
 def test_without_matplotlib_there_is_still_a_csv(short_corpus, tmp_path, capsys, monkeypatch):
     find_spec = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "matplotlib" else find_spec(name))
@@ -263,6 +269,7 @@ def test_ctrl_c_saves_and_resume_goes_on(short_corpus, tmp_path, capsys, monkeyp
     assert signal.getsignal(signal.SIGINT) is handler
 
 
+@pytest.mark.matrix
 def test_a_time_limit_stops_the_first_run_and_sets_the_length_of_the_second(short_corpus, tmp_path, capsys):
     arguments = [*SIZES, "--steps", "100000", "--time-limit", "0.5", "--compare", "--out", str(tmp_path)]
     assert train_lm.main(arguments) == 0
@@ -293,6 +300,7 @@ def test_sizes_that_do_not_fit(short_corpus, tmp_path, capsys):
     assert "width must be a multiple of twice the heads (8), got 30" in capsys.readouterr().err
 
 
+@pytest.mark.matrix
 def test_blas_has_one_thread_unless_the_environment_says_otherwise(tmp_path):
     """Checks numbers that NumPy's BLAS reads when it is loaded; a test can see them only from within the process."""
     spy = "import os, sys, numpy; print(os.environ.get('OPENBLAS_NUM_THREADS'), file=sys.stderr)"
@@ -369,6 +377,7 @@ def test_a_cache_samples_what_the_whole_context_does():
     assert model.attention is fa2cupy.attention and model.positions == slice(0, 24), "training goes on as before"
 
 
+@pytest.mark.matrix
 def test_a_training_ends_with_a_sample(corpus):
     training = train(SMALL, corpus, 2)
     lines = train_lm.sample_lines(training, 5)
@@ -376,7 +385,7 @@ def test_a_training_ends_with_a_sample(corpus):
     assert re.fullmatch(r"sampled with a cache: [\d,]+ tokens/s, without: [\d,]+", lines[-1])
 
 
-@pytest.mark.sample(ranks=(2,))
+@pytest.mark.matrix
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_ranks_have_the_curve_of_one(corpus, ranks):
     """Checks also that all ranks agree, to the last bit of the weights."""
@@ -398,6 +407,7 @@ def test_ranks_have_the_curve_of_one(corpus, ranks):
         assert other[0] == losses and np.array_equal(other[1], weights) and other[2] == (bits, count)
 
 
+@pytest.mark.matrix
 def test_ranks_of_threads_report_once(short_corpus, tmp_path, capsys, monkeypatch):
     """Runs the README's command with other sizes; the run ends with all that it does by default."""
     monkeypatch.setattr(train_lm, "_TIMEOUT_S", 20.0)
