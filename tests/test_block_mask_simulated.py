@@ -108,6 +108,7 @@ def check(launched: list, family: str, *, methods=METHODS, inputs=None, num_spli
 # ---------------------------------------------------------------------------------------------------------------- maps
 
 
+@pytest.mark.sample(tile=((16, 40), (5, 7)))
 @pytest.mark.parametrize("tile", [(8, 8), (16, 40), (5, 7), (128, 128)])
 @pytest.mark.parametrize("name", [name for name, case in ready_made(1, 1, 1, 1).items() if case.role == "mask_mod"])
 def test_maps_are_those_of_numpy(launched, name, tile):

@@ -169,6 +169,7 @@ def test_a_late_process_ends_the_others_with_a_message(mpiexec, tmp_path):
     assert "rank 0 has waited 0.3 s for messages of ranks [1], one of which has ended, is late" in message
 
 
+@pytest.mark.matrix
 def test_processes_that_go_on_after_a_failure_get_errors(mpiexec, tmp_path):
     """The processes end in order, too."""
     run = mpiexec(2, GO_ON)

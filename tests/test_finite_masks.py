@@ -129,7 +129,7 @@ def test_probabilities_are_at_most_one(backend, feature):
         np.testing.assert_array_equal(gradient, wanted[name], err_msg=name)
 
 
-@pytest.mark.sample(backend=(*ON_NUMPY, "sm80", "sm90, two_pass"), value=(-1e9,))
+@pytest.mark.sample(backend=(*ON_NUMPY, "sm80"), value=(-1e9,))
 @pytest.mark.parametrize("value", (-1e9, -1e30, 1e30))
 @on("numpy", "numpy half", "simt", "sm80", "sm80, two_pass", *ON_HOPPER)
 def test_a_row_with_the_same_large_bias_for_all_keys_leaves_the_others_alone(backend, value):
@@ -225,7 +225,7 @@ def lowest_of(name: str, backend: Backend, keys: int) -> dict:
     return {"bias": bias}
 
 
-@pytest.mark.sample(backend=(*ON_NUMPY, "sm80, two_pass"), name=("bfloat16", "function"))
+@pytest.mark.sample(backend=(*ON_NUMPY, "sm80, two_pass"), name=("bfloat16",))
 @pytest.mark.parametrize("name", ("float32", "bfloat16", "highest", "softcap", "function"))
 @on(*BACKENDS, *ON_HOPPER)
 def test_the_lowest_finite_number_hides_a_key_only_beside_others(backend, name):

@@ -104,6 +104,7 @@ def traced(function) -> Program:
     return trace("mask_mod" if function is diamonds_of_masks else "score_mod", function, ())
 
 
+@pytest.mark.sample(function=(deep, diamonds))
 @pytest.mark.parametrize("function", LARGE)
 def test_the_text_of_10_000_nodes_takes_a_few_calls_for_each(function):
     program = traced(function)

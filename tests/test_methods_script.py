@@ -46,6 +46,7 @@ SWEEP = "--head-dims 64 --heads 4/2 --batches 1 --seqlens 32 64 --queries 0"
 ONE_SIZE = "--head-dims 64 --heads 2/1 --batches 1 --seqlens 32"
 
 
+@pytest.mark.matrix
 def test_methods_from_checks_to_files(splitting, tmp_path, capsys):
     assert methods.main(f"{SWEEP} --out {tmp_path}".split()) == 0
     rows = measure.read_csv(tmp_path / "methods.csv")

@@ -88,7 +88,7 @@ def launched(monkeypatch, request):
         yield stages
 
 
-@pytest.mark.sample(kernels=("64",), case=("causal",), method=("two_pass",))
+@pytest.mark.sample(kernels=("64",), case=("mask",), method=("two_pass",))
 @pytest.mark.parametrize("method", ("single_pass", "two_pass"))
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("kernels", KERNELS)

@@ -59,6 +59,7 @@ def test_from_checks_to_files(tmp_path, capsys):
     assert "heads on 2 ranks" in capsys.readouterr().out
 
 
+@pytest.mark.matrix
 def test_graphs_are_timed_where_there_are_some(tmp_path, monkeypatch):
     monkeypatch.setattr(HostDevice, "captured", lambda device, call: call)
     assert simulate(tmp_path, "--rows", "64", "128") == 0

@@ -152,7 +152,7 @@ def test_each_head_has_its_own_terms(launched, kind):
     check(launched, kind, draw(KINDS[kind]), ("score_mod", "alibi_slopes"), **options)
 
 
-@pytest.mark.sample(kind=FAMILIES[1:2], method=("single_pass",))
+@pytest.mark.matrix
 @pytest.mark.parametrize("kind", FAMILIES)
 @pytest.mark.parametrize("method", METHODS)
 def test_packed_sequences(launched, method, kind):

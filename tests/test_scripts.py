@@ -37,6 +37,7 @@ def environment(tmp_path_factory) -> dict[str, str]:
     return environment
 
 
+@pytest.mark.sample(script=(SCRIPTS / "benchmark.py", SCRIPTS / "train_lm.py"))
 @pytest.mark.parametrize("script", sorted(SCRIPTS.glob("*.py")), ids=lambda path: path.stem)
 def test_scripts_find_the_package_of_a_bare_checkout_from_anywhere(script, environment, tmp_path):
     command = [*WITHOUT_SITE, script, "--help"]

@@ -117,7 +117,7 @@ def test_shares_of_groups_of_heads_and_batches(launched, kernels, method):
     check(kernels, method, 2, heads=(6, 2), batch=2, causal=True, dtype="bfloat16", out=gapped)
 
 
-@pytest.mark.sample(kernels=(SM80,), window=((30, 5),), method=("two_pass",))
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("kernels", "window"),
     ((SM80, (30, 5)), (SM80, (None, 17)), (SM80, (9, None)), (HOPPER, (9, None)), (HOPPER_TRANSPOSED, (30, 5))),

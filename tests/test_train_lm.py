@@ -76,7 +76,6 @@ def test_gradients_against_finite_differences(attention):
         assert (above - below) / (2 * step) == pytest.approx(derivative, rel=1e-6, abs=1e-9), name
 
 
-@pytest.mark.matrix
 def test_fused_and_unfused_train_alike(corpus):
     fused, unfused = (
         train(dataclasses.replace(SMALL, attention=kind), corpus, SMALL.steps) for kind in ("fused", "unfused")
@@ -248,6 +247,7 @@ def test_without_matplotlib_there_is_still_a_csv(short_corpus, tmp_path, capsys,
     assert sorted(path.name for path in tmp_path.iterdir()) == ["tiny-fused.csv", "tiny-fused.npz"]
 
 
+@pytest.mark.matrix
 def test_ctrl_c_saves_and_resume_goes_on(short_corpus, tmp_path, capsys, monkeypatch):
     handler = signal.getsignal(signal.SIGINT)  # not Python's own if a shell started the tests in the background
     assert train_lm.main([*SIZES, "--steps", "12", "--out", str(tmp_path / "whole")]) == 0

@@ -213,6 +213,7 @@ def half_aligned(x: np.ndarray) -> FakeArray:
     return shifted(x, 8 // x.itemsize)
 
 
+@pytest.mark.sample(change=(apart, half_aligned))
 @pytest.mark.parametrize("change", (gapped, apart, shifted, half_aligned), ids=lambda change: change.__name__)
 @pytest.mark.parametrize(("operation", "is_packed", "name"), PLACES)
 def test_an_array_that_lies_elsewise_does_not_take_the_plan_of_the_other(calls, operation, is_packed, name, change):
@@ -539,6 +540,7 @@ def test_a_decode_into_the_callers_arrays_does_not_take_the_plan_of_one_that_all
     check_each_is_itself(calls, "decode", [(arrays, {}), (arrays, {"out": out})])
 
 
+@pytest.mark.sample(change=(apart, half_aligned))
 @pytest.mark.parametrize("change", (gapped, apart, shifted, half_aligned), ids=lambda change: change.__name__)
 @pytest.mark.parametrize("name", [name for name in DECODE_PLACES if not name.endswith("_cache")])
 def test_an_array_of_decode_that_lies_elsewise_does_not_take_the_plan_of_the_other(calls, name, change):
