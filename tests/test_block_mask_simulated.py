@@ -246,13 +246,14 @@ def arguments_of(function, family: str) -> tuple:
     return rng.standard_normal((HEADS, longest)).astype(wide), rng.random((2, longest)) < 0.5
 
 
-@pytest.mark.sample(family=("sm80",), function=(near,))
+@pytest.mark.sample(family=("sm80",), function=(near,), method=("single_pass",))
 @pytest.mark.parametrize("function", [near, listed])
 @pytest.mark.parametrize("family", TILES)
-def test_functions_of_several_positions(launched, family, function):
+@pytest.mark.parametrize("method", METHODS)
+def test_functions_of_several_positions(launched, family, function, method):
     own = {"mask_mod": function, "mask_args": arguments_of(function, family)}
     sparse = fa2cupy.block_mask(function, own["mask_args"], *shape_of(family), tile=(64, 32))
-    check(launched, family, **own, block_mask=sparse, causal=True)
+    check(launched, family, **own, block_mask=sparse, causal=True, methods=(method,))
 
 
 @pytest.mark.matrix
@@ -358,7 +359,9 @@ def test_packed_sequences(launched, family):
     )  # fmt: skip
 
 
-def test_a_map_of_one_sequence_is_that_of_all_packed_ones(launched):
+@pytest.mark.sample(method=("two_pass",))
+@pytest.mark.parametrize("method", METHODS)
+def test_a_map_of_one_sequence_is_that_of_all_packed_ones(launched, method):
     """Each sequence still has lists of its own, because lengths differ."""
     offsets = {
         "cu_seqlens_q": np.array([0, 12, 12, 29, 38], "int32"), "cu_seqlens_k": np.array([0, 20, 27, 30, 50], "int32"),
@@ -368,9 +371,10 @@ def test_a_map_of_one_sequence_is_that_of_all_packed_ones(launched):
         x[0] for x in make_inputs("float32", seqlen_q=38, seqlen_k=50, num_heads=4, num_heads_kv=2, head_dim=8)
     )
     tiles = np.array([[1, 0, 1], [0, 1, 1], [1, 1, 0]], bool)
-    check(launched, "simt", inputs=inputs, **offsets, block_mask=BlockMask(tiles, 17, 20, (8, 8)), causal=True)
+    own = {"inputs": inputs, "methods": (method,), **offsets}
+    check(launched, "simt", **own, block_mask=BlockMask(tiles, 17, 20, (8, 8)), causal=True)
     sparse = fa2cupy.block_mask(mods.causal(3), (), 1, 1, 17, 20, tile=(4, 12))
-    check(launched, "simt", inputs=inputs, **offsets, block_mask=sparse, mask_mod=mods.causal(3))
+    check(launched, "simt", **own, block_mask=sparse, mask_mod=mods.causal(3))
 
 
 @pytest.mark.matrix

@@ -590,6 +590,7 @@ def test_a_name_that_nobody_gives_a_template_is_an_error(own_kernels):
         render_kernel(delta_spec())
 
 
+@pytest.mark.sample(spec=[spec for spec in everyday_specs() if spec.dtype == "float16"])
 @pytest.mark.parametrize("spec", everyday_specs(), ids=spec_id)
 def test_a_record_of_another_size_than_the_c_struct_does_not_compile(spec, monkeypatch):
     layout = spec.params

@@ -202,6 +202,7 @@ print(np.abs(p.sum(-1) - 1).max() < 1e-5, np.abs(np.einsum("bhqk,bkhd->bqhd", p,
     assert output == "True True\n"
 
 
+@pytest.mark.matrix
 def test_installed_wheel_has_its_command_line(run_installed):
     output = run_installed(
         "import subprocess, sys; print(subprocess.run([sys.executable, '-m', 'fa2cupy', '--help'], check=True, "
