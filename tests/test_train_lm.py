@@ -33,6 +33,16 @@ SMALL = Settings(
 )  # fmt: skip
 
 
+pytestmark = pytest.mark.usefixtures("small_heap")  # each training collects garbage
+
+
+@pytest.fixture(autouse=True)
+def _no_tracing_after_a_test():
+    """Ends the tracing that a training begins: one that does not finish a step leaves it on, and all code is slow."""
+    yield
+    tracemalloc.stop()
+
+
 @pytest.fixture(scope="module")
 def corpus() -> Corpus:
     """Loads a small part of the standard library, so that tests do not read all of it."""
@@ -144,7 +154,6 @@ def test_junk_is_no_checkpoint(content, checkpoint, short_corpus, tmp_path, caps
     else:
         path.write_bytes(path.read_bytes()[:-200] if content == "cut" else content)
     assert train_lm.main(["--device", "cpu", "--resume", str(path)]) == 2
-    tracemalloc.stop()  # started for the memory of a first step, which did not run
     told = capsys.readouterr().err
     assert told.startswith(f"train_lm.py: {path} is not a checkpoint of train_lm.py, or a damaged one (")
     assert told.count("\n") == 1
