@@ -53,8 +53,6 @@ FAMILIES = {
     "sm90 middle": ("bfloat16", 96, {"forward": TileConfig(128, 48, 12, 2), "backward_dq": TileConfig(128, 48, 12, 3)}),
     "sm90 wide": ("float16", 192, {"forward": TileConfig(128, 48, 12, 2), "backward_dq": TileConfig(128, 48, 12, 2)}),
 }
-#: One family of each instruction set, for tests that are run every day.
-ONE_OF_EACH = ("simt", "sm80", "sm90")
 #: (seqlen_q, seqlen_k): ragged, several tiles, more keys than queries and the other way round.
 LENGTHS = {"simt": ((21, 30), (30, 21)), "sm80": ((70, 90), (90, 45)), "sm90": ((150, 210), (290, 140))}
 
@@ -165,8 +163,6 @@ def dlse_like(inputs: tuple) -> np.ndarray:
     return place(numbers((batch, heads, rows), accumulator(inputs[0].dtype.name)))
 
 
-#: Rows for every day. The tests of caps, slopes, hidden keys and sinks below have the others alone.
-EVERYDAY = ("dropout",)
 #: Rows for the same code in another width and type: each way to read an array, and features that depend on the type.
 OF_OTHER_TYPES = ("softcap", "alibi by batch", "bias of heads", "mask", "padding", "sink", "dropout")
 #: Rows on Hopper, where the same lines read a bias of any shape, and both backward kernels use the same weights.
@@ -193,7 +189,7 @@ def each_score() -> list[tuple[str, str]]:
 
 
 class TestScores:
-    @pytest.mark.sample(family=("sm80",), row=EVERYDAY)
+    @pytest.mark.sample(family=("sm80",), row=("dropout",))
     @pytest.mark.parametrize(("row", "family"), each_score(), indirect=["family"])
     def test_each_feature(self, family, row):
         lengths = lengths_of(family[0])[0]

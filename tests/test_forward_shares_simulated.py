@@ -92,7 +92,7 @@ def test_any_number_of_shares(launched, kernel, causal):
         check(launched, kernel, draw("bfloat16", (rows, keys), kernel[1]), num_splits, causal=causal)
 
 
-@pytest.mark.sample(names=(("window", "sink", "dropout"),), kernel=(("sm80", 64),))
+@pytest.mark.sample(names=(("window", "sink", "dropout"),), kernel=(("sm90", 64),))
 @pytest.mark.parametrize(
     "names",
     [
