@@ -86,7 +86,7 @@ def check(
     assert all(set(used) <= set(spec.features) for spec in specs)
 
 
-@pytest.mark.matrix
+@pytest.mark.sample(kind=("sm80 float16",), name=("alibi",))
 @pytest.mark.parametrize("kind", BEFORE_HOPPER)
 @pytest.mark.parametrize("name", NAMES)
 def test_ready_made_functions(launched, name, kind):
