@@ -11,8 +11,6 @@ import functools
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ...problem.array_types import Array
-
 __all__ = ["ORDERS", "Chunk", "RowOrder", "check_order", "divisor", "length"]
 
 ORDERS = ("zigzag", "contiguous")
@@ -83,24 +81,6 @@ class RowOrder:
     def chunks(self, rank: int) -> tuple[Chunk, ...]:
         """The chunks of a rank, in the order of its rows."""
         return _chunks(self, rank)
-
-    def by_rank(self, whole: Array, axis: int) -> list[tuple[Array, slice]]:
-        """Views of a whole array with an axis of ranks in front, each with the local rows that the view holds.
-
-        Parameters
-        ----------
-        whole : ndarray
-        axis : int
-            The axis of the rows, not negative.
-        """
-        parts = 2 if self.is_zigzag else 1
-        rows = self.local // parts
-        shape = (*whole.shape[:axis], parts * self.size, rows, *whole.shape[axis + 1 :])
-        chunks = whole.reshape(shape)
-        front = chunks.transpose(axis, *(i for i in range(chunks.ndim) if i != axis))
-        if parts == 1:
-            return [(front, slice(0, rows))]
-        return [(front[: self.size], slice(0, rows)), (front[self.size :][::-1], slice(rows, 2 * rows))]
 
 
 @functools.lru_cache(maxsize=1024)  # asked for with each message
