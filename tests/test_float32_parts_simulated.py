@@ -294,9 +294,7 @@ def test_a_head_of_packed_sequences_that_parts_do_not_represent_is_left_to_ieee_
     inputs[1][20, 0] *= np.float32(1e-5)  # too small beside its neighbours
     given = dict(zip(("cu_seqlens_q", "cu_seqlens_k"), map(place, offsets), strict=True))
     left = left_heads(monkeypatch, inputs, kernels, slice(2, 76), **given)
-    of_queries, of_keys = [[True, True, False, False]], [[True, False]]
-    with_dq = [of_queries] if kernels.method == "two_pass" else []  # that of one pass is a sum
-    assert left == [of_queries, *with_dq, of_keys, of_keys]
+    assert left == heads_by_result(kernels, [[True, True, False, False]], [[True, False]])
 
 
 @pytest.mark.matrix
@@ -305,8 +303,13 @@ def test_a_head_of_one_sequence_that_parts_do_not_represent_is_left_to_ieee_arit
     inputs = draw("float32", (40, 70), 8, (4, 2), batch=2)
     inputs[1][1, 20, 0] *= np.float32(1e-5)  # too small beside its neighbours
     left = left_heads(monkeypatch, inputs, kernels, slice(None))
-    of_queries, of_keys = [[False] * 4, [True, True, False, False]], [[False] * 2, [True, False]]
-    assert left == [of_queries, of_queries, of_keys, of_keys]
+    assert left == heads_by_result(kernels, [[False] * 4, [True, True, False, False]], [[False] * 2, [True, False]])
+
+
+def heads_by_result(kernels: Kernels, of_queries: list, of_keys: list) -> list:
+    """Lists heads for o, dq, dk and dv. A backward of one pass has no dq of its own: that is a sum."""
+    with_dq = [of_queries] if kernels.method == "two_pass" else []
+    return [of_queries, *with_dq, of_keys, of_keys]
 
 
 def left_heads(monkeypatch, inputs: tuple, kernels: Kernels, rows: slice, **options) -> list:
