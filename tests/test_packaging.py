@@ -17,7 +17,7 @@ import pytest
 from support import CHECKOUT
 
 KERNELS = CHECKOUT / "kernels"
-FOLDERS = ("fa2cupy", "kernels", "scripts", "tests")
+FOLDERS = ("docs", "fa2cupy", "kernels", "scripts", "tests")
 
 pytestmark = pytest.mark.skipif(not (CHECKOUT / "setup.cfg").is_file(), reason="not in a checkout")
 
@@ -164,7 +164,8 @@ def test_requirements_are_those_that_the_readme_promises(requirements):
     assert requirements["mpi"] == {"mpi4py", "mpich"}
     assert requirements["test"] == {"pytest", "pytest-xdist", "hypothesis"}
     assert requirements["lint"] == {"clang-format", "mypy", "ruff"}
-    assert set(requirements) == {"", "cuda12", "cuda13", "nccl12", "nccl13", "mpi", "test", "lint", "bench"}
+    assert requirements["docs"] == {"sphinx", "numpydoc", "myst-parser", "furo", "autograd", "thinc"}
+    assert set(requirements) == {"", "cuda12", "cuda13", "nccl12", "nccl13", "mpi", "test", "lint", "docs", "bench"}
 
 
 def test_nothing_requires_torch(requirements):
