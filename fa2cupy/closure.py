@@ -70,9 +70,10 @@ def attention(
     lse : ndarray
         As from `forward`; only with `return_lse`.
     backprop : callable
-        ``backprop(do, dlse=None)`` returns the results of `backward`, ``(dq, dk, dv)`` and the other requested
-        gradients, for the gradients of o and lse. It keeps q, k, v, o, lse and the arrays of features alive. Numbers
-        that `score_mod` and `mask_mod` read elsewhere are those of the forward.
+        ``backprop(do, dlse=None, *, out=None)`` returns the results of `backward`, ``(dq, dk, dv)`` and the other
+        requested gradients, for the gradients of o and lse; `out` is a tuple of arrays to write them to, as there. It
+        keeps q, k, v, o, lse and the arrays of features alive. Numbers that `score_mod` and `mask_mod` read elsewhere
+        are those of the forward.
 
     Raises
     ------
@@ -87,6 +88,8 @@ def attention(
     >>> dq, dk, dv = backprop(do)
     >>> o, lse, backprop = attention(q, k, v, causal=True, return_lse=True)  # z-loss: mean of lse**2
     >>> dq, dk, dv = backprop(do, dlse=2 * lse / lse.size)
+    >>> dqkv = np.empty((1, 64, 3, 2, 32), "float32")  # the gradient of a packed array
+    >>> _ = backprop(do, out=(dqkv[:, :, 0], dqkv[:, :, 1], dqkv[:, :, 2]))
     """
     check_keywords(attention, keywords)
     return with_backprop(forward, backward, locals())
@@ -107,7 +110,9 @@ def with_backprop(
     extra_gradients(shared, own["return_dbias"], own["return_dsink"], own["return_dscore_args"])
     o, lse = forward(*inputs, **shared)
 
-    def backprop(do: Array, dlse: Array | None = None) -> tuple[Array, ...]:
+    def backprop(
+        do: Array, dlse: Array | None = None, *, out: tuple[Array | None, ...] | None = None
+    ) -> tuple[Array, ...]:
         """Gradients of the call of `attention` that returned this function: see `fa2cupy.backward`.
 
         Parameters
@@ -116,6 +121,8 @@ def with_backprop(
             Gradient for o.
         dlse : ndarray, shape and dtype of lse, optional
             Gradient for lse.
+        out : tuple of (ndarray or None), optional
+            Arrays to write the results to.
 
         Returns
         -------
@@ -123,6 +130,6 @@ def with_backprop(
         dbias, dsink, *dscore_args : ndarray
             The requested ones.
         """
-        return backward(*inputs, o, lse, do, dlse=dlse, **own, **shared)
+        return backward(*inputs, o, lse, do, dlse=dlse, out=out, **own, **shared)
 
     return (o, lse, backprop) if return_lse else (o, backprop)

@@ -149,7 +149,10 @@ class TestAgainstOneCall:
             o, backprop = dist.attention(comm, *own, **options)
             assert len(backprop(dist.shard(comm, do))) == 4
             o, lse, backprop = dist.attention(comm, *own, **options, return_lse=True)
-            found = (o, lse, *backprop(dist.shard(comm, do), dist.shard(comm, dlse, axis=2)))
+            packed = np.full((2, 24, 2, 4, 8), np.nan)
+            views = (None, packed[:, :, 0], packed[:, :, 1], None)
+            found = (o, lse, *backprop(dist.shard(comm, do), dist.shard(comm, dlse, axis=2), out=views))
+            assert [x is y for x, y in zip(found[2:], views, strict=True)] == [False, True, True, False]
             axes = (1, 2, 1, 1, 1, 1)
             return [dist.unshard(comm, x, axis=axis) for x, axis in zip(found, axes, strict=True)]
 

@@ -76,14 +76,28 @@ def test_attention_hands_every_keyword_on(both, value, return_lse):
     of_forward, of_backward = keywords_of(api.forward) - {"out"}, keywords_of(api.backward) - {"out", "delta", "dlse"}
     assert options.keys() == of_forward | of_backward, "a keyword that attention does not have, or has for itself"
     assert both["forward"].arguments == {"q": "q", "k": "k", "v": "v", **{n: options[n] for n in of_forward}}
-    for call, dlse in (
-        (lambda: backprop("do"), None),
-        (lambda: backprop("do", "dlse"), "dlse"),
-        (lambda: backprop("do", dlse="x"), "x"),
+    for call, given in (
+        (lambda: backprop("do"), {"dlse": None, "out": None}),
+        (lambda: backprop("do", "dlse"), {"dlse": "dlse", "out": None}),
+        (lambda: backprop("do", dlse="x", out="the results"), {"dlse": "x", "out": "the results"}),
     ):
         assert call() == "the gradients"
-        arrays = {"q": "q", "k": "k", "v": "v", "o": "the o", "lse": "the lse", "do": "do", "dlse": dlse}
+        arrays = {"q": "q", "k": "k", "v": "v", "o": "the o", "lse": "the lse", "do": "do", **given}
         assert both["backward"].arguments == {**arrays, **{n: options[n] for n in of_backward}}
+
+
+def test_backprop_writes_gradients_into_views_of_a_packed_array():
+    q, k, v, do = inputs_of("float32")
+    _, backprop = fa2cupy.attention(q, k, k, return_dsink=True, sink=numbers((q.shape[2],), "float32"))
+    wanted = backprop(do)
+    dkv = np.full((*k.shape[:2], 2, *k.shape[2:]), np.nan, "float32")
+    given = (None, dkv[:, :, 0], dkv[:, :, 1], np.full(q.shape[2], np.nan, "float32"))
+    found = backprop(do, out=given)
+    for x, y, z in zip(found, wanted, given, strict=True):
+        np.testing.assert_array_equal(x, y)
+        assert z is None or x is z
+    with pytest.raises(ValueError, match="^out \\(dv\\): overlaps out \\(dk\\) in memory"):
+        backprop(do, out=(None, dkv[:, :, 0], dkv[:, :, 0], None))
 
 
 @pytest.mark.parametrize(

@@ -309,8 +309,8 @@ def attention(
     lse : ndarray
         Only with `return_lse`.
     backprop : callable
-        ``backprop(do, dlse=None)`` returns the results of `backward`. All ranks call it together. It keeps q, k, v, o,
-        lse and the arrays of features alive, and nothing that came from other ranks.
+        ``backprop(do, dlse=None, *, out=None)`` returns the results of `backward`. All ranks call it together. It keeps
+        q, k, v, o, lse and the arrays of features alive, and nothing that came from other ranks.
 
     Raises
     ------
