@@ -7,8 +7,9 @@ from .api import backward, decode, delta, forward, merge
 from .closure import attention
 from .errors import KernelCompileError, KernelLaunchError, UnsupportedProblemError
 from .families.tile import TileConfig
-from .inspection import info, legal_configs
+from .inspection import TileReport, compile_report, info, legal_configs
 from .jit.cache import clear_cache
+from .jit.compiler import CompiledKernel
 from .lengths import cu_seqlens
 from .problem.block_mask import BlockMask
 from .settings import cache_dir, configure_logging
@@ -16,9 +17,11 @@ from .sparse import block_mask
 
 __all__ = [
     "BlockMask",
+    "CompiledKernel",
     "KernelCompileError",
     "KernelLaunchError",
     "TileConfig",
+    "TileReport",
     "UnsupportedProblemError",
     "__version__",
     "attention",
@@ -26,6 +29,7 @@ __all__ = [
     "block_mask",
     "cache_dir",
     "clear_cache",
+    "compile_report",
     "cu_seqlens",
     "decode",
     "delta",

@@ -8,8 +8,8 @@
 ``backward`` is the kernel of ``single_pass``; ``backward_dq`` and ``backward_dkdv`` are those of ``two_pass``. Only
 that kernel is timed, without Delta or the conversion of dQ, and its TFLOP/s count the matrix products it really does.
 A result is checked, one head against float64, at a length that is no multiple of any tile. Then all tiles are timed
-once, and the best of them again in rounds. Compilation happens in child processes, which leave their kernels in the
-disk cache. Writes sweep-<kernel>.csv and .png.
+once, and the best of them again in rounds. `fa2cupy.compile_report` gives the compiler's part of the table to your own
+scripts. Writes sweep-<kernel>.csv and .png.
 """
 
 from __future__ import annotations
@@ -17,16 +17,15 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import datetime
-import os
 import random
 import statistics
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from common.check import HeadCheck
-from common.compile_pool import Report, compile_all
 from common.measure import (
     Candidate,
     Gpu,
@@ -45,17 +44,18 @@ from common.measure import (
 from common.plots import can_plot, heat_map
 
 import fa2cupy
-from fa2cupy import UnsupportedProblemError, legal_configs
+from fa2cupy import KernelCompileError, TileReport, UnsupportedProblemError, compile_report, legal_configs
 from fa2cupy.cli import run_command
 from fa2cupy.families.choice import choose
 from fa2cupy.families.device import DeviceInfo
 from fa2cupy.families.operations import TILED
-from fa2cupy.families.registry import family_of_kernel
 from fa2cupy.families.tile import TileConfig
+from fa2cupy.families.tile_choice import choose_tile
 from fa2cupy.families.tuning import save_tuned_tile
 from fa2cupy.gpu.launch import bind_plan
 from fa2cupy.jit.spec import KernelSpec
 from fa2cupy.plan.calls import plan_backward, plan_forward
+from fa2cupy.plan.specs import layout_of_kernel
 from fa2cupy.plan.stages import Plan
 from fa2cupy.problem.checks import problem_from_arrays
 from fa2cupy.problem.options import CallOptions
@@ -79,10 +79,8 @@ METHODS = {"forward": "forward", "backward": "single_pass", "backward_dq": "two_
 class Row:
     """One tile and its results."""
 
-    spec: KernelSpec
-    report: Report
-    occupancy: float
-    status: str = "compiled"
+    report: TileReport
+    status: str
     samples: tuple[float, ...] = ()
 
     @property
@@ -91,45 +89,32 @@ class Row:
         return statistics.median(self.samples)
 
 
-def interesting(spec: KernelSpec, device: DeviceInfo) -> bool:
-    """Returns True if a tile can be good: the blocks it reserves registers for fit, and 4 warps can be resident."""
-    warps = (
-        device.occupancy(spec.tile.num_threads, 1, spec.shared_memory_bytes) * device.threads_per_multiprocessor / 32
-    )
-    fits = spec.family.fits_blocks(spec.operation, spec.dtype, spec.head_dim, spec.tile, device)
-    return warps >= 4 and fits
+def kernel_of(options: argparse.Namespace) -> dict[str, Any]:
+    """Returns the keywords that describe the kernel of the sweep."""
+    return {name: getattr(options, name) for name in ("operation", "dtype", "head_dim", "arch", "family")}
 
 
-def choose_specs(options: argparse.Namespace, device: DeviceInfo) -> list[KernelSpec]:
-    """Returns the kernels of the sweep, after all filters."""
-    family = family_of_kernel(options.operation, options.dtype, device, options.family)
-    head_dim = -(-options.head_dim // family.head_dim_step) * family.head_dim_step
-    tiles = legal_configs(
-        options.operation, dtype=options.dtype, head_dim=head_dim, arch=options.arch, family=family.public_name
-    )
+def choose_tiles(options: argparse.Namespace) -> list[TileConfig]:
+    """Returns the tiles of the sweep, after all filters."""
     wanted = {name: getattr(options, name) for name in FILTERS.values()}
-    arch = device.arch + family.arch_suffix
-    specs = [
-        KernelSpec(options.operation, family, arch, options.dtype, head_dim, options.causal, tile)
-        for tile in tiles
+    tiles = [
+        tile
+        for tile in legal_configs(**kernel_of(options), promising=not options.all)
         if all(values is None or getattr(tile, name) in values for name, values in wanted.items())
     ]
-    if not options.all:
-        specs = [spec for spec in specs if interesting(spec, device)]
-    if options.max_configs and len(specs) > options.max_configs:
-        specs = [specs[i * len(specs) // options.max_configs] for i in range(options.max_configs)]
-    return specs
+    if options.max_configs and len(tiles) > options.max_configs:
+        tiles = [tiles[i * len(tiles) // options.max_configs] for i in range(options.max_configs)]
+    return tiles
 
 
-def compile_rows(specs: Sequence[KernelSpec], device: DeviceInfo, jobs: int) -> list[Row]:
-    """Compiles all kernels, with a progress bar."""
-    with progress(len(specs), "compiling") as bar:
-        reports = compile_all(specs, jobs, bar.update)
-    rows = []
-    for spec, report in zip(specs, reports, strict=True):
-        occupancy = device.occupancy(spec.tile.num_threads, report.registers, spec.shared_memory_bytes)
-        rows.append(Row(spec, report, 0.0 if report.failure else occupancy, report.failure or "compiled"))
-    return rows
+def default_of(kernel: KernelSpec, device: DeviceInfo) -> TileConfig | None:
+    """Returns the tile that calls have without a ``config=``; None if none fits the device."""
+    key = (kernel.operation, device, kernel.dtype, kernel.head_dim, kernel.causal, kernel.family_name)
+    layout = layout_of_kernel(*key)
+    try:
+        return choose_tile(kernel.operation, layout.family, layout.problem, device)
+    except UnsupportedProblemError:
+        return None
 
 
 class KernelRunner:
@@ -182,15 +167,16 @@ def time_rows(gpu: Gpu, problem: Problem, rows: Sequence[Row], rounds: int) -> N
     compiled = [row for row in rows if not row.report.failure]
     if not compiled:
         return
-    spec = compiled[0].spec
+    spec = compiled[0].report.kernel
     small = Problem(problem.dtype, problem.head_dim, CHECK_SEQLEN, 1, 2, problem.causal)
     check = HeadCheck(gpu.xp, small, *gpu.tensors(small, 1))
     runner = KernelRunner(gpu, problem, spec)
     with progress(len(compiled), "timing") as bar:
         for row in compiled:
             try:
-                check.verify(METHODS[spec.operation], config={spec.operation: row.spec.tile}, family=spec.family_name)
-                candidate = runner.candidate(row.spec.tile)
+                tile = row.report.tile
+                check.verify(METHODS[spec.operation], config={spec.operation: tile}, family=spec.family_name)
+                candidate = runner.candidate(tile)
                 candidate.call()
                 row.samples = (milliseconds(gpu, candidate.call, 10.0),)
                 row.status = "ok"
@@ -198,7 +184,7 @@ def time_rows(gpu: Gpu, problem: Problem, rows: Sequence[Row], rounds: int) -> N
                 row.status = " ".join(str(error).split())[:200]
             bar.update()
     finalists = sorted((row for row in compiled if row.status == "ok"), key=lambda row: row.ms)[:FINALISTS]
-    candidates = [runner.candidate(row.spec.tile) for row in finalists]
+    candidates = [runner.candidate(row.report.tile) for row in finalists]
     times = time_in_rounds(gpu, candidates, rounds, 40.0, random.Random(0))
     for row, candidate in zip(finalists, candidates, strict=True):
         row.samples = tuple(times[candidate.name])
@@ -206,7 +192,7 @@ def time_rows(gpu: Gpu, problem: Problem, rows: Sequence[Row], rounds: int) -> N
 
 def as_record(row: Row, problem: Problem, stamp: dict[str, object]) -> dict[str, object]:
     """Returns a row for the CSV."""
-    spec = row.spec
+    report, spec = row.report, row.report.kernel
     record = {
         **stamp,
         "arch": spec.arch,
@@ -214,12 +200,12 @@ def as_record(row: Row, problem: Problem, stamp: dict[str, object]) -> dict[str,
         **{name: getattr(spec, name) for name in ("operation", "dtype", "head_dim")},
         "seqlen": problem.seqlen,
         "causal": int(spec.causal),
-        **dataclasses.asdict(spec.tile),
-        "registers": row.report.registers,
-        "spill_bytes": row.report.spill_bytes,
-        "shared_bytes": spec.shared_memory_bytes,
-        "occupancy": row.occupancy,
-        "compile_s": row.report.seconds,
+        **dataclasses.asdict(report.tile),
+        "registers": report.registers,
+        "spill_bytes": report.spill_bytes,
+        "shared_bytes": report.shared_memory_bytes,
+        "occupancy": report.occupancy,
+        "compile_s": report.seconds,
         "status": " ".join(row.status.split()),
         "ms_median": "",
         "ms_min": "",
@@ -232,34 +218,37 @@ def as_record(row: Row, problem: Problem, stamp: dict[str, object]) -> dict[str,
     return record
 
 
-def table(rows: Sequence[Row], problem: Problem) -> list[str]:
+def table(rows: Sequence[Row], problem: Problem, default: TileConfig | None = None) -> list[str]:
     """Returns the printed table: the fastest tiles first, or by tile if none was timed."""
     ordered = sorted(rows, key=lambda row: row.ms if row.samples else float("inf"))
     lines = ["  b_r  b_c warps stages blocks  registers  spilled  shared memory  occupancy         ms  TFLOP/s"]
     for row in ordered:
-        tile, report = row.spec.tile, row.report
+        tile, report = row.report.tile, row.report
         line = f"{tile.b_r:5d}{tile.b_c:5d}{tile.num_warps:6d}{tile.num_stages:7d}{tile.blocks_per_sm:7d}"
         if report.failure:
             lines.append(f"{line}  {' '.join(row.status.split())[:90]}")
             continue
-        line += f"{report.registers:11d}{report.spill_bytes:7d} B{format_bytes(row.spec.shared_memory_bytes):>15s}"
-        line += f"{row.occupancy:11.1%}"
+        line += f"{report.registers:11d}{report.spill_bytes:7d} B{format_bytes(report.shared_memory_bytes):>15s}"
+        line += f"{report.occupancy:11.1%}"
         if row.samples:
-            line += f"{row.ms:12.4f}{problem.tflops(row.spec.operation, row.ms):9.1f}"
+            line += f"{row.ms:12.4f}{problem.tflops(report.kernel.operation, row.ms):9.1f}"
         elif row.status != "compiled":
             line += f"  {row.status[:60]}"
-        lines.append(line)
+        lines.append(line + ("  the default" if tile == default else ""))
     return lines
 
 
-def plot(rows: Sequence[Row], problem: Problem, path: Path, device: DeviceInfo) -> None:
-    """Draws the heat map: the best variant for each (b_r, b_c), by speed if any was timed, else by occupancy."""
+def plot(rows: Sequence[Row], problem: Problem, path: Path, device: DeviceInfo, default: TileConfig | None) -> None:
+    """Draws the heat map: the best variant for each (b_r, b_c), by speed if any was timed, else by occupancy.
+
+    The cell of the fastest tile is marked, and that of the default, of which another variant may be better.
+    """
     timed = [row for row in rows if row.samples]
     shown = timed or [row for row in rows if not row.report.failure]
     cells: dict[tuple[int, int], tuple[float, str]] = {}
-    for row in sorted(shown, key=lambda row: (row.report.spill_bytes == 0, row.occupancy)):
-        tile = row.spec.tile
-        value = problem.tflops(row.spec.operation, row.ms) if timed else 100 * row.occupancy
+    for row in sorted(shown, key=lambda row: (row.report.spill_bytes == 0, row.report.occupancy)):
+        tile = row.report.tile
+        value = problem.tflops(row.report.kernel.operation, row.ms) if timed else 100 * row.report.occupancy
         text = f"{tile.num_warps}w {tile.num_stages}s {tile.blocks_per_sm}b"
         if not timed:
             text += f", {row.report.registers} reg"
@@ -267,12 +256,16 @@ def plot(rows: Sequence[Row], problem: Problem, path: Path, device: DeviceInfo) 
         if not timed or key not in cells or value > cells[key][0]:
             cells[key] = (value, text)
     if cells:
-        spec = shown[0].spec
+        spec = shown[0].report.kernel
         mask = "causal" if spec.causal else "full"
         title = (
             f"{spec.operation}, {spec.dtype}, head_dim {spec.head_dim}, {mask}, {device.name}\n(warps, stages, blocks)"
         )
-        heat_map(path, title, "TFLOP/s" if timed else "occupancy, % (without spills if possible)", cells)
+        marks = {f"default: {default}": (default.b_r, default.b_c)} if default else {}
+        if timed:
+            fastest = min(timed, key=lambda row: row.ms).report.tile
+            marks[f"fastest: {fastest}"] = (fastest.b_r, fastest.b_c)
+        heat_map(path, title, "TFLOP/s" if timed else "occupancy, % (without spills if possible)", cells, marks)
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -290,7 +283,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
         add(option, dest=name, nargs="+", type=int, metavar="N", help=f"only these {name}")
     add("--all", action="store_true", help="also tiles that cannot be good: too few blocks or warps fit")
     add("--max-configs", type=positive_int, metavar="N", help="at most so many, evenly spread")
-    add("--jobs", type=positive_int, default=max(2, os.cpu_count() or 2), metavar="N", help="compilers at a time")
+    add("--jobs", type=positive_int, metavar="N", help="compilers at a time; one per CPU by default")
     add("--rounds", type=positive_int, default=3, metavar="N", help=f"timing rounds of the {FINALISTS} best")
     add("--save", action="store_true", help="write the winner to the user's tuning file")
     add("--out", metavar="DIR", help="default: scripts/results/<gpu or arch>")
@@ -315,19 +308,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 2
     try:
         device = gpu.info if gpu else DeviceInfo.named(options.arch)
-        specs = choose_specs(options, device)
-    except (ValueError, UnsupportedProblemError) as error:  # no such architecture or family, or no kernel for the dtype
+        tiles = choose_tiles(options)
+        if not tiles:
+            print("no legal tile is left; loosen the filters or pass --all", file=sys.stderr)
+            return 1
+        print(f"{len(tiles)} tiles of {options.operation} on {device.name} ({device.arch})", flush=True)
+        described = kernel_of(options) | {"causal": options.causal}
+        reports = compile_report(**described, configs=tiles, jobs=options.jobs, progress=True)
+    except (ValueError, UnsupportedProblemError, KernelCompileError) as error:
+        # no such architecture or family, no kernel for the dtype, or no compiler
         print(f"sweep.py: {error}", file=sys.stderr)
         return 2
-    if not specs:
-        print("no legal tile is left; loosen the filters or pass --all", file=sys.stderr)
-        return 1
-    head_dim = specs[0].head_dim
+    rows = [Row(report, report.failure or "compiled") for report in reports]
+    kernel = reports[0].kernel
+    default, head_dim = default_of(kernel, device), kernel.head_dim
     batch = max(1, TOKENS[options.dtype] // options.seqlen)
     problem = Problem(options.dtype, head_dim, options.seqlen, batch, max(1, MODEL_DIM // head_dim), options.causal)
-    kernels = f"{options.operation} ({specs[0].family_name})"
-    print(f"{len(specs)} tiles of {kernels} on {device.name} ({device.arch}): {problem}")
-    rows = compile_rows(specs, device, options.jobs)
     stamp = {"gpu": device.name if gpu else "", "date": datetime.date.today().isoformat()}
     name = f"sweep-{options.operation}-{options.dtype}-d{problem.head_dim}-s{problem.seqlen}"
     path = (
@@ -340,16 +336,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     finally:
         records = [as_record(row, problem, stamp) for row in rows]
         write_csv(path, list(records[0]), records)
-    print(*table(rows, problem), f"written to {path}", sep="\n")
+    print(f"family {kernel.family_name}: {problem}; the default tile is {default}")
+    print(*table(rows, problem, default), f"written to {path}", sep="\n")
     if can_plot():
-        plot(rows, problem, path.with_suffix(".png"), device)
+        plot(rows, problem, path.with_suffix(".png"), device, default)
     if not gpu:
         return 0 if any(not row.report.failure for row in rows) else 1
     timed = [row for row in rows if row.samples]
     if not timed:
         print("not a single tile gives right results", file=sys.stderr)
         return 1
-    return save(min(timed, key=lambda row: row.ms).spec, device) if options.save else 0
+    return save(min(timed, key=lambda row: row.ms).report.kernel, device) if options.save else 0
 
 
 def save(spec: KernelSpec, device: DeviceInfo) -> int:

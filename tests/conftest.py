@@ -199,7 +199,7 @@ def fake_compiler(isolated_cache, monkeypatch):
 
     def compile_source(source: KernelSource) -> CompiledKernel:
         specs.append(source.spec)
-        return CompiledKernel(source.spec.symbol, b"machine code \n" * 4, 24, 0, 8, "the log", 0.5)
+        return CompiledKernel(source.spec, b"machine code \n" * 4, 24, 0, 8, "the log", 0.5)
 
     monkeypatch.setattr(cache, "nvrtc_build", lambda: "// NVRTC of the tests")
     monkeypatch.setattr(cache, "compile_options", lambda arch: (f"-arch={arch}",))

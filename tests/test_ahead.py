@@ -20,6 +20,7 @@ from support.feature_cases import METHODS, accumulator, booleans, inputs_of, num
 import fa2cupy
 from fa2cupy import BlockMask, TileConfig, UnsupportedProblemError, ahead, cli
 from fa2cupy.families.device import DeviceInfo
+from fa2cupy.families.sm80 import SM80
 from fa2cupy.jit import cache
 from fa2cupy.jit.compiler import CompiledKernel
 from fa2cupy.jit.spec import KernelSpec
@@ -388,10 +389,13 @@ def test_what_cannot_be_compiled_is_refused_before_anything_is(listed, mistake):
 
 
 def test_a_kernel_is_printed_without_its_machine_code():
-    kernel = CompiledKernel("fa2_forward", b"\x7fELF" * 10_000, 168, 0, 0, "ptxas info" * 1000, 1.5)
+    spec = KernelSpec("forward", SM80, "sm_80", "float16", 64, True, TileConfig(64, 32, 4))
+    kernel = CompiledKernel(spec, b"\x7fELF" * 10_000, 168, 0, 0, "ptxas info" * 1000, 1.5)
     assert repr(kernel) == (
-        "CompiledKernel(symbol='fa2_forward', registers=168, spill_bytes=0, stack_bytes=0, seconds=1.5)"
+        "<CompiledKernel forward (sm80 for sm_80, float16, head_dim 64, causal, 64x32, 4 warps, 1 stages): "
+        "168 registers, 0 bytes spilled, compiled in 1.50 s>"
     )
+    assert kernel.symbol == spec.symbol
 
 
 # ------------------------------------------------------------------------------------------- progress and interruptions

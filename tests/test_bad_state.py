@@ -252,7 +252,7 @@ from fa2cupy.families.sm80 import SM80
 from fa2cupy.jit.spec import KernelSpec
 spec = KernelSpec("delta", None, "sm_80", "float16", 64, False, TileConfig(16, 1, 4))
 cache.nvrtc_build, cache.compile_options = (lambda: "build"), (lambda arch: ())
-cache.compile_source = lambda source: CompiledKernel(source.spec.symbol, b"code", 24, 0, 0, "", 0.5)
+cache.compile_source = lambda source: CompiledKernel(source.spec, b"code", 24, 0, 0, "", 0.5)
 kernel = cache.cached_kernel(spec)
 cache._kernels.clear()
 cache.compile_source = None

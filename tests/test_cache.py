@@ -152,7 +152,7 @@ def test_a_lookup_does_not_hash_the_machine_code():
         def __hash__(self):
             raise AssertionError("hashed")
 
-    hash(CompiledKernel("symbol", Bytes(b"code"), 24, 0, 8, "log", 0.5))
+    hash(CompiledKernel(SPEC, Bytes(b"code"), 24, 0, 8, "log", 0.5))
 
 
 # ------------------------------------------------------------------------------------------------------ damaged entries
@@ -212,14 +212,14 @@ def test_a_damaged_entry_is_rebuilt_with_one_log_line(damage, fake_compiler, cap
 
 def test_every_bit_of_an_entry_is_under_the_checksum():
     key = "0" * 64
-    kernel = CompiledKernel("symbol", b"\x7fELF \n code", 24, 0, 8, "line\nline", 0.5)
+    kernel = CompiledKernel(SPEC, b"\x7fELF \n code", 24, 0, 8, "line\nline", 0.5)
     data = entries.encode(key, kernel)
-    assert entries.decode(key, data) == kernel
+    assert entries.decode(key, data, SPEC) == kernel
     for bit in range(8 * len(data)):
         flipped = bytearray(data)
         flipped[bit // 8] ^= 1 << bit % 8
         with pytest.raises(ValueError, match="checksum"):
-            entries.decode(key, bytes(flipped))
+            entries.decode(key, bytes(flipped), SPEC)
 
 
 def test_an_entry_under_the_name_of_another_is_damaged(fake_compiler, caplog):

@@ -25,7 +25,7 @@ OF_EACH = {"problem/features", "problem/feature_checks", "numerics/formulas", "c
 #: The caller's functions are traced, called and rendered; with several GPUs they are told where a part begins.
 _FUNCTIONS = {
     "ahead", "distributed/", "families/sm90", "families/sm90_float32", "families/tile_choice", "functions/tracing",
-    "jit/source", "problem/function_checks",
+    "inspection", "jit/source", "problem/function_checks",
 }  # fmt: skip
 #: Gradients besides dq, dk and dv are results, which calls, plans and records have of their own.
 _RESULTS = {"families/", "gpu/", "jit/", "plan/", "problem/"}

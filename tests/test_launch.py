@@ -64,7 +64,7 @@ class FakeDriver:
         monkeypatch.setattr(
             launch,
             "cached_kernel",
-            lambda spec: CompiledKernel(spec.symbol, spec.symbol.encode(), 24, 0, 8, "the log", 0.5),
+            lambda spec: CompiledKernel(spec, spec.symbol.encode(), 24, 0, 8, "the log", 0.5),
         )
 
 

@@ -15,6 +15,7 @@ import fa2cupy.distributed as dist
 from fa2cupy import cli
 from fa2cupy.jit import cache
 from fa2cupy.jit.compiler import CompiledKernel
+from fa2cupy.jit.spec import KernelSpec
 from fa2cupy.problem.features import FeatureKeywords
 
 README = CHECKOUT / "README.md"
@@ -24,8 +25,12 @@ pytestmark = pytest.mark.skipif(not README.is_file(), reason="not in a checkout"
 
 def test_its_python_runs(monkeypatch):
     compiled = []
-    kernel = CompiledKernel("fa2_forward", b"", 168, 0, 0, "", 1.0)
-    monkeypatch.setattr(cache, "cached_kernel", lambda spec: compiled.append(spec) or kernel)
+
+    def cached_kernel(spec: KernelSpec) -> CompiledKernel:
+        compiled.append(spec)
+        return CompiledKernel(spec, b"", 168, 0, 0, "", 1.0)
+
+    monkeypatch.setattr(cache, "cached_kernel", cached_kernel)
     blocks = re.findall(r"^```python\n(.*?)^```", README.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
     text = "\n".join(blocks)
     for shown, small in (

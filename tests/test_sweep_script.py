@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import os
-import time
 
 import pytest
 import sweep
-from common import measure
-from common.compile_pool import Report, compile_all
+from common import measure, plots
 from common.measure import Problem
 from support.fake_timing import HAS_MATPLOTLIB, FakeGpu, needs_cupy
 
-from fa2cupy import legal_configs
+from fa2cupy import TileReport, compile_report, inspection, legal_configs
 from fa2cupy.families import tuning
 from fa2cupy.families.device import DeviceInfo
 from fa2cupy.families.sm80 import SM80
 from fa2cupy.families.tile import TileConfig
+from fa2cupy.jit import processes
+from fa2cupy.jit.processes import Report
 from fa2cupy.jit.spec import KernelSpec
 
 
@@ -60,55 +60,65 @@ def test_sweep_for_a_named_architecture(tmp_path, capsys):
     assert "shared memory" in output and measure.format_bytes(int(rows[0]["shared_bytes"])) in output
 
 
-def compile_or_die(spec):
-    if spec.tile.b_r == 64:
-        os.abort()
-    if spec.tile.b_r == 128:
-        raise ValueError("ptxas did not like it")
-    return Report(registers=spec.tile.b_r)
+def kernel_with(b_r: int, b_c: int = 64, num_warps: int = 4) -> KernelSpec:
+    return KernelSpec("forward", SM80, "sm_80", "float16", 64, False, TileConfig(b_r, b_c, num_warps))
 
 
-def compile_forever(spec):
-    time.sleep(600)
+def row_of(kernel: KernelSpec, *samples: float, failure: str = "", registers: int = 128) -> sweep.Row:
+    report = TileReport(kernel.tile, registers, 0, kernel.shared_memory_bytes, 2, 0.25, 1.5, failure, kernel)
+    return sweep.Row(report, failure or "compiled", samples)
 
 
-def specs_with(*heights):
-    return [KernelSpec("forward", SM80, "sm_80", "float16", 64, False, TileConfig(b_r, 64, 4)) for b_r in heights]
+PROBLEM = Problem("float16", 64, 4096, 4, 32, False)
 
 
-def test_a_crashing_compiler_is_one_row():
-    specs = specs_with(32, 64, 128, 16)
-    advanced = []
-    reports = compile_all(specs, 2, lambda: advanced.append(1), compile_or_die)
-    assert [report.registers for report in reports] == [32, 0, 0, 16]
-    assert "compiler crashed (exit code -" in reports[1].failure
-    assert reports[2].failure == "refused: ptxas did not like it"
-    assert len(advanced) == len(specs)
-    row = sweep.Row(specs[1], reports[1], 0.0, reports[1].failure)
-    problem = Problem("float16", 64, 4096, 4, 32, False)
-    assert "compiler crashed" in sweep.table([row], problem)[1]
-    assert sweep.as_record(row, problem, {})["status"] == reports[1].failure
+def test_a_compiler_that_crashed_is_one_row():
+    row = row_of(kernel_with(64), failure="compiler crashed (exit code -6)")
+    assert "compiler crashed" in sweep.table([row], PROBLEM)[1]
+    assert sweep.as_record(row, PROBLEM, {})["status"] == "compiler crashed (exit code -6)"
 
 
-def test_a_compiler_that_hangs_is_ended():
-    (report,) = compile_all(specs_with(32), 1, lambda: None, compile_forever, timeout_s=1.0)
-    assert report.failure == "took longer than 1 s"
-
-
-def test_filters_and_pruning(capsys):
+def test_filters(capsys):
     base = ["--arch", "sm_80", "--operation", "forward", "--head-dim", "60"]
-    device = DeviceInfo.named("sm_80")
-    everything = sweep.choose_specs(sweep.parse_arguments([*base, "--all"]), device)
-    assert {spec.tile for spec in everything} == set(legal_configs("forward", head_dim=64, arch="sm_80"))
-    assert {spec.head_dim for spec in everything} == {64}
-    pruned = sweep.choose_specs(sweep.parse_arguments(base), device)
-    assert set(pruned) < set(everything)
-    for spec in pruned:
-        assert spec.tile.blocks_per_sm * (spec.shared_memory_bytes + 1024) <= device.shared_memory_per_multiprocessor
-    some = sweep.choose_specs(sweep.parse_arguments([*base, "--max-configs", "5", "--warps", "4"]), device)
-    assert len(some) == 5 and {spec.tile.num_warps for spec in some} == {4}
+    everything = sweep.choose_tiles(sweep.parse_arguments([*base, "--all"]))
+    assert everything == legal_configs("forward", head_dim=60, arch="sm_80")
+    assert sweep.choose_tiles(sweep.parse_arguments(base)) == legal_configs(
+        "forward", head_dim=60, arch="sm_80", promising=True
+    )
+    some = sweep.choose_tiles(sweep.parse_arguments([*base, "--max-configs", "5", "--warps", "4"]))
+    assert len(some) == 5 and {tile.num_warps for tile in some} == {4}
     assert sweep.main([*base, "--b-r", "7"]) == 1
     assert "no legal tile is left" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("default", [TileConfig(128, 64, 8), TileConfig(256, 32, 8), None])
+def test_the_winner_and_the_default_are_marked(default, monkeypatch, tmp_path):
+    rows = [row_of(kernel_with(64), 2.0), row_of(kernel_with(128), 3.0), row_of(kernel_with(128, 64, 8), 4.0)]
+    assert [line.endswith("  the default") for line in sweep.table(rows, PROBLEM, default)[1:]] == [
+        False, False, default == TileConfig(128, 64, 8),
+    ]  # fmt: skip
+    drawn = []
+    monkeypatch.setattr(sweep, "heat_map", lambda *arguments: drawn.append(arguments))
+    sweep.plot(rows, PROBLEM, tmp_path, DeviceInfo.named("sm_80"), default)
+    ((*_, cells, marks),) = drawn
+    assert set(cells) == {(64, 64), (128, 64)} and cells[128, 64][1].startswith("4w")
+    assert marks == {"fastest: 64x64, 4 warps, 1 stages": (64, 64)} | (
+        {f"default: {default}": (default.b_r, default.b_c)} if default else {}
+    )
+    sweep.plot([row_of(kernel_with(64))], PROBLEM, tmp_path, DeviceInfo.named("sm_80"), default)
+    assert not [label for label in drawn[-1][-1] if "fastest" in label], "nothing was timed"
+
+
+@pytest.mark.skipif(not HAS_MATPLOTLIB, reason="plots need matplotlib")
+def test_marks_of_cells_that_exist_are_drawn(tmp_path, monkeypatch):
+    legends = []
+    figure = plots._new_figure(1, 1)
+    monkeypatch.setattr(type(figure), "legend", lambda self, **_: legends.append(self.axes[0].patches))
+    cells = {(64, 64): (1.0, "4w"), (128, 64): (2.0, "8w")}
+    plots.heat_map(tmp_path / "a.png", "title", "unit", cells, {"default": (256, 64)})
+    plots.heat_map(tmp_path / "b.png", "title", "unit", cells, {"default": (64, 64), "fastest": (64, 64)})
+    ((outer, inner),) = legends
+    assert outer.get_x() < inner.get_x() and outer.get_width() > inner.get_width()
 
 
 def test_sweep_without_gpu_or_arch_says_what_to_do(monkeypatch, capsys):
@@ -175,7 +185,9 @@ def test_sweep_times_checks_and_saves(operation, tmp_path, monkeypatch, capsys, 
     monkeypatch.setattr(sweep, "Gpu", lambda: gpu)
     monkeypatch.setattr(sweep, "bind_plan", bind)
     monkeypatch.setattr(sweep, "legal_configs", lambda *a, **k: legal_configs(*a, **{**k, "arch": "sm_90"}))
-    monkeypatch.setattr(sweep, "compile_all", lambda specs, jobs, advance: [Report(registers=128)] * len(specs))
+    monkeypatch.setattr(sweep, "compile_report", lambda **k: compile_report(**{**k, "arch": "sm_90"}))
+    monkeypatch.setattr(inspection, "check_arch", lambda arch: None)
+    monkeypatch.setattr(processes, "compile_all", lambda specs, *_: [Report(registers=128)] * len(specs))
     monkeypatch.setattr(sweep, "TOKENS", {"float16": 96})
     monkeypatch.setattr(sweep, "MODEL_DIM", 64)
     filters = [

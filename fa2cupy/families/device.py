@@ -85,17 +85,26 @@ class DeviceInfo:
             raise UnsupportedProblemError(f"arch: {arch!r} is not known; known are {', '.join(ARCHITECTURES)}")
         return ARCHITECTURES[name]
 
-    def occupancy(self, threads: int, registers: int, shared_memory: int) -> float:
-        """Resident threads over the maximum, computed as the CUDA C++ Programming Guide says (compute capabilities)."""
+    def resident_blocks(self, threads: int, registers: int, shared_memory: int) -> int:
+        """Blocks that a multiprocessor holds, as the CUDA C++ Programming Guide computes them (compute capabilities).
+
+        Parameters
+        ----------
+        threads : int
+            Threads of a block.
+        registers : int
+            Registers of a thread.
+        shared_memory : int
+            Bytes of dynamic shared memory of a block.
+        """
         warps = -(-threads // 32)
         registers_per_warp = -(-max(registers, 1) * 32 // 256) * 256
-        blocks = min(
+        return min(
             self.threads_per_multiprocessor // (warps * 32),
             self.registers_per_multiprocessor // (registers_per_warp * warps),
             self.shared_memory_per_multiprocessor // max(1, shared_memory + self.reserved_shared_memory),
             32,
         )
-        return blocks * warps * 32 / self.threads_per_multiprocessor
 
 
 def device_count() -> int:

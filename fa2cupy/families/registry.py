@@ -51,7 +51,9 @@ def choose_family(
     return supporting_families(operation, dtype, device, family, features, precision)[0]
 
 
-def family_of_kernel(operation: str, dtype: str, device: DeviceInfo, family: str | None = None) -> Family:
+def family_of_kernel(
+    operation: str, dtype: str, device: DeviceInfo, family: str | None = None, features: tuple[str, ...] = ()
+) -> Family:
     """The family whose kernel of an operation is the default one, where ``"backward"`` is that of ``single_pass``.
 
     Raises
@@ -59,7 +61,7 @@ def family_of_kernel(operation: str, dtype: str, device: DeviceInfo, family: str
     ValueError, UnsupportedProblemError
         As for `choose_family`.
     """
-    supporting = supporting_families(operation, dtype, device, family, ())
+    supporting = supporting_families(operation, dtype, device, family, features)
     for one in supporting:
         if one.supports(operation, dtype, device):
             return one

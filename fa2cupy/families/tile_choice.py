@@ -15,7 +15,15 @@ from .family import Family
 from .tile import TileConfig, requested_tile
 from .tuning import tuned_tile
 
-__all__ = ["candidate_tiles", "choose_tile", "decode_tile", "default_tile", "why_not_map"]
+__all__ = [
+    "candidate_tiles",
+    "check_tile",
+    "choose_tile",
+    "decode_tile",
+    "default_tile",
+    "is_promising",
+    "why_not_map",
+]
 
 
 def choose_tile(
@@ -36,11 +44,7 @@ def choose_tile(
     """
     requested, layout = requested_tile(operation, config), problem.settings.block_mask
     if requested is not None:
-        reason = family.why_illegal(operation, problem.dtype, problem.head_dim, requested, device)
-        if reason:
-            raise ValueError(
-                f"config: {requested} is not legal for {operation} at head_dim {problem.head_dim}: {reason}"
-            )
+        check_tile("config", requested, family, operation, problem.dtype, problem.head_dim, device)
         if layout is not None and not layout.takes(requested.b_r, requested.b_c):
             raise ValueError(
                 f"block_mask: without a function, the map's tiles {layout.tile} must be multiples of those of "
@@ -51,6 +55,27 @@ def choose_tile(
     if tuned is not None and (layout is None or _suits_map(family, operation, problem, tuned)):
         return tuned
     return default_tile(family, operation, problem, device)
+
+
+def check_tile(
+    name: str, tile: TileConfig, family: Family, operation: str, dtype: str, head_dim: int, device: DeviceInfo
+) -> None:
+    """Raises ValueError if a kernel cannot have a tile that the argument `name` requests."""
+    reason = family.why_illegal(operation, dtype, head_dim, tile, device)
+    if reason:
+        raise ValueError(f"{name}: {tile} is not legal for {operation} at head_dim {head_dim}: {reason}")
+
+
+def is_promising(
+    family: Family, operation: str, dtype: str, head_dim: int, tile: TileConfig, device: DeviceInfo
+) -> bool:
+    """True if a legal tile can be fast.
+
+    The blocks fit for which it limits registers, and at least 4 warps, one for each scheduler of a multiprocessor.
+    """
+    needed = family.shared_memory_bytes(operation, dtype, head_dim, tile)
+    warps = device.resident_blocks(tile.num_threads, 1, needed) * tile.num_warps
+    return warps >= 4 and family.fits_blocks(operation, dtype, head_dim, tile, device)
 
 
 def default_tile(

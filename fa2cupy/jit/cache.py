@@ -80,13 +80,13 @@ def _from_disk_or_compiler(spec: KernelSpec, directory: Path) -> CompiledKernel:
     check_cost(spec)
     source = render_kernel(spec)
     key = _key(source)
-    kernel = _find(directory, key)
+    kernel = _find(directory, key, spec)
     if kernel is not None:
         warn_of_cost(spec, kernel)
         return kernel
     folder = _own_folder(directory, create=True)
     with _one_process(folder, key):
-        kernel = _read(folder, key, log_level=logging.DEBUG)  # another process may have stored it since
+        kernel = _read(folder, key, spec, log_level=logging.DEBUG)  # another process may have stored it since
         if kernel is None:
             with _interrupts_deferred():
                 kernel = compile_source(source)
@@ -144,10 +144,10 @@ def _key(source: KernelSource) -> str:
     return hashlib.sha256(repr(parts).encode()).hexdigest()
 
 
-def _find(directory: Path, key: str) -> CompiledKernel | None:
-    kernel = _read(_own_folder(directory), key)
+def _find(directory: Path, key: str, spec: KernelSpec) -> CompiledKernel | None:
+    kernel = _read(_own_folder(directory), key, spec)
     for shared in cache_path():
-        kernel = kernel or _read(_shared_folder(shared), key, shared=True)
+        kernel = kernel or _read(_shared_folder(shared), key, spec, shared=True)
     return kernel
 
 
@@ -180,19 +180,19 @@ def _shared_folder(directory: Path) -> Path | None:
 
 
 def _read(
-    folder: Path | None, key: str, *, shared: bool = False, log_level: int = logging.WARNING
+    folder: Path | None, key: str, spec: KernelSpec, *, shared: bool = False, log_level: int = logging.WARNING
 ) -> CompiledKernel | None:
     if folder is None:
         return None
     path = folder / f"{key}{SUFFIX}"
     try:
-        kernel = decode(key, read_file(path, shared=shared))
+        kernel = decode(key, read_file(path, shared=shared), spec)
     except UntrustedError as error:
         _log.log(log_level, "cache entry %s in %s is not used: %s", key[:12], folder, error)
         return None
     except (FileNotFoundError, NotADirectoryError, PermissionError):
         return None
-    except (OSError, ValueError, TypeError, RecursionError) as error:
+    except (OSError, ValueError, TypeError, LookupError, RecursionError) as error:
         _log.log(log_level, "cache entry %s in %s is damaged (%s); it is compiled anew", key[:12], folder, error)
         return None
     if not shared:

@@ -17,8 +17,9 @@ from ..settings import dump_directory
 from ..system.folders import replace_file, warn_once
 from ..system.locks import ForkGate, new_lock
 from .source import KernelSource
+from .spec import KernelSpec
 
-__all__ = ["CompiledKernel", "compile_options", "compile_source", "nvrtc_build", "nvrtc_version"]
+__all__ = ["CompiledKernel", "check_arch", "compile_options", "compile_source", "nvrtc_build", "nvrtc_version"]
 
 _log = logging.getLogger("fa2cupy")
 
@@ -32,11 +33,12 @@ _SPILLS = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) 
 
 @dataclass(frozen=True)
 class CompiledKernel:
-    """Machine code and the compiler's report.
+    """The machine code of one kernel, and the compiler's report.
 
     Attributes
     ----------
-    symbol : str
+    spec : KernelSpec
+        The kernel: its operation, family, arch, dtype, head_dim, causal, tile and features.
     cubin : bytes
     registers : int
         Registers per thread.
@@ -50,13 +52,22 @@ class CompiledKernel:
         Duration of the compilation.
     """
 
-    symbol: str
-    cubin: bytes = field(repr=False, hash=False)
+    spec: KernelSpec
+    cubin: bytes = field(hash=False)
     registers: int
     spill_bytes: int
     stack_bytes: int
-    log: str = field(repr=False, hash=False)
+    log: str = field(hash=False)
     seconds: float
+
+    @property
+    def symbol(self) -> str:
+        """Name of the kernel in the cubin, as profilers show it."""
+        return self.spec.symbol
+
+    def __repr__(self) -> str:
+        report = f"{self.registers} registers, {self.spill_bytes} bytes spilled, compiled in {self.seconds:.2f} s"
+        return f"<CompiledKernel {self.spec}: {report}>"
 
 
 def _nvrtc() -> ModuleType:
@@ -131,10 +142,7 @@ def compile_source(source: KernelSource) -> CompiledKernel:
     """
     spec = source.spec
     nvrtc = _nvrtc()
-    version = ".".join(map(str, nvrtc_version()))
-    known = nvrtc.getSupportedArchs()
-    if int(re.sub(r"\D", "", spec.arch)) not in known:
-        raise KernelCompileError(f"NVRTC {version} cannot compile for {spec.arch}: {_which_cuda(spec.arch, known)}")
+    check_arch(spec.arch)
     options = compile_options(spec.arch)
     start = time.perf_counter()
     with _in_nvrtc:
@@ -143,7 +151,7 @@ def compile_source(source: KernelSource) -> CompiledKernel:
             try:
                 nvrtc.compileProgram(program, options)
             except nvrtc.NVRTCError as error:
-                raise KernelCompileError(_failure(source, options, version, nvrtc.getProgramLog(program))) from error
+                raise KernelCompileError(_failure(source, options, nvrtc.getProgramLog(program))) from error
             log = nvrtc.getProgramLog(program)
             # CuPy strips the last byte, a zero, as the end of a string; disassemblers refuse an ELF file without it.
             cubin = nvrtc.getCUBIN(program) + b"\0"
@@ -154,7 +162,7 @@ def compile_source(source: KernelSource) -> CompiledKernel:
     registers = _REGISTERS.search(log)
     spills = _SPILLS.search(log)
     kernel = CompiledKernel(
-        symbol=spec.symbol,
+        spec=spec,
         cubin=cubin,
         registers=int(registers[1]) if registers else 0,
         spill_bytes=int(spills[2]) + int(spills[3]) if spills else 0,
@@ -167,6 +175,17 @@ def compile_source(source: KernelSource) -> CompiledKernel:
     _log.info("compiled %s in %.2f s: %s%s", spec, seconds, report, functions)
     _dump(source, kernel)
     return kernel
+
+
+def check_arch(arch: str) -> None:
+    """Raises KernelCompileError if NVRTC is missing, or cannot compile for an architecture."""
+    known = _nvrtc().getSupportedArchs()
+    if int(re.sub(r"\D", "", arch)) not in known:
+        raise KernelCompileError(f"NVRTC {_version()} cannot compile for {arch}: {_which_cuda(arch, known)}")
+
+
+def _version() -> str:
+    return ".".join(map(str, nvrtc_version()))
 
 
 def _which_cuda(arch: str, known: Sequence[int]) -> str:
@@ -206,7 +225,7 @@ def _write_dump(source: KernelSource, suffix: str, data: bytes) -> Path | None:
     return path
 
 
-def _failure(source: KernelSource, options: tuple[str, ...], version: str, log: str) -> str:
+def _failure(source: KernelSource, options: tuple[str, ...], log: str) -> str:
     path = _write_dump(source, ".cu", source.text.encode())
     where = f"the source is in {path}" if path else "set FA2CUPY_DUMP_DIR to have the source written there"
-    return f"NVRTC {version} refused {source.spec}\noptions: {' '.join(options)}\n{where}\n{log}"
+    return f"NVRTC {_version()} refused {source.spec}\noptions: {' '.join(options)}\n{where}\n{log}"

@@ -7,9 +7,9 @@ the compiler's report, and the cubin. The checksum therefore detects renamed ent
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import hashlib
 import json
+import operator
 import os
 import re
 import time
@@ -18,12 +18,15 @@ from pathlib import Path
 from ..settings import cache_limit
 from ..system.folders import UNFINISHED
 from .compiler import CompiledKernel
+from .spec import KernelSpec
 
 __all__ = ["LOCK", "SUFFIX", "clear_folder", "decode", "encode", "kernel_sizes", "limit_folder"]
 
 SUFFIX = ".kernel"
 LOCK = ".lock-"
 _MAGIC = b"fa2cupy-kernel "
+_REPORTED = ("registers", "spill_bytes", "stack_bytes", "log", "seconds")
+_values_of = operator.itemgetter(*_REPORTED)
 _KERNEL = re.compile(rf"[0-9a-f]{{64}}(\.cubin|{re.escape(SUFFIX)})")
 _REST_OF_OLDER = re.compile(r"[0-9a-f]{64}\.json")  # older versions kept the report in a separate file
 _STALE_S = 3600.0
@@ -34,14 +37,13 @@ _room: dict[Path, int] = {}
 
 def encode(key: str, kernel: CompiledKernel) -> bytes:
     """The content of the file of a kernel."""
-    report = dataclasses.asdict(kernel)
-    cubin = report.pop("cubin")
-    body = json.dumps(report).encode() + b"\n" + cubin
+    report = {name: getattr(kernel, name) for name in ("symbol", *_REPORTED)}
+    body = json.dumps(report).encode() + b"\n" + kernel.cubin
     return _header(key, body) + body
 
 
-def decode(key: str, data: bytes) -> CompiledKernel:
-    """The kernel in the content of a file.
+def decode(key: str, data: bytes, spec: KernelSpec) -> CompiledKernel:
+    """The kernel in the content of a file, whose spec the key was made of.
 
     Raises
     ------
@@ -53,7 +55,7 @@ def decode(key: str, data: bytes) -> CompiledKernel:
     if header != _header(key, body):
         raise ValueError("its checksum differs")
     report, _, cubin = body.partition(b"\n")
-    return CompiledKernel(cubin=cubin, **json.loads(report))
+    return CompiledKernel(spec, cubin, *_values_of(json.loads(report)))
 
 
 def _header(key: str, body: bytes) -> bytes:

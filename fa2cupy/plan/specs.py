@@ -12,10 +12,11 @@ import numpy as np
 
 from ..families.choice import choose
 from ..families.device import DeviceInfo
-from ..families.registry import choose_family
+from ..families.registry import choose_family, family_of_kernel
 from ..families.tile import TileConfig
 from ..functions.tracing import BoundFunction
 from ..jit.spec import KernelSpec
+from ..problem.attention import AttentionProblem
 from ..problem.block_mask import MIXED, BlockMask
 from ..problem.checks import check_backward, check_forward, problem_from_parts
 from ..problem.decoding import check_decode
@@ -26,9 +27,10 @@ from ..problem.options import CallOptions
 from ..problem.strides import AnyStrides, argument_layouts, contiguous_score_strides, feature_strides
 from .calls import plan_backward, plan_forward, plan_merge
 from .decode import plan_decode
+from .layout import StageLayout
 from .tile_states import plan_tile_states
 
-__all__ = ["OF_BACKWARD", "decode_specs", "default_specs", "merge_spec"]
+__all__ = ["OF_BACKWARD", "decode_specs", "default_specs", "layout_of_kernel", "merge_spec"]
 
 _ROWS = EXAMPLE_ROWS
 #: Features of the backward only: an array, and options.
@@ -68,19 +70,9 @@ def default_specs(
     call = "forward" if method is None else "backward"
     step = choose_family(call, dtype, device, family).head_dim_step
     padded = -(-head_dim // step) * step
-    returned: dict[str, Any] = {name: True for name in OF_BACKWARD if name != "dlse" and name in features}
-    options = CallOptions(causal, config=config, family=family, method=method, num_splits=num_splits, **returned)
+    options = CallOptions(causal, config=config, family=family, method=method, num_splits=num_splits)
     specs: dict[KernelSpec, None] = {}
-    for keywords in _examples(features, dtype, functions):
-        q = _array((_ROWS, 1, padded) if "cu_seqlens_q" in keywords else (1, _ROWS, 1, padded), dtype)
-        lse = _array((1, _ROWS) if "cu_seqlens_q" in keywords else (1, 1, _ROWS), ACCUMULATOR[dtype])
-        arrays = dict.fromkeys(("q", "k", "v", "o", "do"), q) | {"lse": lse}
-        arrays |= {"dlse": lse} if "dlse" in features else {}
-        problem = (check_forward if method is None else check_backward)(arrays, options, keywords).problem
-        strides: dict[str, AnyStrides] = {**problem.contiguous_strides()}
-        strides |= feature_strides(keywords) | argument_layouts(functions)
-        if problem.settings.dbias:
-            strides["dbias"] = contiguous_score_strides(feature_arrays(keywords)["bias"].shape)
+    for problem, strides in _problems(call, dtype, padded, options, features, functions):
         choice = choose(call, problem, device, strides, options, is_launched=False)
         if method is None:
             plan = plan_forward(problem, device, strides, choice)
@@ -93,6 +85,29 @@ def default_specs(
         states = plan_tile_states(device, function, layouts, (1, 1, 1, 1), (_ROWS, _ROWS), (_ROWS, _ROWS))
         specs.update(dict.fromkeys(stage.spec for stage in states.stages))
     return list(specs)
+
+
+def layout_of_kernel(
+    operation: str,
+    device: DeviceInfo,
+    dtype: str,
+    head_dim: int,
+    causal: bool,
+    family: str | None = None,
+    *,
+    features: Sequence[str] = (),
+    functions: FeatureKeywords = _NO_FUNCTIONS,
+) -> StageLayout:
+    """The layout of a call with a tiled kernel, which makes the kernel for any tile. A bias has the dtype of q.
+
+    Parameters are those of `default_specs`, where the operation stands for the method. The kernel's family and padded
+    head_dim are in the layout and its problem.
+    """
+    call = "forward" if operation == "forward" else "backward"
+    problem, strides = next(_problems(call, dtype, head_dim, CallOptions(causal), features, functions))
+    chosen = family_of_kernel(operation, dtype, device, family, tuple(problem.features))
+    problem = problem.padded(chosen.head_dim_step)
+    return StageLayout(problem, device, chosen, strides | problem.contiguous_strides())
 
 
 def decode_specs(
@@ -128,6 +143,25 @@ def merge_spec(device: DeviceInfo, dtype: str, head_dim: int) -> KernelSpec:
     strides: dict[str, AnyStrides] = dict.fromkeys(("o_parts", "o"), problem.kernel_strides(problem.q_shape))
     choice = choose("merge", problem, device, strides, is_launched=False)
     return plan_merge(problem, device, strides, choice, 1, head_dim).stages[0].spec
+
+
+def _problems(
+    call: str, dtype: str, head_dim: int, options: CallOptions, features: Sequence[str], functions: FeatureKeywords
+) -> Iterator[tuple[AttentionProblem, dict[str, AnyStrides]]]:
+    """Small calls with these features, and the strides of their arrays, for each kind of bias."""
+    returned: dict[str, Any] = {name: True for name in OF_BACKWARD if name != "dlse" and name in features}
+    options = options._replace(**returned)
+    for keywords in _examples(features, dtype, functions):
+        q = _array((_ROWS, 1, head_dim) if "cu_seqlens_q" in keywords else (1, _ROWS, 1, head_dim), dtype)
+        lse = _array((1, _ROWS) if "cu_seqlens_q" in keywords else (1, 1, _ROWS), ACCUMULATOR[dtype])
+        arrays = dict.fromkeys(("q", "k", "v", "o", "do"), q) | {"lse": lse}
+        arrays |= {"dlse": lse} if "dlse" in features else {}
+        problem = (check_forward if call == "forward" else check_backward)(arrays, options, keywords).problem
+        strides: dict[str, AnyStrides] = {**problem.contiguous_strides()}
+        strides |= feature_strides(keywords) | argument_layouts(functions)
+        if problem.settings.dbias:
+            strides["dbias"] = contiguous_score_strides(feature_arrays(keywords)["bias"].shape)
+        yield problem, strides
 
 
 def _examples(features: Sequence[str], dtype: str, functions: FeatureKeywords) -> Iterator[FeatureKeywords]:

@@ -136,8 +136,19 @@ def _finish(axis) -> None:
     axis.spines[["top", "right"]].set_visible(False)
 
 
-def heat_map(path: Path, title: str, unit: str, cells: Mapping[tuple[int, int], tuple[float, str]]) -> None:
-    """Draws a grid over (b_r, b_c): `cells` gives each its value, which sets the colour, and the text below it."""
+def heat_map(
+    path: Path,
+    title: str,
+    unit: str,
+    cells: Mapping[tuple[int, int], tuple[float, str]],
+    marks: Mapping[str, tuple[int, int]],
+) -> None:
+    """Draws a grid over (b_r, b_c): `cells` gives each its value, which sets the colour, and the text below it.
+
+    `marks` are cells with a frame, by the text of the legend.
+    """
+    from matplotlib.patches import Rectangle
+
     rows, columns = sorted({r for r, _ in cells}), sorted({c for _, c in cells})
     figure = _new_figure(2.0 + 1.5 * len(columns), 1.6 + 0.9 * len(rows))
     axis = figure.subplots()
@@ -157,6 +168,14 @@ def heat_map(path: Path, title: str, unit: str, cells: Mapping[tuple[int, int], 
         )
     axis.set_xticks(range(len(columns)), [str(c) for c in columns])
     axis.set_yticks(range(len(rows)), [str(r) for r in rows])
+    for number, (label, (b_r, b_c)) in enumerate(marks.items()):
+        if (b_r, b_c) in cells:
+            inset = 0.03 + 0.05 * number  # frames of the same cell are one inside the other
+            corner = (columns.index(b_c) - 0.5 + inset, rows.index(b_r) - 0.5 + inset)
+            frame = {"color": ("black", "red")[number], "linestyle": ("--", "-")[number], "linewidth": 2.5}
+            axis.add_patch(Rectangle(corner, 1 - 2 * inset, 1 - 2 * inset, fill=False, label=label, **frame))
+    if axis.patches:
+        figure.legend(loc="outside lower center", ncols=len(marks), frameon=False, fontsize=9)
     axis.set_xlabel("b_c (keys of a tile)")
     axis.set_ylabel("b_r (queries of a tile)")
     axis.set_title(title, fontsize=10)
