@@ -81,6 +81,7 @@ from common.measure import (
     find_gpu,
     format_bytes,
     host_microseconds,
+    plots_folder,
     positive_int,
     progress,
     results_folder,
@@ -333,7 +334,6 @@ def summary(rows: Iterable[dict[str, object]]) -> list[str]:
 def plot(rows: Sequence[dict[str, object]], folder: Path) -> list[Path]:
     """Draws forward.png and backward.png from new rows or those of a CSV: panels by dtype, mask and head_dim."""
     paths = []
-    folder.mkdir(parents=True, exist_ok=True)
     for name, operations in (("forward", ("forward",)), ("backward", ("single_pass", "two_pass"))):
         panels: dict[tuple[str, str], dict[str, dict[int, float]]] = {}
         for row in rows:
@@ -354,10 +354,14 @@ def plot(rows: Sequence[dict[str, object]], folder: Path) -> list[Path]:
 def show(rows: Sequence[dict[str, object]], folder: Path) -> None:
     """Shows an earlier run: its table, and its plots if it has any and they can be drawn."""
     tables = {"model": model_table, "precision": precision_table, "pattern": sparse_table}
+    tables["over_plain"] = features.table
     for column, table in tables.items():
         if column in rows[0]:
             print(*table(rows), sep="\n")
             return
+    for column in COLUMNS:
+        if column not in rows[0]:  # the CSV of a section that has neither, or of another script
+            raise KeyError(column)
     if can_plot():
         print(*plot(rows, folder), sep="\n")
     print(*speed_table(rows, "float16", "torch cudnn"), sep="\n")
@@ -575,8 +579,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Returns 1 if a result was wrong or one of ours failed."""
     options = parse_arguments(arguments)
     if options.plot_only:
-        folder = Path(options.out) if options.out else Path(options.plot_only).parent
-        return show_earlier(options.plot_only, lambda rows: show(rows, folder))
+        source, chosen = options.plot_only, options.out
+        return show_earlier(source, lambda rows: show(rows, plots_folder(source, chosen)))
     gpu = find_gpu()
     if gpu is None:
         return 2

@@ -47,6 +47,7 @@ from common.measure import (
     Tensors,
     find_gpu,
     flops,
+    plots_folder,
     positive_int,
     progress,
     results_folder,
@@ -319,7 +320,7 @@ def summary(rows: Iterable[Mapping[str, object]]) -> list[str]:
 
 def _losses(name: str, losses: Sequence[float]) -> str:
     mean = 100 * statistics.mean(losses)
-    return f"{name:36s}loses at most {100 * max(losses):5.1f} %, on average {mean:5.1f} % ({len(losses)} problems)"
+    return f"{name:51s}loses at most {100 * max(losses):5.1f} %, on average {mean:5.1f} % ({len(losses)} problems)"
 
 
 def plot(rows: Sequence[Mapping[str, object]], path: Path) -> None:
@@ -419,8 +420,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Returns 1 if a result was wrong or a call failed."""
     options = parse_arguments(arguments)
     if options.plot_only:
-        path = Path(options.plot_only)
-        return show_earlier(options.plot_only, lambda rows: show(rows, path.with_suffix(".png")))
+        source, chosen = Path(options.plot_only), options.out
+        return show_earlier(source, lambda rows: show(rows, plots_folder(source, chosen) / f"{source.stem}.png"))
     if options.judge:
         return show_earlier(options.judge, lambda rows: rewrite(rows, Path(options.judge), options.arch), "--judge")
     gpu = find_gpu()

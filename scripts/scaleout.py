@@ -3,7 +3,7 @@
     python scripts/scaleout.py                          2, 4, ... GPUs, 32768 and 131072 rows
     python scripts/scaleout.py --full                   524288 and 1048576 rows, too
     python scripts/scaleout.py --ranks 4 --rows 131072 --heads 32/8 --schemes heads gather
-    python scripts/scaleout.py --plot-only scripts/results/h200/scaleout.csv
+    python scripts/scaleout.py --plot-only scripts/results/h100-80gb-hbm3/scaleout.csv
     python scripts/scaleout.py --simulate --out DIR     the same on NumPy and simulated ranks: times say nothing
 
 Forward, backward and both (``training``; up to 32768 rows also as a CUDA graph, ``graph``) of bfloat16, head_dim 128,
@@ -45,6 +45,7 @@ from common.measure import (
     Problem,
     find_gpu,
     format_bytes,
+    plots_folder,
     positive_int,
     progress,
     results_folder,
@@ -241,10 +242,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argument_parser()
     options = parser.parse_args(arguments)
     if options.plot_only:
-        path = Path(options.plot_only)
-        return show_earlier(options.plot_only, lambda rows: show(rows, path.with_suffix(".png")))
-    if options.simulate and (options.full or not options.out):
-        parser.error("--simulate: it takes --out, and no --full")
+        source, chosen = Path(options.plot_only), options.out
+        return show_earlier(source, lambda rows: show(rows, plots_folder(source, chosen) / f"{source.stem}.png"))
+    if options.simulate and not options.out:
+        parser.error("--simulate: name a folder for its results with --out DIR; they are of no GPU")
+    if options.simulate and options.full:
+        parser.error("--full: simulated ranks have tiny problems")
     count = 0 if options.simulate else device_count()
     if count < 2 and not options.simulate:
         there = "is one" if count else "is none"

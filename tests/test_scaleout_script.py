@@ -148,8 +148,8 @@ def test_a_job_that_fails_leaves_the_others(tmp_path, monkeypatch, capsys):
         ("--heads 16/3", "--heads: 16 is not a multiple of 3"),
         ("--heads 4/2 --ranks 4 --schemes heads", "--schemes: 'heads' needs a number of K/V heads"),
         ("--schemes all", "--schemes: invalid choice: 'all'"),
-        ("--simulate", "--simulate: it takes --out, and no --full"),
-        ("--simulate --full --out x", "--simulate: it takes --out, and no --full"),
+        ("--simulate", "--simulate: name a folder for its results with --out DIR"),
+        ("--simulate --full --out x", "--full: simulated ranks have tiny problems"),
     ],
 )
 def test_arguments_that_cannot_be_are_refused_by_name(arguments, text, monkeypatch, capsys):

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import ast
+import importlib
 import os
+import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -16,7 +20,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import sweep
-from common import SCRIPTS
+from common import ROOT, SCRIPTS
 from support.fake_timing import HAS_MATPLOTLIB
 
 WITHOUT_SITE = (sys.executable, "-S")  # without site-packages, where fa2cupy may be installed
@@ -65,6 +69,54 @@ def test_plot_only_of_something_else_is_a_sentence(script, content, reason, tmp_
     assert told.startswith(f"--plot-only: {path} cannot be shown as the CSV of an earlier run (")
     assert reason in told and told.count("\n") == 1
     assert not list(tmp_path.glob("*.png"))
+
+
+PLOTTING = [path.stem for path in sorted(SCRIPTS.glob("*.py")) if '"--plot-only"' in path.read_text(encoding="utf-8")]
+
+
+@pytest.mark.parametrize("name", PLOTTING)
+def test_plot_only_draws_beside_the_csv_or_where_it_is_told_to(name, tmp_path, monkeypatch):
+    script = importlib.import_module(name)
+    drawn = []
+    for draw in {"bar_panels", "line_panels"} & vars(script).keys():
+        monkeypatch.setattr(script, draw, lambda path, *_: drawn.append(path.relative_to(tmp_path)))
+    monkeypatch.setattr(script, "can_plot", lambda: True)
+    source = tmp_path / "earlier" / f"{name}.csv"
+    source.parent.mkdir()
+    shutil.copy(SCRIPTS / "results" / "h100-80gb-hbm3" / source.name, source)
+    assert script.main(["--plot-only", str(source)]) == 0
+    beside, drawn[:] = list(drawn), []
+    assert beside and {path.parent.name for path in beside} == {"earlier"}
+    assert script.main(["--plot-only", str(source), "--out", str(tmp_path / "new" / "out")]) == 0
+    assert drawn == [Path("new", "out", path.name) for path in beside]
+    assert (tmp_path / "new" / "out").is_dir()
+
+
+def test_there_are_scripts_that_plot():
+    assert len(PLOTTING) > 1
+
+
+@pytest.mark.parametrize("section", ["features-peers", "functions", "models", "sparse", "float32"])
+def test_plot_only_of_a_section_is_its_table(section, tmp_path, capsys):
+    source = SCRIPTS / "results" / "h100-80gb-hbm3" / f"{section}.csv"
+    assert benchmark.main(["--plot-only", str(source), "--out", str(tmp_path)]) == 0
+    assert capsys.readouterr().out.count("\n") > 4
+    assert not list(tmp_path.iterdir())
+
+
+def test_files_that_docstrings_of_scripts_name_exist():
+    names = {path.name for path in ROOT.rglob("*.py")}
+    missing, found = [], 0
+    for path in SCRIPTS.rglob("*.py"):
+        docstring = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+        for name in re.findall(r"[\w./<>-]+\.(?:py|csv|png|json|md|cuh?)\b", docstring):
+            is_file = name.startswith(("scripts/", "tests/", "fa2cupy/", "kernels/")) and "<" not in name
+            if is_file or name.endswith(".py"):
+                found += 1
+                if not (ROOT / name).exists() and not (path.parent / name).exists() and name not in names:
+                    missing.append(f"{path.relative_to(ROOT)}: {name}")
+    assert not missing
+    assert found > 20
 
 
 @pytest.mark.parametrize(

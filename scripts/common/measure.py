@@ -411,7 +411,15 @@ def slug(device_name: str) -> str:
 
 def results_folder(device_name: str, chosen: str | None = None) -> Path:
     """Creates the folder for a device's results: the user's choice, else ``scripts/results/<device>``."""
-    folder = Path(chosen) if chosen else SCRIPTS / "results" / slug(device_name)
+    return _created(Path(chosen) if chosen else SCRIPTS / "results" / slug(device_name))
+
+
+def plots_folder(source: str | Path, chosen: str | None = None) -> Path:
+    """Creates the folder for the pictures of an earlier run: the user's choice, else that of its CSV."""
+    return _created(Path(chosen) if chosen else Path(source).parent)
+
+
+def _created(folder: Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     return folder
 
@@ -431,7 +439,9 @@ def read_csv(path: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-def show_earlier(source: str, show: Callable[[list[dict[str, str]]], object], option: str = "--plot-only") -> int:
+def show_earlier(
+    source: str | Path, show: Callable[[list[dict[str, str]]], object], option: str = "--plot-only"
+) -> int:
     """Shows the rows of a CSV that an earlier run has written, for `option`. Returns the exit status."""
     try:
         rows = read_csv(Path(source))
