@@ -14,7 +14,7 @@ import fa2cupy
 import fa2cupy.distributed as dist
 from fa2cupy import TileConfig, UnsupportedProblemError, mods
 from fa2cupy.distributed import api
-from fa2cupy.distributed.movers.copies import word_layout
+from fa2cupy.distributed.local.copies import word_layout
 from fa2cupy.distributed.transport.threads import ThreadTransport
 from fa2cupy.testing import make_inputs
 

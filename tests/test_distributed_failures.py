@@ -25,8 +25,9 @@ from support.fake_nccl import SIZE, FakeCommunicator, FakeNccl, fake_streams
 import fa2cupy
 import fa2cupy.distributed as dist
 from fa2cupy.cpu import calls as cpu_calls
-from fa2cupy.distributed.call import run as run_module
-from fa2cupy.distributed.call.lanes import HostLane
+from fa2cupy.distributed.call import agreement
+from fa2cupy.distributed.local.lanes import HostLane
+from fa2cupy.distributed.movers import resources
 from fa2cupy.distributed.transport import nccl as nccl_module
 from fa2cupy.distributed.transport.messages import head_of
 from fa2cupy.distributed.transport.mpi import MpiTransport
@@ -442,7 +443,7 @@ class TestGpus:
 
         def work(comm):
             found = [calls(comm), calls(comm)]
-            monkeypatch.setattr(run_module, "is_captured", lambda array: True)
+            monkeypatch.setattr(agreement, "is_captured", lambda array: True)
             return [*found, calls(comm)]
 
         barrier = threading.Barrier(SIZE)
@@ -523,7 +524,7 @@ class TestFailures:
 
         first_rank = set()
         lanes = tuple(NotingLane() for _ in range(7))
-        monkeypatch.setattr(run_module, "host_lanes", lambda rank: lanes if rank == 0 else (HostLane(),) * 7)
+        monkeypatch.setattr(resources, "host_lanes", lambda rank: lanes if rank == 0 else (HostLane(),) * 7)
         monkeypatch.setattr(cpu_calls, "forward", fail)
 
         def work(comm):

@@ -21,8 +21,8 @@ import fa2cupy
 import fa2cupy.distributed as dist
 from fa2cupy.distributed import api
 from fa2cupy.distributed.call import requests
-from fa2cupy.distributed.call import run as run_module
-from fa2cupy.distributed.movers import copies as copies_module
+from fa2cupy.distributed.local import copies as copies_module
+from fa2cupy.distributed.movers import resources
 from fa2cupy.distributed.transport import nccl as nccl_module
 from fa2cupy.testing import Expectation, make_inputs
 
@@ -295,7 +295,7 @@ def test_captured_calls_keep_their_memory_and_are_not_watched(gpus, monkeypatch)
         plain, _ = dist.forward(comm, q, k, v, scheme="gather")
         assert watched.count(comm.rank) == 1 and not comm.captured
         barrier.wait(20)
-        monkeypatch.setattr(run_module, "is_captured", lambda array: True)
+        monkeypatch.setattr(resources, "is_captured", lambda array: True)
         monkeypatch.setattr(api, "is_captured", lambda array: True)
         barrier.wait(20)
         found, _ = dist.forward(comm, q, k, v, scheme="gather")

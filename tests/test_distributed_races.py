@@ -16,9 +16,10 @@ from support.feature_cases import numbers
 
 import fa2cupy
 import fa2cupy.distributed as dist
+from fa2cupy.distributed.call import groups as groups_module
 from fa2cupy.distributed.call import run as run_module
+from fa2cupy.distributed.movers import resources
 from fa2cupy.distributed.schemes import gather_calls
-from fa2cupy.distributed.schemes import groups as groups_module
 from fa2cupy.testing import make_inputs
 
 #: "copies" stands for ranks that write each other's memory.
@@ -227,7 +228,7 @@ class immediate_first_work:
         return lanes
 
 
-HOST_LANES = run_module.host_lanes
+HOST_LANES = resources.host_lanes
 CASES = {
     "heads": {"how": {"scheme": "heads", "head_groups": 4}},
     "heads copies": {"how": {"scheme": "heads copies", "head_groups": 4}},
@@ -246,16 +247,16 @@ CASES = {
 @pytest.mark.matrix
 def test_every_wait_that_is_left_out_is_caught(monkeypatch):
     """Without any one of the waits, the results of a scheme are wrong in at least one order of events."""
-    monkeypatch.setattr(run_module, "host_memory", ranks.poisoned)
+    monkeypatch.setattr(resources, "host_memory", ranks.poisoned)
     monkeypatch.setattr(PickyLane, "seen", set())
-    monkeypatch.setattr(run_module, "host_lanes", immediate_first_work())
+    monkeypatch.setattr(resources, "host_lanes", immediate_first_work())
     monkeypatch.setattr(groups_module, "_FEW_ROWS", 0)
     monkeypatch.setattr(groups_module, "_LEAST_ROWS", 1)
     cases = [LateInputs(4, causal=True, **options) for options in CASES.values()]
     orders = [(slow, late) for late in (None, 0, 2) for slow in range(ranks.LANES)]
 
     def is_right(call: LateInputs, order: tuple, delay: float) -> bool:
-        monkeypatch.setattr(run_module, "host_lanes", lanes_with_first_work(PickyLane, one_slow_lane(*order, delay)))
+        monkeypatch.setattr(resources, "host_lanes", lanes_with_first_work(PickyLane, one_slow_lane(*order, delay)))
         try:
             found = call.run()
         except dist.CommunicationError:  # messages of two calls were mixed up
@@ -423,7 +424,7 @@ def test_memory_of_other_lanes_does_not_come_from_the_callers_stream(arena, monk
     wrong = []
     for seed in range(3):
         with ranks.slow_lanes(monkeypatch, ranks.random_delays(0.001, seed), LaneWithWorkspaces):
-            monkeypatch.setattr(run_module, "host_memory", from_pool)
+            monkeypatch.setattr(resources, "host_memory", from_pool)
             found = ranks.on_ranks(4, inputs, causal=True, how=how)
         wrong += [name for name in found if not np.array_equal(found[name], expected[name])]
     assert bool(wrong) is (arena == "the caller's stream"), wrong

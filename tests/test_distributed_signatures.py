@@ -22,10 +22,10 @@ from support.option_pairs import option_pairs
 
 import fa2cupy
 import fa2cupy.distributed as dist
-from fa2cupy.distributed import api
+from fa2cupy.distributed.call import groups as groups_module
 from fa2cupy.distributed.call import requests
+from fa2cupy.distributed.call.run import Run
 from fa2cupy.distributed.movers.by_messages import ByMessages
-from fa2cupy.distributed.schemes import groups as groups_module
 from fa2cupy.distributed.transport import nccl as nccl_module
 from fa2cupy.families.sm90_float32 import Sm90Float32
 from fa2cupy.problem.features import FeatureKeywords
@@ -435,7 +435,7 @@ def test_messages_take_groups_of_several_sizes_too(scheme, ratio, monkeypatch):
     expected = ranks.on_ranks(2, inputs, how=how, **options)
     sizes = []
 
-    def by_messages(comm, run):
+    def by_messages(run, number):
         run.request = groups_module.of_copies(run.request)
         sizes.append(run.request.query_groups or run.request.groups)
         return ByMessages(run)
@@ -443,7 +443,7 @@ def test_messages_take_groups_of_several_sizes_too(scheme, ratio, monkeypatch):
     monkeypatch.setattr(groups_module, "_FEW_ROWS", 0)
     monkeypatch.setattr(groups_module, "_LEAST_ROWS", 1)
     monkeypatch.setattr(groups_module, "_LONG_KERNELS", 1 << 40)
-    monkeypatch.setattr(api, "_mover", by_messages)
+    monkeypatch.setattr(Run, "mover", by_messages)
     found = ranks.on_ranks(2, inputs, how={"scheme": scheme}, **options)
     assert max(map(len, sizes)) >= 3
     for name, result in found.items():

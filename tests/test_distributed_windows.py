@@ -20,13 +20,14 @@ from support.feature_cases import numbers
 import fa2cupy
 import fa2cupy.distributed as dist
 from fa2cupy.distributed import api
+from fa2cupy.distributed.call import groups as groups_module
 from fa2cupy.distributed.call import run as run_module
+from fa2cupy.distributed.call.choice import groups_of
 from fa2cupy.distributed.call.orders import RowOrder
 from fa2cupy.distributed.call.requests import Request
-from fa2cupy.distributed.movers import by_messages, device_window
-from fa2cupy.distributed.movers.matrices import matrices_of
-from fa2cupy.distributed.schemes import groups as groups_module
-from fa2cupy.distributed.schemes.choice import groups_of
+from fa2cupy.distributed.local.matrices import matrices_of
+from fa2cupy.distributed.movers import by_messages, resources
+from fa2cupy.distributed.transport import device_window
 from fa2cupy.distributed.transport import nccl as nccl_module
 from fa2cupy.problem.checks import check_forward
 from fa2cupy.problem.options import CallOptions
@@ -489,7 +490,7 @@ class TestGraphs:
     def captured(self, monkeypatch):
         """Provides what says whether a graph captures calls."""
         state = [False]
-        for module in (run_module, api):
+        for module in (resources, api):
             monkeypatch.setattr(module, "is_captured", lambda array: state[0])
         return state
 

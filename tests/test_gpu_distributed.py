@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from support import gpu_ranks
 
-from fa2cupy.distributed.call.lanes import StreamLane
-from fa2cupy.distributed.call.sums import subtract, sum_into
-from fa2cupy.distributed.movers.copies import copy
-from fa2cupy.distributed.movers.copy_kernel import copy_matrices
-from fa2cupy.distributed.movers.matrices import Matrix
+from fa2cupy.distributed.local.copies import copy
+from fa2cupy.distributed.local.copy_kernel import copy_matrices
+from fa2cupy.distributed.local.lanes import StreamLane
+from fa2cupy.distributed.local.matrices import Matrix
+from fa2cupy.distributed.local.sums import subtract, sum_into
 from fa2cupy.families.device import device_count
 from fa2cupy.problem.dtypes import ACCUMULATOR
 

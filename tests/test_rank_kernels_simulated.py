@@ -11,9 +11,8 @@ from ptxsim import Memory
 from support.feature_cases import accumulator, numbers
 from support.simulator import compiled_module
 
-from fa2cupy.distributed.call import sums
-from fa2cupy.distributed.movers import copy_kernel
-from fa2cupy.distributed.movers.matrices import Matrix
+from fa2cupy.distributed.local import copy_kernel, sums
+from fa2cupy.distributed.local.matrices import Matrix
 from fa2cupy.jit.source import render_kernel
 from fa2cupy.plan.ranks import LONGEST_WORD, SUMS_OF_BLOCK, copy_spec, specs_of_ranks, sum_spec
 

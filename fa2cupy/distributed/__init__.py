@@ -4,8 +4,9 @@ All ranks call these functions together, each with its own rows. CuPy arrays tra
 arrays by MPI, or between simulated ranks.
 """
 
-# call/ has what each call goes through, schemes/ says which part of which array goes where, movers/ carry the parts as
-# copies or as messages, and transport/ sends messages.
+# Each folder uses those behind it: schemes/ says which part of which array goes where, call/ has what each call goes
+# through, movers/ carry the parts as copies or as messages, transport/ gets bytes to other ranks, and local/ is what a
+# rank does by itself.
 from .api import attention, backward, forward
 from .communicator import Communicator
 from .rows import pad, padded_length, positions, shard, unshard

@@ -10,22 +10,19 @@ from typing import TYPE_CHECKING, Any
 from ..backends import backend_of
 from ..closure import with_backprop
 from ..families.tile import TileConfig
+from ..numerics.arrays import array_module
 from ..problem.arguments import unpack_out
 from ..problem.array_types import Array
 from ..problem.keywords import check_keywords, takes_features
 from ..problem.options import CallOptions, hashable_config
 from .call.agreement import collective
+from .call.choice import check_capture
 from .call.operands import Operands, result_views
 from .call.requests import CallArguments, checked
-from .call.run import Run, is_captured
+from .call.run import Run
 from .communicator import Communicator, Stage
-from .movers.by_copies import ByCopies
-from .movers.by_messages import ByMessages
-from .movers.move import Mover
+from .local.lanes import is_captured
 from .schemes import gather, heads, hybrid
-from .schemes.choice import check_capture
-from .schemes.groups import of_copies, takes_copies
-from .transport.messages import library_of
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -343,7 +340,7 @@ def _results(comm: Communicator, arguments: CallArguments) -> tuple[Array, ...]:
         comm.stage = Stage.TOGETHER
     names = tuple(result.name for result in request.results)
     given = unpack_out(arguments.out, names)
-    xp = library_of(q)
+    xp = array_module(q)
     out = tuple(
         xp.empty(result.shape, result.dtype) if array is None else array
         for result, array in zip(request.results, given, strict=True)
@@ -352,22 +349,12 @@ def _results(comm: Communicator, arguments: CallArguments) -> tuple[Array, ...]:
     views = result_views(names, out, arguments.options.layout, q.ndim)
     run = Run(comm, request, q)
     try:
-        getattr(_SCHEMES[request.scheme], arguments.call)(_mover(comm, run), operands, views)
+        getattr(_SCHEMES[request.scheme], arguments.call)(run, run.mover(comm.number), operands, views)
         run.finish()
     except BaseException:
         run.abandon()
         raise
     return out
-
-
-def _mover(comm: Communicator, run: Run) -> Mover:
-    """What carries the arrays of a call."""
-    window = run.window() if takes_copies(run.request) else None
-    if window is not None:
-        run.request = of_copies(run.request)
-        return ByCopies(run, window)
-    run.announce(comm.number)
-    return ByMessages(run)
 
 
 def _alone(arguments: CallArguments) -> tuple[Array, ...]:

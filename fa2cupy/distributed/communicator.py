@@ -9,9 +9,10 @@ import os
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
+from ..numerics.arrays import is_on_host
 from ..system.locks import new_lock
 from .transport.launch import launch_of
-from .transport.messages import CommunicationError, Transport, all_texts, is_on_host
+from .transport.messages import CommunicationError, Transport, all_texts
 
 __all__ = ["Communicator", "Stage"]
 

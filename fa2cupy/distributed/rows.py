@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 
+from ..numerics.arrays import array_module
 from ..problem.arguments import array_backend
 from ..problem.array_types import Array
-from .call.agreement import agree, collective
+from .call.agreement import agree, collective, messages_of
 from .call.orders import RowOrder, check_order, divisor
-from .call.run import messages_of
 from .communicator import Communicator
-from .transport.messages import library_of
 
 __all__ = ["pad", "padded_length", "positions", "shard", "unshard"]
 
@@ -62,7 +61,7 @@ def pad(comm: Communicator, x: Array, *, axis: int = 1, value: float = 0, order:
     length = padded_length(comm, x.shape[axis], order=order)
     if length == x.shape[axis]:
         return x
-    xp = library_of(x)
+    xp = array_module(x)
     padded = xp.full((*x.shape[:axis], length, *x.shape[axis + 1 :]), value, x.dtype)
     padded[_along(axis, slice(0, x.shape[axis]))] = x
     return padded
@@ -127,7 +126,7 @@ def shard(comm: Communicator, x: Array, *, axis: int = 1, order: str = "zigzag")
     axis = _checked_axis(x, axis)
     rows = _row_order(f"x (axis {axis})", comm, x.shape[axis], order)
     parts = [x[_along(axis, chunk.whole)] for chunk in rows.chunks(comm.rank)]
-    return library_of(x).concatenate(parts, axis=axis)
+    return array_module(x).concatenate(parts, axis=axis)
 
 
 @collective
@@ -160,7 +159,7 @@ def unshard(comm: Communicator, x: Array, *, axis: int = 1, order: str = "zigzag
     rows = _row_order(f"x (axis {axis})", comm, x.shape[axis] * comm.size, order)
     kind = f"shape {x.shape}, dtype {x.dtype}"
     number = agree(comm, x, {"call": "unshard", "x": kind, "axis": str(axis), "order": order})
-    xp = library_of(x)
+    xp = array_module(x)
     own = xp.ascontiguousarray(x)
     landing = xp.empty((comm.size, *own.shape), own.dtype)
     peers = range(comm.size)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 
+from ..numerics.arrays import array_module
 from ..problem.arguments import array_backend
 from ..problem.array_types import Array
-from .call.agreement import agree, collective
-from .call.run import messages_of
+from .call.agreement import agree, collective, messages_of
 from .communicator import Communicator
-from .transport.messages import Transport, library_of
+from .transport.messages import Transport
 
 __all__ = ["total"]
 
@@ -55,7 +55,7 @@ def total(comm: Communicator, x: Array) -> Array:
 
 
 def _sum(comm: Communicator, transport: Transport, x: Array) -> Array:
-    xp = library_of(x)
+    xp = array_module(x)
     own = xp.ascontiguousarray(x).reshape(-1)
     # Each rank sums one piece of the array, and sends the sum to all.
     step = -(-own.size // comm.size)

@@ -13,12 +13,20 @@ import numpy as np
 from ..problem.arguments import array_backend, check_array
 from ..problem.array_types import Array
 
-__all__ = ["array_module", "device_context", "has_cublas", "matmul", "stacked"]
+__all__ = ["array_module", "device_context", "has_cublas", "is_on_host", "matmul", "stacked"]
+
+
+def is_on_host(array: object) -> bool:
+    """True for a NumPy array."""
+    return isinstance(array, np.ndarray)
 
 
 def array_module(array: Array) -> ModuleType:
-    """``numpy`` or ``cupy``, whichever the array belongs to. CuPy is not imported for it."""
-    cupy = sys.modules.get("cupy")
+    """``numpy`` or ``cupy``, whichever the array belongs to. CuPy is not imported for it.
+
+    CuPy imports modules to answer, which threads with NumPy arrays must not do at the same time.
+    """
+    cupy = None if is_on_host(array) else sys.modules.get("cupy")
     return cupy.get_array_module(array) if cupy else np
 
 

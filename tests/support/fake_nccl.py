@@ -17,10 +17,12 @@ import fa2cupy.distributed as dist
 from fa2cupy.distributed import communicator
 from fa2cupy.distributed.call import requests
 from fa2cupy.distributed.call import run as run_module
-from fa2cupy.distributed.movers import copies as copies_of_ranks
-from fa2cupy.distributed.transport import messages
+from fa2cupy.distributed.local import copies as copies_of_ranks
+from fa2cupy.distributed.local import lanes
+from fa2cupy.distributed.movers import resources
 from fa2cupy.distributed.transport.nccl import NcclTransport
 from fa2cupy.gpu import calls, copies, device_memory, prepare, prepared, tile_states
+from fa2cupy.numerics import arrays
 
 INT8 = "NCCL_INT8"
 #: Ranks of the tests.
@@ -343,13 +345,13 @@ def fake_streams(monkeypatch):
 
     monkeypatch.setattr(FakeArray, "get", get)
     monkeypatch.setattr(copies_of_ranks, "copy_matrices", copy_matrices)
-    for module in (communicator, copies_of_ranks, messages, requests, run_module):
+    for module in (arrays, communicator, copies_of_ranks, lanes, requests, resources):
         monkeypatch.setattr(module, "is_on_host", lambda array: not isinstance(array, FakeArray))
     monkeypatch.setattr(run_module, "backend_of", lambda name, array: calls)
     monkeypatch.setattr(NcclTransport, "window", lambda transport, is_captured: None)  # but in `fake_sharing`
-    run_module._streams.cache_clear()
+    lanes._streams.cache_clear()
     yield cupy
-    run_module._streams.cache_clear()
+    lanes._streams.cache_clear()
 
 
 def shards(comm, arrays, order="zigzag"):

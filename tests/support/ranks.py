@@ -15,9 +15,9 @@ from support.feature_cases import extras, gradient_names
 
 import fa2cupy
 import fa2cupy.distributed as dist
-from fa2cupy.distributed.call import run as run_module
-from fa2cupy.distributed.movers.windows import IS_READY, MOST_STEPS, READY, Signal, Window
+from fa2cupy.distributed.movers import resources
 from fa2cupy.distributed.transport.threads import ThreadTransport
+from fa2cupy.distributed.transport.windows import IS_READY, MOST_STEPS, READY, Signal, Window
 
 LANES = 7  # of a call: the caller's, a second one, those of messages and of copies, and three for groups of heads
 ROW_AXIS = {"lse": -1, "dlse": -1, "bias": -2, "mask": -2, "dbias": -2}
@@ -166,8 +166,8 @@ def slow_lanes(monkeypatch, delays: Callable[[int, int], Callable[[], float]], l
         return tuple(lane(delays(rank, number), number == 0) for number in range(LANES))
 
     with monkeypatch.context() as patch:
-        patch.setattr(run_module, "host_memory", poisoned)
-        patch.setattr(run_module, "host_lanes", lanes)
+        patch.setattr(resources, "host_memory", poisoned)
+        patch.setattr(resources, "host_lanes", lanes)
         yield
 
 

@@ -23,9 +23,9 @@ from support.feature_cases import extras, options_of
 from support.traced_cases import on_gpu, ready_made
 
 import fa2cupy
-from fa2cupy.distributed.call.sums import sum_into
-from fa2cupy.distributed.movers.copy_kernel import copy_matrices
-from fa2cupy.distributed.movers.matrices import Matrix
+from fa2cupy.distributed.local.copy_kernel import copy_matrices
+from fa2cupy.distributed.local.matrices import Matrix
+from fa2cupy.distributed.local.sums import sum_into
 from fa2cupy.problem.dtypes import ACCUMULATOR
 from fa2cupy.testing import make_inputs
 

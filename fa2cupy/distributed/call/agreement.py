@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
+from ...problem.array_types import Array
 from ..communicator import Communicator, Stage
-from ..transport.messages import CommunicationError
+from ..local.lanes import is_captured
+from ..transport.messages import CommunicationError, Transport, head_of, without_text
 
-__all__ = ["agree", "collective"]
+__all__ = ["agree", "collective", "messages_of"]
 
 _ERROR = "error"
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -104,6 +107,20 @@ def agree(comm: Communicator, array: object, description: Mapping[str, str]) -> 
             comm.agreed.add(text)
     comm.stage = Stage.TOGETHER
     return number
+
+
+@contextlib.contextmanager
+def messages_of(comm: Communicator, array: Array, description: int) -> Iterator[Transport]:
+    """The messages of a call that uses the caller's stream alone; `agree` has returned the number `description`."""
+    transport = comm.transport_of(array)
+    is_queued = not (transport.waits_for_host or is_captured(array))
+    if is_queued:
+        head = head_of(comm.number, without_text(description))
+        landing = transport.empty_bytes(comm.size * len(head)).reshape(comm.size, len(head))
+        transport.announce(head, transport.to_buffer(head), landing)
+    yield transport
+    if is_queued:
+        transport.watch()
 
 
 def _everyones(comm: Communicator, description: Mapping[str, str]) -> list[Any]:

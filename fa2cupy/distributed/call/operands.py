@@ -9,9 +9,9 @@ from typing import Any
 from ...problem.array_types import Array
 from ...problem.attention import SOURCE_AXES
 from ...problem.options import CallOptions
-from .lanes import Lane
+from ..local.lanes import Lane
+from ..local.sums import subtract
 from .run import Run
-from .sums import subtract
 
 __all__ = ["Operands", "result_views"]
 

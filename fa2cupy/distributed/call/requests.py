@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from ...families.tile import requested_tile
+from ...numerics.arrays import is_on_host
 from ...problem.arguments import OverlapCheck, array_backend, check_outputs, output_name, unpack_out
 from ...problem.array_types import Array
 from ...problem.attention import SOURCE_AXES, AttentionProblem
@@ -23,9 +24,8 @@ from ...problem.features import feature_arrays
 from ...problem.function_checks import function_arrays, program_of
 from ...problem.options import CallOptions, requested_method
 from ..communicator import Communicator, Stage
-from ..schemes.choice import check_scheme, groups_of, ranks_with_heads, scheme_of
-from ..transport.messages import is_on_host
 from .agreement import agree
+from .choice import check_scheme, groups_of, ranks_with_heads, scheme_of
 from .orders import RowOrder, check_order, divisor
 from .parts import OVER_SCORES
 from .splits import with_splits_of_whole

@@ -12,11 +12,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from ...problem.array_types import Array
-from ..call.lanes import Lane
-from ..call.run import Run
-from .copies import copy, copy_parts
+from ..local.copies import Copy, copy, copy_parts
+from ..local.lanes import Lane
+from ..transport.windows import Signal, Window, padded_bytes
 from .move import Landed, Late, Memory, Mover, Moves, Shape
-from .windows import Copy, Signal, Window, padded_bytes
+from .resources import Resources
 
 __all__ = ["ByCopies"]
 
@@ -26,42 +26,46 @@ class ByCopies(Mover):
 
     ahead = 1
 
-    def __init__(self, run: Run, window: Window):
-        super().__init__(run)
+    def __init__(self, own: Resources, window: Window):
+        super().__init__(own)
         self.window = window
         self._slow: list[tuple[Array, Array]] = []
         self._steps = 0
 
     def begin(self, shapes: Sequence[Shape], results: Sequence[Array], steps: int) -> tuple[list[Memory], list[Memory]]:
         """See `Mover`."""
-        run, window, self._steps = self.run, self.window, steps
-        quick = [x if window.can_copy(x) else run.empty(x.shape, x.dtype) for x in results]
+        own, window, self._steps = self.own, self.window, steps
+        quick = [x if window.can_copy(x) else own.empty(x.shape, x.dtype) for x in results]
         self._slow = [(x, y) for x, y in zip(results, quick, strict=True) if x is not y]
         wanted = [(shape.shape, shape.dtype) for shape in shapes] + [(x.shape, x.dtype) for x in results]
-        window.begin(run.main, padded_bytes(wanted), steps, run.request.number, run.is_captured)
+        window.begin(own.main, padded_bytes(wanted), steps, own.call, own.is_captured)
         places = [None] * len(shapes) + quick
         found = []
         for (shape, dtype), place in zip(wanted, places, strict=True):
             arrays = window.arrays(shape, dtype)
-            own = arrays[run.rank]
-            found.append(Memory(shape, own, own if place is None else place, arrays))
+            landing = arrays[own.rank]
+            found.append(Memory(shape, landing, landing if place is None else place, arrays))
         return found[: len(shapes)], found[len(shapes) :]
 
     def enter(self, *lanes: Lane, cleared: bool = False) -> None:
         """See `Mover`."""
         super().enter(*lanes)
-        self.window.enter(self.run.comm)
+        self.window.enter(self.own.comm)
         if cleared:
-            self.release(self.run.comm, Signal.USED, 0)
+            self.release(self.own.comm, Signal.USED, 0)
             self.may_overwrite(Signal.USED, 0)
 
     def source(self, array: Array, lane: Lane | None = None) -> Array:
         """See `Mover`."""
-        return array if self.window.can_copy(array) else self.run.packed(lane or self.run.main, array)
+        if self.window.can_copy(array) or array.flags.c_contiguous:
+            return array
+        packed = self.own.empty(array.shape, array.dtype)
+        (lane or self.own.main)(copy, packed, array)
+        return packed
 
     def put(self, kind: Signal, step: int, moves: Moves, late: Late | None = None, is_idle: bool = False) -> None:
         """See `Mover`."""
-        comm, send = self.run.comm, copy_parts if is_idle else self.window.send
+        comm, send = self.own.comm, copy_parts if is_idle else self.window.send
         comm(send, self._to_others(step, moves))
         if late is not None:
             later, written = late
@@ -71,13 +75,13 @@ class ByCopies(Mover):
 
     def sent(self) -> Any:
         """See `Mover`."""
-        return self.run.comm.record()
+        return self.own.comm.record()
 
     def _to_others(self, step: int, moves: Moves) -> list[Copy]:
         return [
             (memory.by_rank[peer], start, source, source_start, shape)
             for peer in self.window.others
-            for memory, start, source, source_start, shape in moves(self.run.rank, peer, step)
+            for memory, start, source, source_start, shape in moves(self.own.rank, peer, step)
         ]
 
     def arrived(self, lane: Lane, kind: Signal, step: int) -> None:
@@ -87,7 +91,7 @@ class ByCopies(Mover):
     def collect(self, kind: Signal, step: int, landed: Sequence[Landed]) -> None:
         """See `Mover`."""
         super().collect(kind, step, landed)
-        back = self.run.back
+        back = self.own.back
         back(copy_parts, [(memory.place, start, memory.own, start, shape) for memory, start, shape in landed])
         if step == self._steps - 1:
             for result, quick in self._slow:
@@ -99,8 +103,8 @@ class ByCopies(Mover):
 
     def may_overwrite(self, kind: Signal, step: int) -> None:
         """See `Mover`."""
-        self.window.wait(self.run.comm, kind, step)
+        self.window.wait(self.own.comm, kind, step)
 
     def end(self, *lanes: Lane) -> None:
         """See `Mover`."""
-        self.window.end(self.run.comm, *lanes)
+        self.window.end(self.own.comm, *lanes)

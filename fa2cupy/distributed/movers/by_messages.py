@@ -14,11 +14,11 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from ...problem.array_types import Array
-from ..call.lanes import Lane
-from ..call.run import Run
-from .copies import copy_parts, part_of
+from ..local.copies import Copy, copy_parts, part_of
+from ..local.lanes import Lane
+from ..transport.windows import Signal
 from .move import Late, Memory, Move, Mover, Moves, Shape
-from .windows import Copy, Signal
+from .resources import Resources
 
 __all__ = ["ByMessages"]
 
@@ -35,38 +35,38 @@ class ByMessages(Mover):
 
     ahead = 2
 
-    def __init__(self, run: Run):
-        super().__init__(run)
+    def __init__(self, own: Resources):
+        super().__init__(own)
         self._arrived: dict[tuple[Signal, int], Any] = {}
         self._buffers: dict[tuple[bool, int, int], Array] = {}
 
     def begin(self, shapes: Sequence[Shape], results: Sequence[Array], steps: int) -> tuple[list[Memory], list[Memory]]:
         """See `Mover`."""
-        arrays = [self.run.empty(one.shape, one.dtype) if one.is_read else None for one in shapes]
+        arrays = [self.own.empty(one.shape, one.dtype) if one.is_read else None for one in shapes]
         plain = [Memory(one.shape, array, array) for one, array in zip(shapes, arrays, strict=True)]
         return plain, [Memory(x.shape, None, x) for x in results]
 
     def put(self, kind: Signal, step: int, moves: Moves, late: Late | None = None, is_idle: bool = False) -> None:
         """See `Mover`."""
-        run = self.run
+        own = self.own
         each = [moves]
         if late is not None:
             each.append(late[0])
-            run.comm.wait(late[1])
+            own.comm.wait(late[1])
         sends: list[tuple[Array, int]] = []
         recvs: list[tuple[Array, int]] = []
         packed: list[Copy] = []
         unpacked: list[Copy] = []
-        for distance in range(1, run.size):
-            to, source = (run.rank + distance) % run.size, (run.rank - distance) % run.size
-            sends += self._messages(to, [move for one in each for move in one(run.rank, to, step)], True, packed)
+        for distance in range(1, own.size):
+            to, source = (own.rank + distance) % own.size, (own.rank - distance) % own.size
+            sends += self._messages(to, [move for one in each for move in one(own.rank, to, step)], True, packed)
             recvs += self._messages(
-                source, [move for one in each for move in one(source, run.rank, step)], False, unpacked
+                source, [move for one in each for move in one(source, own.rank, step)], False, unpacked
             )
-        run.comm(copy_parts, packed)
-        run.exchange(sends, recvs)
-        run.comm(copy_parts, unpacked)
-        self._arrived[kind, step] = run.comm.record()
+        own.comm(copy_parts, packed)
+        own.exchange(sends, recvs)
+        own.comm(copy_parts, unpacked)
+        self._arrived[kind, step] = own.comm.record()
 
     def _messages(self, peer: int, moves: Sequence[Move], is_sent: bool, copies: list[Copy]) -> list[tuple[Array, int]]:
         """The messages to or from a rank. The copies from or to their places are added to `copies`."""
@@ -98,7 +98,7 @@ class ByMessages(Mover):
     def _buffer(self, key: tuple[bool, int, int], count: int, dtype: np.dtype) -> Array:
         found = self._buffers.get(key)
         if found is None or len(found) < count or found.dtype != dtype:
-            found = self._buffers[key] = self.run.empty((count,), dtype)
+            found = self._buffers[key] = self.own.empty((count,), dtype)
         return found[:count]
 
     def arrived(self, lane: Lane, kind: Signal, step: int) -> None:

@@ -23,10 +23,10 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 
 from ...problem.array_types import Array
-from ..call.lanes import Lane
-from ..call.run import Run
-from .copies import copy_parts
-from .windows import Signal
+from ..local.copies import copy_parts
+from ..local.lanes import Lane
+from ..transport.windows import Signal
+from .resources import Resources
 
 __all__ = ["Landed", "Late", "Memory", "Move", "Mover", "Moves", "Shape"]
 
@@ -89,7 +89,8 @@ class Mover:
 
     Parameters
     ----------
-    run : Run
+    own : Resources
+        This rank's lanes, memory and messages.
 
     Attributes
     ----------
@@ -99,8 +100,8 @@ class Mover:
 
     ahead: int
 
-    def __init__(self, run: Run):
-        self.run = run
+    def __init__(self, own: Resources):
+        self.own = own
 
     def begin(self, shapes: Sequence[Shape], results: Sequence[Array], steps: int) -> tuple[list[Memory], list[Memory]]:
         """Memory of these shapes, and for the caller's arrays `results`. All ranks ask for the same."""
@@ -108,8 +109,8 @@ class Mover:
 
     def enter(self, *lanes: Lane, cleared: bool = False) -> None:
         """Lets moves and lanes wait for the caller's lane. If it clears memory, moves wait for that of all ranks."""
-        begun = self.run.main.record()
-        for lane in (self.run.comm, *lanes):
+        begun = self.own.main.record()
+        for lane in (self.own.comm, *lanes):
             lane.wait(begun)
 
     def source(self, array: Array, lane: Lane | None = None) -> Array:
@@ -126,8 +127,8 @@ class Mover:
 
     def keep(self, lane: Lane, step: int, moves: Moves) -> None:
         """Queues the moves that stay on this rank."""
-        own = self.run.rank
-        lane(copy_parts, [(memory.place, *part) for memory, *part in moves(own, own, step)])
+        rank = self.own.rank
+        lane(copy_parts, [(memory.place, *part) for memory, *part in moves(rank, rank, step)])
 
     def arrived(self, lane: Lane, kind: Signal, step: int) -> None:
         """Lets the lane wait for all that other ranks put in a step. It is called once for each step."""
@@ -135,7 +136,7 @@ class Mover:
 
     def collect(self, kind: Signal, step: int, landed: Sequence[Landed]) -> None:
         """Lets the lane of copies wait for the same, and take what has landed to the caller's arrays, step by step."""
-        self.arrived(self.run.back, kind, step)
+        self.arrived(self.own.back, kind, step)
 
     def release(self, lane: Lane, kind: Signal, step: int) -> None:
         """Tells the other ranks, when the lane has come so far, that they may put a step."""

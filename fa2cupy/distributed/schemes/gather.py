@@ -19,7 +19,8 @@ from collections.abc import Sequence
 from ...problem.array_types import Array
 from ..call.operands import Operands
 from ..call.orders import length
-from ..movers.copies import copy
+from ..call.run import Run
+from ..local.copies import copy
 from ..movers.move import Mover
 from .gather_calls import Gather, OfHeads
 from .shares import ExtraShares, Shares
@@ -27,10 +28,10 @@ from .shares import ExtraShares, Shares
 __all__ = ["backward", "forward"]
 
 
-def forward(mover: Mover, operands: Operands, out: Sequence[Array], of_heads: OfHeads | None = None) -> None:
+def forward(run: Run, mover: Mover, operands: Operands, out: Sequence[Array], of_heads: OfHeads | None = None) -> None:
     """Computes o and lse of this rank's rows."""
-    gather = Gather(mover, operands, of_heads)
-    run, (o, lse) = gather.run, out
+    gather = Gather(run, mover, operands, of_heads)
+    o, lse = out
     arrived = [gather.fetch(group) for group in range(len(gather.slots))]
     calls = gather.own_calls()
     for group in range(gather.count):
@@ -49,10 +50,10 @@ def forward(mover: Mover, operands: Operands, out: Sequence[Array], of_heads: Of
     mover.end(run.main, run.side)
 
 
-def backward(mover: Mover, operands: Operands, out: Sequence[Array], of_heads: OfHeads | None = None) -> None:
+def backward(run: Run, mover: Mover, operands: Operands, out: Sequence[Array], of_heads: OfHeads | None = None) -> None:
     """Computes dq, dk and dv of this rank's rows, and this rank's shares of the gradients of features."""
-    gather = Gather(mover, operands, of_heads, has_shares=True)
-    run, (dq, dk, dv, *extra) = gather.run, out
+    gather = Gather(run, mover, operands, of_heads, has_shares=True)
+    dq, dk, dv, *extra = out
     shares = [Shares(gather, slot) for slot in range(len(gather.slots))]
     arrived = [gather.fetch(group) for group in range(len(gather.slots))]
     delta = operands.row_delta(run, run.main)

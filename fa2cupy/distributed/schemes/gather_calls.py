@@ -6,14 +6,15 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from ...problem.array_types import Array
-from ..call.lanes import Lane
+from ..call.choice import is_positional
 from ..call.operands import Operands
 from ..call.orders import length
 from ..call.parts import Part, needs_place, of_part, over_scores, part_keywords
-from ..call.sums import clear
+from ..call.run import Run
+from ..local.lanes import Lane
+from ..local.sums import clear
 from ..movers.move import Move, Mover, Shape
-from ..movers.windows import Signal
-from .choice import is_positional
+from ..transport.windows import Signal
 
 __all__ = ["Call", "Gather", "OfHeads", "Seen"]
 
@@ -87,6 +88,7 @@ class Gather:
 
     Parameters
     ----------
+    run : Run
     mover : Mover
     operands : Operands
     of_heads : OfHeads or None
@@ -109,9 +111,8 @@ class Gather:
         All shares that go to another rank: the rank that computes them, and the numbers of the call and the chunk.
     """
 
-    def __init__(self, mover: Mover, operands: Operands, of_heads: OfHeads | None, has_shares: bool = False):
-        self.mover, self.run = mover, mover.run
-        run, request = self.run, self.run.request
+    def __init__(self, run: Run, mover: Mover, operands: Operands, of_heads: OfHeads | None, has_shares: bool = False):
+        self.run, self.mover, request = run, mover, run.request
         self.operands = operands
         self.of_heads = of_heads or OfHeads(0, over_scores(request.keywords))
         self.groups = request.groups

@@ -17,15 +17,16 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from ...problem.array_types import Array
-from ..call.lanes import Lane
+from ..call.choice import neighbours
 from ..call.operands import Operands
 from ..call.orders import RowOrder
 from ..call.parts import Part, needs_place, of_part, over_scores, part_keywords
-from ..call.sums import clear, sum_into
-from ..movers.copies import copy
+from ..call.run import Run
+from ..local.copies import copy
+from ..local.lanes import Lane
+from ..local.sums import clear, sum_into
 from ..movers.move import Late, Memory, Move, Mover, Shape
-from ..movers.windows import Signal
-from .choice import neighbours
+from ..transport.windows import Signal
 
 __all__ = ["HeadShares", "Heads", "backward", "forward"]
 
@@ -131,6 +132,7 @@ class Heads:
 
     Parameters
     ----------
+    run : Run
     mover : Mover
     operands : Operands
     inputs : sequence of (ndarray, bool)
@@ -150,14 +152,14 @@ class Heads:
 
     def __init__(
         self,
+        run: Run,
         mover: Mover,
         operands: Operands,
         inputs: Sequence[tuple[Array, bool]],
         out: Sequence[Array],
         groups: Sequence[slice] = (),
     ):
-        self.mover, self.run = mover, mover.run
-        run, request = mover.run, mover.run.request
+        self.run, self.mover, request = run, mover, run.request
         self._ratio = operands.q.shape[2] // operands.k.shape[2]
         self.groups = groups or neighbours([self._ratio * heads for heads in request.groups])
         self.count = len(self.groups)
@@ -384,11 +386,10 @@ class HeadShares:
                 lane(copy, array, share)
 
 
-def forward(mover: Mover, operands: Operands, out: Sequence[Array]) -> None:
+def forward(run: Run, mover: Mover, operands: Operands, out: Sequence[Array]) -> None:
     """Computes o and lse of this rank's rows."""
-    run = mover.run
     inputs = ((operands.q, False), (operands.k, True), (operands.v, True))
-    heads = Heads(mover, operands, inputs, out, run.request.query_groups)
+    heads = Heads(run, mover, operands, inputs, out, run.request.query_groups)
 
     def kernels(group: int, inputs: list[Array], scores: dict[str, Array]) -> list[Array]:
         results = heads.results(group)
@@ -398,12 +399,11 @@ def forward(mover: Mover, operands: Operands, out: Sequence[Array]) -> None:
     heads.compute(kernels)
 
 
-def backward(mover: Mover, operands: Operands, out: Sequence[Array]) -> None:
+def backward(run: Run, mover: Mover, operands: Operands, out: Sequence[Array]) -> None:
     """Computes dq, dk and dv of this rank's rows, and this rank's shares of the gradients of features."""
-    run = mover.run
     _, lse, do = operands.of_backward
     inputs = ((operands.q, False), (operands.k, True), (operands.v, True), (do, False), (lse, False), (lse, False))
-    heads = Heads(mover, operands, inputs, out)
+    heads = Heads(run, mover, operands, inputs, out)
     first = heads.lane(0)
     heads.set_input(5, operands.row_delta(run, first), first)
 

@@ -12,6 +12,7 @@ from dataclasses import replace
 
 from ...problem.array_types import Array
 from ..call.operands import Operands
+from ..call.run import Run
 from ..movers.by_messages import ByMessages
 from ..movers.move import Mover
 from . import gather
@@ -28,8 +29,8 @@ class _Levels:
     ----------
     heads : Heads
         The part of the call that the ranks of this host make, and their heads.
-    between : Mover
-        The mover of the part that the ranks of all hosts with the same heads make.
+    between : (Run, Mover)
+        The part that the ranks of all hosts with the same heads make.
     inputs : list of ndarray
         All rows of this host, for this rank's heads.
     scores : dict of ndarray
@@ -37,20 +38,21 @@ class _Levels:
     of_heads : OfHeads
     """
 
-    def __init__(self, mover: Mover, operands: Operands, inputs: Sequence[tuple[Array, bool]], out: Sequence[Array]):
-        run, request, ranks = mover.run, mover.run.request, mover.run.ranks_per_host
+    def __init__(self, run: Run, operands: Operands, inputs: Sequence[tuple[Array, bool]], out: Sequence[Array]):
+        request, ranks = run.request, run.ranks_per_host
         queries, keys = request.queries, request.keys
         first, number = run.rank - run.rank % ranks, run.rank % ranks
         heads = request.problem.num_heads_kv // ranks
         own = replace(request, queries=queries.within_host(ranks), keys=keys.within_host(ranks), groups=(heads,))
         everyones = replace(request, queries=queries.of_hosts(ranks), keys=keys.of_hosts(ranks))
-        within = ByMessages(run.among(range(first, first + ranks), own))
-        self.between = ByMessages(run.among(range(number, run.size, ranks), everyones))
-        self.heads = Heads(within, operands, inputs, out)
+        within = run.among(range(first, first + ranks), own)
+        between = run.among(range(number, run.size, ranks), everyones)
+        self.between = between, ByMessages(between)
+        self.heads = Heads(within, ByMessages(within), operands, inputs, out)
         self.heads.send(0)
         self.heads.keep()
         self.inputs, self.scores = self.heads.arrived(0)
-        self.of_heads = OfHeads(self.heads.q_heads(within.run.rank, 0).start, self.scores)
+        self.of_heads = OfHeads(self.heads.q_heads(within.rank, 0).start, self.scores)
 
     def send_back(self, results: Sequence[Array]) -> None:
         """Queues the return of the results."""
@@ -58,27 +60,29 @@ class _Levels:
         self.heads.end()
 
 
-def forward(mover: Mover, operands: Operands, out: Sequence[Array]) -> None:
-    """Computes o and lse of this rank's rows."""
+def forward(run: Run, mover: Mover, operands: Operands, out: Sequence[Array]) -> None:
+    """Computes o and lse of this rank's rows. Each level has a mover of its own."""
     inputs = ((operands.q, False), (operands.k, True), (operands.v, True))
-    levels = _Levels(mover, operands, inputs, out)
+    levels = _Levels(run, operands, inputs, out)
     results = levels.heads.results(0)
-    gather.forward(levels.between, Operands(*levels.inputs), results, levels.of_heads)
-    mover.run.main.wait(mover.run.side.record())
+    gather.forward(*levels.between, Operands(*levels.inputs), results, levels.of_heads)
+    run.main.wait(run.side.record())
     levels.send_back(results)
 
 
-def backward(mover: Mover, operands: Operands, out: Sequence[Array]) -> None:
-    """Computes dq, dk and dv of this rank's rows, and this rank's shares of the gradients of features."""
-    main = mover.run.main
+def backward(run: Run, mover: Mover, operands: Operands, out: Sequence[Array]) -> None:
+    """Computes dq, dk and dv of this rank's rows, and this rank's shares of the gradients of features.
+
+    Each level has a mover of its own.
+    """
     _, lse, do = operands.of_backward
-    delta = operands.row_delta(mover.run, main)
+    delta = operands.row_delta(run, run.main)
     inputs = ((operands.q, False), (operands.k, True), (operands.v, True), (do, False), (lse, False), (delta, False))
-    levels = _Levels(mover, operands, inputs, out)
+    levels = _Levels(run, operands, inputs, out)
     own = HeadShares(levels.heads, out[3:], levels.scores)
     results = [*levels.heads.results(0), *own.results]
     q, k, v, do, lse, delta = levels.inputs
     # Kernels do not read o if delta is given: do stands in its place.
-    gather.backward(levels.between, Operands(q, k, v, do, lse, do, delta), results, levels.of_heads)
-    own.store(main)
+    gather.backward(*levels.between, Operands(q, k, v, do, lse, do, delta), results, levels.of_heads)
+    own.store(run.main)
     levels.send_back(results)

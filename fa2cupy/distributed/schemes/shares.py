@@ -10,9 +10,9 @@ from ...problem.array_types import Array
 from ..call.orders import length
 from ..call.parts import of_part
 from ..call.run import Run
-from ..call.sums import clear, sum_into
+from ..local.sums import clear, sum_into
 from ..movers.move import Move
-from ..movers.windows import Signal
+from ..transport.windows import Signal
 from .gather_calls import Call, Gather, Seen
 
 __all__ = ["ExtraShares", "Shares"]

@@ -1,1 +1,1 @@
-"""Messages between ranks, by threads, MPI or NCCL, and how processes find each other."""
+"""How bytes get to another rank: as messages, or as copies to its memory; and how processes find each other."""

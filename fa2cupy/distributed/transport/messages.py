@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from types import ModuleType
 from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 
-from ...numerics.arrays import array_module
 from ...problem.array_types import Array
-from ..movers.windows import Window
+from .windows import Window
 
 __all__ = [
     "CommunicationError",
@@ -20,8 +18,6 @@ __all__ = [
     "all_texts",
     "check_heads",
     "head_of",
-    "is_on_host",
-    "library_of",
     "split_own",
     "without_text",
 ]
@@ -125,16 +121,6 @@ class HostMemory:
     def to_host(self, buffer: Any) -> np.ndarray:
         """The array itself."""
         return buffer
-
-
-def is_on_host(array: object) -> bool:
-    """True for a NumPy array."""
-    return isinstance(array, np.ndarray)
-
-
-def library_of(array: Array) -> ModuleType:
-    """``numpy`` or ``cupy``. Simulated ranks, which are threads, must not ask CuPy: it imports modules to answer."""
-    return np if is_on_host(array) else array_module(array)
 
 
 def split_own(rank: int, sends: Messages, recvs: Messages) -> tuple[list[tuple[Array, Array]], Messages, Messages]:

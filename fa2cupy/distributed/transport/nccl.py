@@ -20,8 +20,8 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from ...system.locks import new_lock
-from ..movers.windows import Window
 from .messages import CommunicationError, Messages, all_texts, check_heads, split_own
+from .windows import Window
 
 __all__ = ["NcclTransport", "connect", "wrap"]
 
@@ -144,7 +144,7 @@ class NcclTransport:
     def window(self, is_captured: bool) -> Window | None:
         """The memory that the other GPUs of the host write; None if one of them cannot."""
         if not self._is_connected and not is_captured:
-            from ..movers.device_window import connect
+            from .device_window import connect
 
             self._window = connect(self.rank, self.size, functools.partial(all_texts, self), self.check)
             self._is_connected = True

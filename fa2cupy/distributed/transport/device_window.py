@@ -19,11 +19,11 @@ from typing import Any
 import numpy as np
 
 from ...problem.array_types import Array
-from ..transport.messages import CommunicationError
-from .copies import matrices_with_addresses
-from .matrices import is_few
+from ..local.copies import Copy, matrices_with_addresses
+from ..local.matrices import is_few
+from .messages import CommunicationError
 from .shared_memory import SharedMemory
-from .windows import FAILED, IS_READY, READY, Copy, Signal, Window, word_of
+from .windows import FAILED, IS_READY, READY, Signal, Window, word_of
 
 __all__ = ["DeviceWindow", "connect"]
 

@@ -16,23 +16,19 @@ from __future__ import annotations
 import enum
 import math
 from collections.abc import Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 
 from ...problem.array_types import Array
-from ..call.lanes import Lane
+from ..local.copies import Copy
+from ..local.lanes import Lane
 
-__all__ = ["FAILED", "IS_READY", "MOST_STEPS", "READY", "Copy", "Signal", "Window", "padded_bytes", "word_of"]
+__all__ = ["FAILED", "IS_READY", "MOST_STEPS", "READY", "Signal", "Window", "padded_bytes", "word_of"]
 
 #: Most steps of a call.
 MOST_STEPS = 1024
 _ALIGNMENT = 1024
-
-
-#: A copy of a part of an array to a part of another one, of one dtype and number of axes: (target, the first element
-#: of its part, source, the first element of its part, shape of both parts).
-Copy: TypeAlias = "tuple[Array, tuple[int, ...], Array, tuple[int, ...], tuple[int, ...]]"
 
 
 class Signal(enum.IntEnum):

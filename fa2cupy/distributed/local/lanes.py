@@ -13,10 +13,18 @@ waits allow.
 from __future__ import annotations
 
 import contextlib
+import functools
+import threading
 from collections.abc import Callable
 from typing import Any, Protocol
 
-__all__ = ["HostLane", "Lane", "StreamLane"]
+from ...numerics.arrays import is_on_host
+from ...problem.array_types import Array
+
+__all__ = ["HostLane", "Lane", "StreamLane", "device_lanes", "host_lanes", "is_captured"]
+
+#: CUDA clamps a priority to the highest one of the device. Streams that compute have a lower one than messages.
+_HIGHEST_PRIORITY, _PRIORITIES_OF_GROUPS = -5, (-4, -3, -2)
 
 
 class Lane(Protocol):
@@ -89,3 +97,40 @@ class StreamLane:
 
     def join(self) -> None:
         """Nothing: results of a GPU are read on the caller's stream, which waits for the other lanes."""
+
+
+def is_captured(array: Array) -> bool:
+    """True if a CUDA graph captures a call on an array."""
+    if is_on_host(array):
+        return False
+    from ...gpu import device_memory
+
+    return device_memory.is_capturing()
+
+
+def host_lanes(rank: int) -> tuple[Lane, ...]:
+    """The lanes of a call on NumPy arrays."""
+    return (HostLane(),) * (4 + len(_PRIORITIES_OF_GROUPS))
+
+
+def device_lanes(array: Any, is_captured: bool) -> tuple[list[Lane], Any]:
+    """The lanes of a call on CuPy arrays, and the stream that its memory is allocated on."""
+    import cupy
+
+    current = cupy.cuda.get_current_stream()
+    streams, arena = _streams(array.data.device_id, threading.get_ident(), current.ptr)
+    return [StreamLane(stream, is_captured) for stream in (current, *streams)], arena
+
+
+@functools.lru_cache(maxsize=None)
+def _streams(device: int, thread: int, current: int) -> tuple[list[Any], Any]:
+    """The streams that belong to one stream of the caller: the lanes after the caller's, and the one to allocate on.
+
+    Blocks of the stream with a higher priority go first where several wait for a multiprocessor.
+    """
+    import cupy
+
+    priorities = (0, _HIGHEST_PRIORITY, _HIGHEST_PRIORITY, *_PRIORITIES_OF_GROUPS)
+    with cupy.cuda.Device(device):
+        streams = [cupy.cuda.Stream(non_blocking=True, priority=priority) for priority in priorities]
+        return streams, cupy.cuda.Stream(non_blocking=True)

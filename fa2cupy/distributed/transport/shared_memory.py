@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ..transport.messages import CommunicationError
+from .messages import CommunicationError
 
 __all__ = ["SharedMemory"]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import itertools
 from dataclasses import replace
 
-from ..call.requests import Request
 from .choice import neighbours
+from .requests import Request
 
 __all__ = ["groups_of_copies", "of_copies", "query_groups", "takes_copies"]
 

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
+from ...numerics.arrays import is_on_host
 from ...problem.array_types import Array
-from ..transport.messages import is_on_host
 from .copy_kernel import copy_matrices
 from .matrices import Matrix, is_few, matrices_of
-from .windows import Copy
 
-__all__ = ["copy", "copy_parts", "matrices_with_addresses", "part_of", "word_layout"]
+__all__ = ["Copy", "copy", "copy_parts", "matrices_with_addresses", "part_of", "word_layout"]
+
+#: A copy of a part of an array to a part of another one, of one dtype and number of axes: (target, the first element
+#: of its part, source, the first element of its part, shape of both parts).
+Copy: TypeAlias = "tuple[Array, tuple[int, ...], Array, tuple[int, ...], tuple[int, ...]]"
 
 _WORD, _DTYPE = 8, "uint64"
 #: A copy of fewer bytes takes less time than making the views that would speed it up.

@@ -17,7 +17,7 @@ from ...errors import UnsupportedProblemError
 from ...problem.arguments import check_int
 from ...problem.attention import AttentionProblem
 from ...problem.features import FEATURES
-from ..call.orders import RowOrder
+from .orders import RowOrder
 
 __all__ = [
     "SCHEMES",

@@ -6,11 +6,11 @@ import struct
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from ...numerics.arrays import is_on_host
 from ...plan.ranks import LONGEST_WORD, SUMS_OF_BLOCK, sum_spec
 from ...problem.array_types import Array
 from ...problem.dtypes import ACCUMULATOR, DTYPES
-from ..movers.kernels import launch
-from ..transport.messages import is_on_host
+from .kernels import launch
 
 __all__ = ["clear", "launches_of", "subtract", "sum_into"]
 

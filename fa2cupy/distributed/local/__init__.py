@@ -1,0 +1,1 @@
+"""What a rank does by itself between messages and attention calls: it queues work, copies and sums."""
