@@ -37,7 +37,7 @@ _log = logging.getLogger("fa2cupy")
 
 
 class DeviceWindow(Window):
-    """The window of a GPU: see `fa2cupy.distributed.movers.windows.Window`.
+    """The window of a GPU: see `fa2cupy.distributed.transport.windows.Window`.
 
     Parameters
     ----------
