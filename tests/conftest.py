@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 import zlib
-from collections.abc import Container
+from collections.abc import Container, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from xdist.workermanage import WorkerController
 
 _SESSION_FOLDER = pytest.StashKey[tempfile.TemporaryDirectory]()
+_NEEDS_A_GPU = " needs a GPU: "
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -99,6 +100,28 @@ class _Failures:
 def pytest_unconfigure(config: pytest.Config) -> None:
     if _SESSION_FOLDER in config.stash:
         config.stash[_SESSION_FOLDER].cleanup()
+
+
+class _Module(pytest.Module):
+    """A file of tests; one that is marked as for GPUs is skipped whole without one: thousands of tests are not made."""
+
+    def collect(self) -> Iterable[pytest.Item | pytest.Collector]:
+        self.obj  # the import gives the module its marks
+        if self.get_closest_marker("gpu") and (reason := _why_no_gpu()):
+            pytest.skip(f"{self.path.name}{_NEEDS_A_GPU}{reason}")
+        return super().collect()
+
+
+def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> pytest.Module:
+    return _Module.from_parent(parent, path=module_path)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    reports = terminalreporter.stats.get("skipped", ())
+    files = [report for report in reports if isinstance(report, pytest.CollectReport)]
+    if files:
+        reasons = {report.longrepr[2].rpartition(_NEEDS_A_GPU)[2] for report in files}
+        terminalreporter.write_line(f"skipped files of tests: {len(files)} ({'; '.join(sorted(reasons))})")
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m selects

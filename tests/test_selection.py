@@ -104,3 +104,25 @@ def test_workers_that_share_the_tests_take_turns_with_the_gpus(chosen, options, 
     assert run.returncode == 0, run.stdout + run.stderr
     assert {path.read_text() for path in tmp_path.glob("*.txt")} == seen
     assert ("needs two GPUs" in run.stdout) is all("," not in one for one in seen)
+
+
+@pytest.mark.parametrize("workers", [(), ("-n", "2")], ids=("alone", "two workers"))
+def test_files_for_gpus_are_skipped_whole_without_one(workers, tmp_path):
+    shutil.copy(CHECKOUT / "tests" / "conftest.py", tmp_path)
+    (tmp_path / "cupy.py").write_text(
+        "class cuda:\n    class runtime:\n        def getDeviceCount():\n            return 0\n"
+    )
+    for name in ("one", "two"):
+        (tmp_path / f"test_{name}.py").write_text(
+            "import pytest\npytestmark = pytest.mark.gpu\ndef test_it():\n    pass\n"
+        )
+    (tmp_path / "test_three.py").write_text(
+        "import pytest\ndef test_it():\n    pass\n@pytest.mark.gpu\ndef test_on_a_gpu():\n    pass\n"
+    )
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    environment["PYTHONPATH"] = os.pathsep.join((str(tmp_path), str(CHECKOUT)))
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *workers]
+    run = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert "1 passed, 3 skipped" in run.stdout
+    assert "skipped files of tests: 2 (no CUDA device: the driver reports none)" in run.stdout
