@@ -169,9 +169,9 @@ def forward(
     that are added up in float32). There are such kernels up to head_dim 128 for compute capability 8.0 or newer; 9.0
     has them for every head_dim, and up to 128 for ``"single_pass"``, too. ``precision=None`` takes them from 128 rows
     of q and of k on, as far as errors were measured, where tensor cores are more than three times as fast as CUDA
-    cores: on 9.0, on 8.0, and on cards of 8.6 and 8.9 that add in float32 at full speed (the README names them). The
+    cores: on 9.0, on 8.0, and on cards of 8.6 and 8.9 that add in float32 at full speed (docs/install.md has them). The
     largest errors are then at most twice (o) or three times (gradients) those of the formulas in float32, beside 1e-6
-    and 2e-6 of the largest result; the README has what was measured. 64 rows share a scale: the last bits of a result
+    and 2e-6 of the largest result; docs/accuracy.md has measurements. 64 rows share a scale: the last bits of a result
     may depend on rows that are hidden from it. K/V heads whose values two float16 numbers do not represent that well
     run on CUDA cores, at their speed; the GPU finds them without the host. A head is one of these if, among 64 rows of
     q, k, v or do, the largest value of a row or of a column is less than 2**-12 of the largest of all, or the largest
@@ -384,7 +384,7 @@ def backward(
     ``two_pass`` has the same bits from run to run, and so has NumPy. ``single_pass`` on the GPU has not, because the
     order of its atomic additions varies: on tensor cores, in dq, which is added up in a float32 workspace of its size,
     and in dk and dv where blocks share tiles, which ``num_splits=1`` excludes; on CUDA cores in dk and dv. Its other
-    results have the same bits. The README has a table of that, also for a sequence alone and beside others.
+    results have the same bits. docs/accuracy.md has a table of that, also for a sequence alone and beside others.
 
     The default method and number of splits are those with the shortest time that a model estimates from the shapes. Its
     constants are fitted to times on an H100 (``fa2cupy/families/estimate.py``). For float32 on tensor

@@ -3,7 +3,7 @@
     python scripts/methods.py                               about three minutes on an H100
     python scripts/methods.py --operations backward --head-dims 128 --heads 8/1 16/2
     python scripts/methods.py --batches 1 --seqlens 2048 8192 --masks causal
-    python scripts/methods.py --plot-only scripts/results/h100-80gb-hbm3/methods.csv
+    python scripts/methods.py --show scripts/results/h100-80gb-hbm3/methods.csv
     python scripts/methods.py --judge scripts/results/h100-80gb-hbm3/methods.csv
 
 A caller who names neither ``method`` nor ``num_splits`` leaves two decisions to the package. The first is the method of
@@ -19,7 +19,7 @@ The default's results are checked against float64 first, and those of all choice
 turns, on inputs larger than twice the L2 cache. The fastest of several choices is partly so by chance, so that the
 default is compared to it on new measurements: ``loss`` is the median over rounds of the default's time over that of the
 best choice, less 1. It should be below 0.03 everywhere and 0.01 on average. Writes methods.csv, a row for each choice
-and one, with the loss, for the default; methods.png shows the losses.
+and one, with the loss, for the default.
 
 After a change to the estimates, ``--judge`` rewrites the rows of the default in the files of an earlier run. They then
 have the choice of the present default, and its loss to the fastest choice by the times of that run. It needs no GPU.
@@ -47,7 +47,6 @@ from common.measure import (
     Tensors,
     find_gpu,
     flops,
-    plots_folder,
     positive_int,
     progress,
     results_folder,
@@ -61,7 +60,6 @@ from common.measure import (
     write_csv,
 )
 from common.peers import default_choice
-from common.plots import can_plot, line_panels
 
 import fa2cupy
 from fa2cupy.cli import run_command
@@ -323,34 +321,19 @@ def _losses(name: str, losses: Sequence[float]) -> str:
     return f"{name:51s}loses at most {100 * max(losses):5.1f} %, on average {mean:5.1f} % ({len(losses)} problems)"
 
 
-def plot(rows: Sequence[Mapping[str, object]], path: Path) -> None:
-    """Plots the loss over the length: panels by operation, mask and head_dim, lines by heads and batch."""
-    panels: dict[tuple[str, str], dict[str, dict[int, float]]] = {}
-    for row in rows:
-        if row["method"] == DEFAULT and row.get("loss") not in (None, ""):
-            mask = "window" if row["window"] else "causal" if int(row["causal"]) else "full"
-            mask += f", {row['queries']} queries" if row["queries"] else ""
-            panel = panels.setdefault((f"{row['operation']} {mask}", f"head_dim {row['head_dim']}"), {})
-            series = panel.setdefault(f"{row['num_heads']}/{row['num_heads_kv']} heads x {row['batch']}", {})
-            series[int(row["seqlen"])] = 100 * float(row["loss"])
-    if not panels:
+def show(rows: Sequence[Mapping[str, object]]) -> None:
+    """Prints the losses of a run."""
+    lines = summary(rows)
+    if not lines:
         raise ValueError("it has no losses")
-    title = f"What the default loses to the best method and num_splits on {rows[0]['gpu']}, {rows[0]['date']}"
-    line_panels(path, title, "loss in %", 100 * MOST_LOSS, panels)
-
-
-def show(rows: Sequence[Mapping[str, object]], path: Path) -> None:
-    """Shows the losses of a run: the plot, if it can be drawn, and the summary."""
-    if can_plot():
-        plot(rows, path)
-    print(*summary(rows), sep="\n")
+    print(*lines, sep="\n")
 
 
 def rewrite(rows: Sequence[dict[str, str]], path: Path, arch: str) -> None:
     """Rewrites the rows of the default in the CSV of an earlier run, and shows its losses."""
     judged = judge(DeviceInfo.named(arch), rows)
     write_csv(path, COLUMNS, judged)
-    show(judged, path.with_suffix(".png"))
+    show(judged)
 
 
 def group_of_heads(text: str) -> tuple[int, int]:
@@ -380,7 +363,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     add("--queries", nargs="+", type=int, default=QUERIES, metavar="N", help=few)
     add("--only-queries", action="store_true", help="no others than these")
     add("--out", metavar="DIR", help="default: scripts/results/<gpu>")
-    add("--plot-only", metavar="CSV", help="show the losses of an earlier run; needs no GPU")
+    add("--show", metavar="CSV", help="show the losses of an earlier run; needs no GPU")
     add("--judge", metavar="CSV", help="what the present default loses by the times of an earlier run; needs no GPU")
     add("--arch", default="sm_90", metavar="NAME", help="of the GPU of that run; default: %(default)s")
     return parser.parse_args(arguments)
@@ -419,9 +402,8 @@ def run(options: argparse.Namespace, gpu: Gpu, path: Path) -> tuple[list[dict[st
 def main(arguments: Sequence[str] | None = None) -> int:
     """Returns 1 if a result was wrong or a call failed."""
     options = parse_arguments(arguments)
-    if options.plot_only:
-        source, chosen = Path(options.plot_only), options.out
-        return show_earlier(source, lambda rows: show(rows, plots_folder(source, chosen) / f"{source.stem}.png"))
+    if options.show:
+        return show_earlier(options.show, show, "--show")
     if options.judge:
         return show_earlier(options.judge, lambda rows: rewrite(rows, Path(options.judge), options.arch), "--judge")
     gpu = find_gpu()
@@ -430,7 +412,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     folder = results_folder(gpu.name, options.out)
     rows, failed = run(options, gpu, folder / "methods.csv")
     if any("loss" in row for row in rows):
-        show(rows, folder / "methods.png")
+        show(rows)
     return 1 if failed else 0
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from support import CHECKOUT
+from support.pages import PAGES
 
 import fa2cupy
 from fa2cupy import TileConfig
@@ -82,7 +83,7 @@ def test_a_cupy_that_does_not_import_is_not_called_missing(run_python):
 @pytest.mark.skipif(not (CHECKOUT / "setup.cfg").is_file(), reason="not in a checkout")
 def test_nobody_is_told_to_install_from_an_index_that_does_not_have_the_package():
     files = [path for folder in ("fa2cupy", "scripts", "tests") for path in (CHECKOUT / folder).rglob("*.py")]
-    files = [CHECKOUT / "README.md", *(path for path in files if path != Path(__file__))]
+    files = [*(CHECKOUT / page for page in PAGES), *(path for path in files if path != Path(__file__))]
     assert not [path for path in files if re.search(r"pip install[^\n&]*\bfa2cupy\b", path.read_text(encoding="utf-8"))]
 
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import csv
 import json
-import re
 from subprocess import CompletedProcess
 
 import benchmark
 import pytest
-from common import ROOT, check, function_calls, measure, peers, plots, startup, tables
+from common import check, function_calls, measure, peers, plots, startup, tables
 from common.measure import Problem
 from support.fake_timing import HAS_MATPLOTLIB, FakeGpu, made_up_rows
 
@@ -213,14 +212,6 @@ def test_the_table_has_speeds_and_the_ratios_measured_beside_them():
     assert table[2] == "| forward | 64 | 400 (1.33) / 400 (1.33) | 400 (1.33) / 400 (1.33) |"
     assert table[6] == "| backward, `two_pass` | 64 | 400 (0.96) / 400 (0.96) | 400 (0.96) / 400 (0.96) |"
     assert len(table) == 8
-
-
-def test_the_table_of_the_readme_is_the_one_of_its_csv():
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    named = re.search(r"are in \[benchmark\.csv\]\((\S+)\)", text)[1]
-    table = tables.speed_table(measure.read_csv(ROOT / named), "float16", "torch cudnn")
-    assert len(table) == 2 + 3 * len(benchmark.HEAD_DIMS)
-    assert "\n".join(table) in text
 
 
 @pytest.mark.matrix

@@ -1,4 +1,4 @@
-"""On a GPU: the README's table of what has the same bits, from run to run and beside other sequences."""
+"""On a GPU: the table of docs/accuracy.md of what has the same bits, from run to run and beside other sequences."""
 
 from __future__ import annotations
 

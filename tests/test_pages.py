@@ -1,18 +1,28 @@
-"""README.md and the pages of docs/: their Python runs, and the files and commands that they name exist."""
+"""README.md and the pages of docs/: their Python runs, their numbers are measured, and what they name exists."""
 
 from __future__ import annotations
 
+import ast
+import importlib
+import inspect
 import re
+from types import ModuleType
 
+import pages
 import pytest
+from measured import picture
 from support import CHECKOUT
+from support.keyword_functions import FUNCTIONS
 from support.pages import PAGES, python_blocks, run_page
 
+import fa2cupy
 from fa2cupy import cli
+from fa2cupy.errors import INSTALL_CUDA
+from fa2cupy.problem.features import FeatureKeywords
 
 pytestmark = pytest.mark.skipif(not (CHECKOUT / "docs").is_dir(), reason="not in a checkout")
 
-RUN = [page for page in PAGES if page != "README.md" and python_blocks(page)]
+RUN = [page for page in PAGES if python_blocks(page)]
 
 
 def text_of(page: str) -> str:
@@ -51,6 +61,85 @@ def test_commands_of_the_package_are_understood(page):
 def test_scripts_that_its_commands_start_exist(page):
     scripts = set(re.findall(r"\b(?:python |`)(scripts/\w+\.py)", text_of(page)))
     assert not [script for script in scripts if not (CHECKOUT / script).is_file()]
+
+
+def test_measured_parts_are_those_of_the_csvs():
+    """`python scripts/pages.py` writes them."""
+    texts = {page: text_of(page) for page in PAGES}
+    assert [page for page, text in texts.items() if pages.rewritten(text) != text] == []
+    marked = re.findall(r"^<!-- measured: (.*) -->\n\n.", "".join(texts.values()), re.MULTILINE)
+    assert set(marked) == set(pages.PARTS)
+    assert len(marked) == len(re.findall(r"^<!-- end of ", "".join(texts.values()), re.MULTILINE))
+
+
+def test_the_picture_has_a_peer_in_each_panel(monkeypatch):
+    drawn = []
+    monkeypatch.setattr(picture, "titled_bars", lambda *all_of: drawn.append(all_of[-1]))
+    picture.draw(CHECKOUT / "docs" / "speed.png")
+    ((*panels,),) = (drawn[0].values(),)
+    assert len(panels) == 4
+    for bars in panels:
+        assert len(bars) > 1 and bars["fa2cupy"]
+        assert all(series.keys() == bars["fa2cupy"].keys() for series in bars.values())
+
+
+def test_the_commands_that_compile_ahead_are_understood(monkeypatch):
+    asked = []
+    monkeypatch.setattr(cli, "precompile", lambda archs, **options: asked.append((archs, options)) or [])
+    for command in re.findall(r"^python -m fa2cupy (precompile[^#\n]*)", text_of("docs/cache.md"), re.MULTILINE):
+        assert cli.main(command.split()) == 0
+    assert [(archs, *map(options.get, ("features", "decode", "distributed"))) for archs, options in asked] == [
+        (["sm_80", "sm_90"], (), True, False),
+        (["sm_90"], (), False, False),
+        (["sm_90"], [["window", "sink"], ["cu_seqlens", "dlse"]], True, False),
+        (["sm_90"], (), True, True),
+    ]
+
+
+def test_the_listing_of_modules_has_each_once():
+    text = text_of("docs/architecture.md")
+    listing = text[text.index("\nfa2cupy/\n") : text.index("\nkernels/\n")]
+    modules = [path.name for path in (CHECKOUT / "fa2cupy").rglob("*.py") if not path.name.startswith("_")]
+    assert sorted(re.findall(r"[\w*]+\.py\b", listing)) == sorted(modules)
+
+
+def test_every_keyword_that_is_given_for_those_of_other_libraries_exists():
+    text = text_of("docs/coming_from.md")
+    table = text[text.index("| flash-attn | `scaled_dot") : text.index("In `mask` and `key_padding_mask`")]
+    ours = [line.split("|")[3] for line in table.splitlines()[2:] if line]
+    known = {*FeatureKeywords.__annotations__, *fa2cupy.__all__, "lse"}
+    for function in FUNCTIONS.values():
+        known |= set(inspect.signature(function).parameters)
+    words = {re.match(r"\(?(\w+)", word)[1] for cell in ours for word in re.findall(r"`([^`]+)`", cell)}
+    assert len(words) > 10
+    assert words <= known
+
+
+def test_messages_that_are_quoted_are_those_of_the_package():
+    """Compares what stands between the dots with the texts of the sources."""
+    texts = set()
+    for path in (CHECKOUT / "fa2cupy").rglob("*.py"):
+        nodes = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        texts |= {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+    quoted = "".join(re.findall(r"^```text\n(.*?)^```$", text_of("docs/install.md"), re.MULTILINE | re.DOTALL))
+    pieces = {piece.strip(": ") for piece in re.split(r"\.\.\.|\n", quoted.replace(INSTALL_CUDA, "..."))}
+    assert len(pieces) > 20
+    assert [piece for piece in pieces if not any(piece in text for text in texts)] == []
+
+
+@pytest.mark.parametrize(
+    "name", ("fa2cupy", "fa2cupy.mods", "fa2cupy.distributed", "fa2cupy.testing", "fa2cupy.reference")
+)
+def test_the_reference_has_every_public_name(name):
+    text = text_of("docs/api.md")
+    described = set()
+    for module, block in re.findall(r"^\.\. currentmodule:: (\S+)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
+        if module == name:
+            described |= set(re.findall(r"^\.\. auto(?:function|class|exception):: (\S+)$", block, re.MULTILINE))
+    public = set(importlib.import_module(name).__all__)
+    modules = {one for one in public if isinstance(getattr(importlib.import_module(name), one), ModuleType)}
+    assert described == public - modules - {"__version__"}
+    assert all(f"## {name}.{module}\n" in text for module in modules)
 
 
 def test_every_page_is_in_the_index():

@@ -1,4 +1,4 @@
-"""The README's table of what is reproducible: on NumPy, in plans, and in the interpreter."""
+"""The table of docs/accuracy.md of what is reproducible: on NumPy, in plans, and in the interpreter."""
 
 from __future__ import annotations
 

@@ -51,7 +51,9 @@ def test_scripts_find_the_package_of_a_bare_checkout_from_anywhere(script, envir
 
 
 @pytest.mark.skipif(not HAS_MATPLOTLIB, reason="plots need matplotlib")
-@pytest.mark.parametrize("script", [benchmark, methods], ids=["benchmark", "methods"])
+@pytest.mark.parametrize(
+    ("script", "option"), [(benchmark, "--plot-only"), (methods, "--show")], ids=["benchmark", "methods"]
+)
 @pytest.mark.parametrize(
     ("content", "reason"),
     [
@@ -60,13 +62,13 @@ def test_scripts_find_the_package_of_a_bare_checkout_from_anywhere(script, envir
     ],
     ids=["missing", "empty", "no rows", "picture", "other", "long"],
 )  # fmt: skip
-def test_plot_only_of_something_else_is_a_sentence(script, content, reason, tmp_path, capsys):
+def test_plot_only_of_something_else_is_a_sentence(script, option, content, reason, tmp_path, capsys):
     path = tmp_path / "earlier.csv"
     if content is not None:
         path.write_bytes(content if isinstance(content, bytes) else content.encode())
-    assert script.main(["--plot-only", str(path)]) == 2
+    assert script.main([option, str(path)]) == 2
     told = capsys.readouterr().err
-    assert told.startswith(f"--plot-only: {path} cannot be shown as the CSV of an earlier run (")
+    assert told.startswith(f"{option}: {path} cannot be shown as the CSV of an earlier run (")
     assert reason in told and told.count("\n") == 1
     assert not list(tmp_path.glob("*.png"))
 

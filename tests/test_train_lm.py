@@ -418,7 +418,7 @@ def test_ranks_have_the_curve_of_one(corpus, ranks):
 
 @pytest.mark.matrix
 def test_ranks_of_threads_report_once(short_corpus, tmp_path, capsys, monkeypatch):
-    """Runs the README's command with other sizes; the run ends with all that it does by default."""
+    """Runs the command of docs/performance.md with other sizes; the run ends with all that it does by default."""
     monkeypatch.setattr(train_lm, "_TIMEOUT_S", 20.0)
     assert train_lm.main([*SIZES, "--steps", "4", "--out", str(tmp_path)]) == 0
     of_one = capsys.readouterr().out
@@ -434,7 +434,7 @@ def test_ranks_of_threads_report_once(short_corpus, tmp_path, capsys, monkeypatc
 
 @pytest.mark.matrix
 def test_ranks_as_the_readme_shows_them(tmp_path):
-    """Trains few steps, in a process: the rest of the command line is the README's."""
+    """Trains few steps, in a process: the rest of the command line is that of docs/performance.md."""
     command = [sys.executable, str(SCRIPTS / "train_lm.py"), "--ranks", "2", "--device", "cpu", "--steps", "2"]
     environment = {**os.environ, "PYTHONPATH": str(Path(fa2cupy.__file__).resolve().parent.parent)}
     run = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=280)

@@ -194,7 +194,7 @@ class Communicator:
             By default that of the launcher's variables (torchrun's is LOCAL_WORLD_SIZE); without them, all ranks are on
             one host.
         timeout : float, optional
-            Seconds after which a rank gives up a call, whose messages then end with an error: see the README.
+            Seconds after which a rank gives up a call, whose messages then end with an error: see docs/several_gpus.md.
 
         Raises
         ------

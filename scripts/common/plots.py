@@ -7,8 +7,9 @@ import math
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
-__all__ = ["bar_panels", "can_plot", "heat_map", "line_panels"]
+__all__ = ["bar_panels", "can_plot", "heat_map", "length_name", "line_panels", "titled_bars"]
 
 
 def can_plot() -> bool:
@@ -29,6 +30,13 @@ def _new_figure(width: float, height: float):
     return figure
 
 
+def length_name(rows: int) -> str:
+    """Returns a length as text that fits below an axis: 16384, 32k, 1M."""
+    if rows < 2**15 or rows % 1024:
+        return str(rows)
+    return f"{rows >> 20}M" if rows % 2**20 == 0 else f"{rows >> 10}k"
+
+
 def bar_panels(
     path: Path,
     title: str,
@@ -43,7 +51,8 @@ def bar_panels(
     """
 
     def draw(axis, series: Mapping[str, Mapping[int, float]]) -> None:
-        _grouped_bars(axis, colors, series)
+        _grouped_bars(axis, colors, {name: dict(sorted(heights.items())) for name, heights in series.items()})
+        axis.set_xlabel("sequence length", fontsize=8)
 
     _panels(path, title, unit, panels, draw, tuple(colors))
 
@@ -62,10 +71,30 @@ def line_panels(
         axis.axhline(level, color="black", linewidth=0.8)
         seqlens = sorted({seqlen for heights in series.values() for seqlen in heights})
         axis.set_xscale("log", base=2)
-        axis.set_xticks(seqlens, [str(seqlen) for seqlen in seqlens], fontsize=8)
+        axis.set_xticks(seqlens, list(map(length_name, seqlens)), fontsize=8)
+        axis.set_xticks([], minor=True)
+        axis.set_xlabel("sequence length", fontsize=8)
         _finish(axis)
 
     _panels(path, title, unit, panels, draw)
+
+
+def titled_bars(
+    path: Path,
+    title: str,
+    unit: str,
+    colors: Mapping[str, str],
+    panels: Mapping[str, Mapping[str, Mapping[str, float]]],
+) -> None:
+    """Draws two panels a line with grouped bars: `panels` maps titles to series of bars by their labels."""
+    figure = _new_figure(10, 1.2 + 1.2 * len(panels))
+    figure.suptitle(title, fontsize=12)
+    for axis, (name, series) in zip(figure.subplots(-(-len(panels) // 2), 2).flat, panels.items(), strict=True):
+        _grouped_bars(axis, colors, series)
+        axis.set_title(name, fontsize=10)
+        axis.set_ylabel(unit)
+    _legend(figure, tuple(colors), 5)
+    figure.savefig(path, dpi=100)
 
 
 def _panels(path: Path, title: str, unit: str, panels: Mapping, draw: Callable, order: tuple[str, ...] = ()) -> None:
@@ -87,14 +116,19 @@ def _panels(path: Path, title: str, unit: str, panels: Mapping, draw: Callable, 
             if first is None:
                 axis.set_ylabel(unit)
                 first_of_row[row] = axis
+    _legend(figure, order, int(width / 2))
+    figure.savefig(path, dpi=100)
+
+
+def _legend(figure, order: tuple[str, ...], most: int) -> None:
+    """Draws one legend for all panels, with at most so many names in a line."""
     handles = {}
     for axis in figure.axes:
         for handle, label in zip(*axis.get_legend_handles_labels(), strict=True):
             handles.setdefault(label, handle)
     shown = [name for name in order or handles if name in handles]
-    per_line = max(1, min(len(shown), int(width / 2)))
+    per_line = max(1, min(len(shown), most))
     figure.legend([handles[n] for n in shown], shown, loc="outside lower center", ncols=per_line, frameon=False)
-    figure.savefig(path, dpi=100)
 
 
 def _lines_of(panels: Mapping[tuple[str, str], object]) -> list[list[tuple[str, str]]]:
@@ -117,20 +151,20 @@ def _by_number(label: str) -> list[tuple[int, str]]:
     return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", label)]
 
 
-def _grouped_bars(axis, colors: Mapping[str, str], series: Mapping[str, Mapping[int, float]]) -> None:
-    seqlens = sorted({seqlen for heights in series.values() for seqlen in heights})
+def _grouped_bars(axis, colors: Mapping[str, str], series: Mapping[str, Mapping[Any, float]]) -> None:
+    """Draws the bars of each series, which are in the order of the axis."""
+    groups = max(series.values(), key=len)  # the others lack some of them
     present = [name for name in colors if name in series]
     width = 0.84 / len(present)
     for place, name in enumerate(present):
-        positions = [i - 0.42 + (place + 0.5) * width for i, seqlen in enumerate(seqlens) if seqlen in series[name]]
-        heights = [series[name][seqlen] for seqlen in seqlens if seqlen in series[name]]
+        positions = [i - 0.42 + (place + 0.5) * width for i, group in enumerate(groups) if group in series[name]]
+        heights = [series[name][group] for group in groups if group in series[name]]
         axis.bar(positions, heights, width * 0.94, color=colors[name], label=name)
-    axis.set_xticks(range(len(seqlens)), [str(seqlen) for seqlen in seqlens])
+    axis.set_xticks(range(len(groups)), list(map(str, groups)))
     _finish(axis)
 
 
 def _finish(axis) -> None:
-    axis.set_xlabel("sequence length", fontsize=8)
     axis.grid(axis="y", linewidth=0.4, alpha=0.6)
     axis.set_axisbelow(True)
     axis.spines[["top", "right"]].set_visible(False)

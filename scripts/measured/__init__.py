@@ -1,0 +1,1 @@
+"""What README.md and docs/ say from measurements: tables, sentences with numbers, and the README's picture."""

@@ -1,0 +1,230 @@
+"""Features, score functions, sparse maps and decoding."""
+
+from __future__ import annotations
+
+from common.feature_cases import HEAD_DIMS, SEQLENS
+from common.function_cases import SEQLENS as FUNCTION_SEQLENS
+from measured.rows import OURS, pair, paragraphs, percent, ratios, rows_of, sentence, source, span, table, value
+
+__all__ = ["costs", "decode", "flex_functions", "flex_keywords", "function_calls", "maps", "peers"]
+
+_PEERS, _FLEX, _BOTH = "features-peers.csv", "torch flex", ("forward", "backward")
+_NAMES = {
+    "window127": "window 127",
+    "window1023": "window 1023",
+    "softcap": "soft cap",
+    "alibi": "ALiBi",
+    "padding": "padding mask",
+    "mask": "mask for each sequence",
+    "bias": "bias for each head",
+    "bias_batch": "bias for each sequence",
+    "bias_full": "bias for each pair",
+    "dbias": "its gradient, for each head",
+    "dbias_batch": "its gradient, for each sequence",
+    "dbias_full": "its gradient, for each pair",
+    "sink": "sink",
+    "dropout": "dropout",
+}
+_FUNCTIONS = {
+    "causal": "causal",
+    "sliding_window": "sliding window of 1023",
+    "dilated_window": "dilated window of 4092, every fourth key",
+    "neighborhood_2d": "2-D neighbourhood",
+    "prefix_lm": "prefix-LM",
+    "document": "16 documents of equal lengths",
+    "softcap": "soft cap",
+    "alibi": "ALiBi",
+    "t5_relative": "T5's relative positions",
+}
+_PATTERNS = {
+    "document": "16 documents of any length",
+    "window1024": "window of 1024",
+    "dilated": "dilated window of 2048, every fourth key",
+    "prefix-LM": "prefix-LM",
+    "random 0.1": "tiles at random",
+    "random 0.5": "tiles at random",
+}
+_SIZES = [(head_dim, seqlen) for head_dim in HEAD_DIMS for seqlen in SEQLENS]
+_FUNCTION_SIZES = [(head_dim, seqlen) for head_dim in HEAD_DIMS for seqlen in FUNCTION_SEQLENS]
+
+
+def _titles(sizes: list[tuple[int, int]]) -> list[str]:
+    return [f"head_dim {head_dim}, seqlen {seqlen}" for head_dim, seqlen in sizes]
+
+
+def _cell(name: str, column: str, feature: str, size: tuple[int, int], provider: str = "", how: str = ".2f") -> str:
+    """Returns a number of the forward and one of the backward; of several peers, the one of the fastest."""
+    head_dim, seqlen = size
+    found: list[float | None] = []
+    for operation in _BOTH:
+        wanted = {"feature": feature, "head_dim": head_dim, "seqlen": seqlen, "operation": operation}
+        try:
+            rows = rows_of(name, **wanted, **({"provider": provider} if provider else {}))
+        except LookupError:
+            rows = []
+        found.append(min((float(row[column]) for row in rows if row[column]), default=None))
+    return pair(found, how)
+
+
+def _by_feature(column: str, provider: str = "") -> str:
+    lines = [
+        (title, *(_cell(_PEERS, column, name, size, provider) for size in _SIZES)) for name, title in _NAMES.items()
+    ]
+    return table(("", *_titles(_SIZES)), (line for line in lines if any(line[1:])))
+
+
+def _packed(column: str, provider: str = "") -> list[str]:
+    return [_cell(_PEERS, column, "packed", (head_dim, 1024), provider) for head_dim in HEAD_DIMS]
+
+
+def costs() -> str:
+    """The speed that a feature leaves."""
+    narrow, wide = _packed("over_plain", OURS)
+    return paragraphs(
+        source(_PEERS, "python scripts/benchmark.py --sections features", ""),
+        _by_feature("over_plain", OURS),
+        sentence(
+            f"Packed lengths cost nothing measurable: 16 sequences of 131 to 2557 rows run at {wide} of the "
+            f"TFLOP/s of 16 equal ones ({narrow} at head_dim 64), and rows outside all sequences are cleared, "
+            "not computed."
+        ),
+    )
+
+
+def peers() -> str:
+    """The fastest of PyTorch's operators beside ours."""
+    narrow, wide = _packed("ratio")
+    return paragraphs(
+        source(_PEERS, "python scripts/benchmark.py --sections features"),
+        _by_feature("ratio"),
+        sentence(
+            f"With packed lengths, FlashAttention-2's variable-length operator takes {narrow} (head_dim 64) and "
+            f"{wide} (128) times as long."
+        ),
+    )
+
+
+def flex_keywords() -> str:
+    """Compiled FlexAttention beside keywords."""
+    lines = [
+        (_NAMES[feature], *(_cell("features.csv", "ratio", feature, size, _FLEX) for size in _SIZES))
+        for feature in ("window1023", "softcap", "alibi")
+    ]
+    return paragraphs(
+        source("features.csv", "python scripts/features.py", "PyTorch 2.11"), table(("", *_titles(_SIZES)), lines)
+    )
+
+
+def flex_functions() -> str:
+    """Compiled FlexAttention beside functions, and functions beside keywords."""
+    name = "functions.csv"
+    lines = [
+        (title, *(_cell(name, "ratio", feature, size, _FLEX) for size in _FUNCTION_SIZES))
+        for feature, title in _FUNCTIONS.items()
+    ]
+
+    def over(feature: str) -> str:
+        both = [
+            span(float(row["over_plain"]) for row in rows_of(name, feature=feature, operation=one, provider=OURS))
+            for one in _BOTH
+        ]
+        return " / ".join(both)
+
+    return paragraphs(
+        source(name, "python scripts/benchmark.py --sections functions", "PyTorch 2.11"),
+        table(("", *_titles(_FUNCTION_SIZES)), lines),
+        sentence(
+            f"FlexAttention does not compile T5's function at head_dim 64: it asks for more shared memory than "
+            f"there is. As functions, ALiBi runs at {over('alibi')} of the speed of `alibi_slopes`, and the soft cap "
+            f"at {over('softcap')} of that of `softcap`."
+        ),
+    )
+
+
+def function_calls() -> str:
+    """What functions cost the host."""
+    name = "function-calls.csv"
+
+    def first(operation: str, is_plain: bool) -> str:
+        rows = rows_of(name, operation=operation)
+        return span((float(r["first_s"]) for r in rows if (r["feature"] == "plain") == is_plain), ".1f")
+
+    def growth(operation: str) -> str:
+        rows = rows_of(name, operation=operation, head_dim=64)
+        return span((float(row["growth_us"]) for row in rows if row["feature"] != "plain"), ".1f")
+
+    return paragraphs(
+        source(name, "python scripts/benchmark.py --sections calls", ""),
+        sentence(
+            f"The first call of a process with a function takes {first('forward', False)} s forward and "
+            f"{first('backward', False)} s backward, and one without {first('forward', True)} s and "
+            f"{first('backward', True)} s: compilers are loaded, and kernels compiled. Another process finds them "
+            f"on disk. At head_dim 64 a warm call with a function takes the host {growth('forward')} us more "
+            f"forward and {growth('backward')} us more backward."
+        ),
+    )
+
+
+def maps() -> str:
+    """The efficiency of sparse maps, and the time to make one."""
+    name, lines = "sparse.csv", []
+    for pattern, title in _PATTERNS.items():
+        shares = [
+            float(rows_of(name, pattern=pattern, seqlen=seqlen, operation="forward")[0]["density"])
+            for seqlen in FUNCTION_SEQLENS
+        ]
+        cells = [
+            pair([
+                value(name, "ratio", pattern=pattern, head_dim=head_dim, seqlen=seqlen, operation=operation)
+                for operation in ("forward", "default")
+            ])
+            for head_dim, seqlen in _FUNCTION_SIZES
+        ]  # fmt: skip
+        lines.append((title, " / ".join(percent(share) for share in shares), *cells))
+    ours, theirs = (row["ms_median"] for row in rows_of(name, operation="map"))
+    return paragraphs(
+        source(name, "python scripts/benchmark.py --sections sparse"),
+        table(("", f"visited, {' / '.join(map(str, FUNCTION_SEQLENS))}", *_titles(_FUNCTION_SIZES)), lines),
+        sentence(
+            f"Making the map of 16 documents in 131072 x 131072 takes {float(ours):.1f} ms, and "
+            f"{float(theirs):.1f} ms with PyTorch's compiled `create_block_mask`."
+        ),
+    )
+
+
+def decode() -> str:
+    """Microseconds of decode, and the ratio of the faster operator."""
+    name, lines = "decode.csv", []
+    heads = [(32, 8), (8, 1)]
+    columns = [(q, kv, queries) for q, kv in heads for queries in (1, 4)]
+    ours = rows_of(name, provider=OURS, head_dim=128, page_size="")
+    for cache in dict.fromkeys(row["cache"] for row in ours):
+        cells = []
+        for num_heads, _, queries in columns:
+            wanted = {"head_dim": 128, "cache": cache, "num_heads": num_heads, "seqlen_q": queries, "page_size": ""}
+            best = min(ratios(name, **wanted), default=None)
+            time = value(name, "us_median", provider=OURS, **wanted)
+            cells.append((f"{time:.1f}" if time < 100 else f"{time:.0f}") + (f" ({best:.2f})" if best else ""))
+        lines.append((cache, *cells))
+    head = ("cache", *(f"{q}/{kv} heads, {n} quer{'y' if n == 1 else 'ies'}" for q, kv, n in columns))
+
+    def of_copy(head_dim: int) -> str:
+        rows = rows_of(name, provider=OURS, head_dim=head_dim, page_size="")
+        large = [row for row in rows if " (" not in row["cache"] and _bytes_read(row) > 2**26]
+        return span(float(row["of_copy"]) for row in large)
+
+    hosts = [float(row["host_us"]) for row in rows_of(name, provider=OURS) if row["host_us"]]
+    return paragraphs(
+        source(name, "python scripts/benchmark.py --sections decode"),
+        table(head, lines),
+        sentence(
+            f"Calls of equal lengths that read more than 64 MiB reach {of_copy(128)} of the speed of a copy "
+            f"({of_copy(64)} with head_dim 64). Shorter calls are bound by their launch, first loads and merge. A "
+            f"call takes {span(hosts, '.0f')} us of host time."
+        ),
+    )
+
+
+def _bytes_read(row: dict[str, str]) -> float:
+    batch, rows = row["cache"].split(" x ")
+    return 2 * 2 * int(batch) * int(rows) * int(row["num_heads_kv"]) * int(row["head_dim"])

@@ -1,0 +1,247 @@
+"""Plain calls: the grid of the benchmark, models, float32, the choice of method and splits, and training."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from collections.abc import Iterable
+
+from benchmark import MODEL_SIZES, MODELS, PRECISION_HEAD_DIMS, PRECISION_SEQLENS, SEQLENS, TRAINING_PROBLEMS
+from common.tables import speed_table
+from language_model.training import LOG_EVERY
+from measured.rows import (
+    CARD,
+    OURS,
+    Row,
+    pair,
+    paragraphs,
+    percent,
+    ratios,
+    rows_of,
+    sentence,
+    source,
+    span,
+    table,
+    value,
+)
+from methods import DEFAULT
+
+__all__ = [
+    "float32",
+    "float32_training",
+    "grid",
+    "memory",
+    "methods",
+    "models",
+    "short_calls",
+    "summary",
+    "tokens_per_second",
+    "training",
+]
+
+_BENCHMARK = "benchmark.csv"
+_MODEL_NAMES = {
+    "llama3-8b": "Llama 3 8B",
+    "llama3-70b": "Llama 3 70B",
+    "llama3-70b-tp8": "Llama 3 70B, a rank of 8",
+    "qwen2.5-7b": "Qwen2.5 7B",
+    "qwen3-0.6b": "Qwen3 0.6B",
+    "mqa": "multi-query",
+    "gemma2-9b": "Gemma 2 9B",
+    "gpt-oss": "gpt-oss",
+    "gpt2": "GPT-2",
+}
+_LONG = tuple(seqlen for seqlen in SEQLENS if seqlen >= 2048)
+_HALVES = ("float16", "bfloat16")
+
+
+def summary() -> str:
+    """The README's sentence beside its picture."""
+
+    def over(peer: str, operation: str) -> str:
+        return span(ratios(_BENCHMARK, provider=peer, operation=operation, seqlen=_LONG, dtype=_HALVES), ".1f")
+
+    return sentence(
+        f"On an {CARD}, in 16 bits with 2048 rows or more and head_dim 32 to 256, cuDNN takes "
+        f"{over('torch cudnn', 'forward')} times as long as the forward and {over('torch cudnn', 'single_pass')} times "
+        f"as long as the backward that adds atomically, as cuDNN does. PyTorch's flash operator (FlashAttention-2) "
+        f"takes {over('torch flash', 'forward')} and {over('torch flash', 'single_pass')} times as long."
+    )
+
+
+def grid() -> str:
+    """TFLOP/s by head_dim and length, and the ratios of cuDNN and of FlashAttention-2."""
+
+    def flash(operation: str) -> str:
+        return span(ratios(_BENCHMARK, provider="torch flash", operation=operation, seqlen=_LONG, dtype=_HALVES), ".1f")
+
+    return paragraphs(
+        source(_BENCHMARK, "python scripts/benchmark.py"),
+        "\n".join(speed_table(rows_of(_BENCHMARK), "float16", "torch cudnn")),
+        sentence(
+            f"From seqlen 2048 on, in float16 and bfloat16, PyTorch's flash operator (FlashAttention-2) takes "
+            f"{flash('forward')} times as long as our forward and {flash('single_pass')} times as long as "
+            f"`single_pass`; its deterministic mode takes {flash('two_pass')} times as long as `two_pass`."
+        ),
+        sentence(_spread()),
+    )
+
+
+def _spread() -> str:
+    """Says how far the rounds of one measurement are apart."""
+    ours = [row for row in rows_of(_BENCHMARK, provider=OURS, seqlen=_LONG) if row["ms_median"]]
+
+    def excess(rows: Iterable[Row]) -> list[float]:
+        return sorted(float(row["ms_max"]) / float(row["ms_median"]) - 1 for row in rows)
+
+    def tenth(values: list[float]) -> float:
+        return statistics.quantiles(values, n=10)[-1]
+
+    short, long = (excess(row for row in ours if (row["seqlen"] == "16384") == is_long) for is_long in (False, True))
+    return (
+        f"The card throttles. In nine rows of ten the slowest round takes at most {percent(tenth(short))} longer than "
+        f"the median, and at seqlen 16384 at most {percent(tenth(long))}."
+    )
+
+
+def training() -> str:
+    """The attention of a training step."""
+    lines = []
+    for problem in TRAINING_PROBLEMS:
+        wanted = {"operation": "training", "seqlen": problem.seqlen}
+        speeds = [value(_BENCHMARK, "tflops", provider=name, **wanted) for name in (OURS, "torch cudnn", "torch flash")]
+        over = [ratios(_BENCHMARK, provider=name, **wanted)[0] for name in ("torch cudnn", "torch flash")]
+        lines.append(
+            (problem.seqlen, f"{speeds[0]:.0f}", *(f"{s:.0f} ({r:.2f})" for s, r in zip(speeds[1:], over, strict=True)))
+        )
+    return table(("seqlen", "fa2cupy", "cuDNN", "FlashAttention-2"), lines)
+
+
+def memory() -> str:
+    """Bytes beyond inputs and results."""
+
+    def extra(operation: str, **sizes: object) -> str:
+        held = value(_BENCHMARK, "extra_bytes", provider=OURS, operation=operation, dtype="float16", **sizes)
+        return f"{held / 2**20:.1f} MiB".replace(".0 ", " ")
+
+    usual = {"head_dim": 128, "seqlen": 16384, "causal": 1}
+    longest = {"seqlen": 65536}
+    return sentence(
+        f"With 16384 tokens and 16 heads of 128 that is {extra('forward', **usual)} in the forward, "
+        f"{extra('single_pass', **usual)} in `single_pass` and {extra('two_pass', **usual)} in `two_pass`; with 65536 "
+        f"tokens and 2 heads, {extra('forward', **longest)}, {extra('single_pass', **longest)} and "
+        f"{extra('two_pass', **longest)}, where the scores of one head would take 8 GiB."
+    )
+
+
+def short_calls() -> str:
+    """First calls, and the host's time of warm ones."""
+    names = {"forward": "forward", "single_pass": "backward, `single_pass`", "two_pass": "backward, `two_pass`"}
+    lines = []
+    for operation, name in names.items():
+        fresh, cached = (
+            value("startup.csv", f"first_call_ms_{kind}", call=operation) / 1000 for kind in ("fresh", "cached")
+        )
+        host = [
+            float(row["host_us"])
+            for provider in (OURS, "torch flash", "torch cudnn")
+            for row in rows_of(_BENCHMARK, operation=operation, provider=provider, seqlen=128)
+        ]
+        lines.append((name, f"{fresh:.1f} s", f"{cached:.2f} s", *(f"{one:.0f} us" for one in host)))
+    head = ("", "first call", "from the disk cache", "warm call", "of FlashAttention-2", "of cuDNN")
+    return paragraphs(source("startup.csv", "python scripts/benchmark.py --sections startup host"), table(head, lines))
+
+
+def models() -> str:
+    """TFLOP/s and ratios by model and size."""
+    operations = ("forward", "default", "deterministic")
+    lines, least = [], dict.fromkeys(operations, float("inf"))
+    for model, (heads, heads_kv, head_dim) in MODELS.items():
+        cells = []
+        for batch, seqlen in MODEL_SIZES:
+            cell = []
+            for operation in operations:
+                wanted = {"model": model, "batch": batch, "seqlen": seqlen, "operation": operation}
+                best = min(ratios("models.csv", **wanted))
+                least[operation] = min(least[operation], best)
+                cell.append(f"{value('models.csv', 'tflops', provider=OURS, **wanted):.0f} ({best:.2f})")
+            cells.append(" / ".join(cell))
+        lines.append((_MODEL_NAMES[model], f"{heads}/{heads_kv}", head_dim, *cells))
+    head = ("", "heads of q / of k and v", "head_dim", *(f"{batch} x {seqlen}" for batch, seqlen in MODEL_SIZES))
+    return paragraphs(
+        source("models.csv", "python scripts/benchmark.py --sections models"),
+        table(head, lines),
+        sentence(f"The smallest ratios are {pair(list(least.values()))}."),
+    )
+
+
+def float32() -> str:
+    """Ratios of PyTorch's memory-efficient operator."""
+    titles = {"forward": "forward", "default": "backward", "deterministic": "backward, `deterministic=True`"}
+    lines = []
+    for operation, title in titles.items():
+        for number, head_dim in enumerate(PRECISION_HEAD_DIMS):
+            cells = []
+            for seqlen in PRECISION_SEQLENS:
+                wanted = {"precision": "split", "operation": operation, "head_dim": head_dim, "seqlen": seqlen}
+                both = [ratios("float32.csv", causal=causal, **wanted)[0] for causal in (0, 1)]
+                cells.append(" / ".join(f"{one:.3g}" if one >= 10 else f"{one:.2f}" for one in both))
+            lines.append(("" if number else title, head_dim, *cells))
+
+    def ieee(operation: str) -> str:
+        spans = [
+            span(ratios("float32.csv", precision="ieee", operation=operation, head_dim=d)) for d in PRECISION_HEAD_DIMS
+        ]
+        return ", ".join(spans)
+
+    return paragraphs(
+        source("float32.csv", "python scripts/benchmark.py --sections float32", "PyTorch 2.11"),
+        table(("", "head_dim", *(f"seqlen {seqlen}" for seqlen in PRECISION_SEQLENS)), lines),
+        sentence(
+            f'Beside our kernels for CUDA cores (`precision="ieee"`, other GPUs), the operator takes '
+            f"{ieee('forward')} times as long in the forward at head_dim 64, 128 and 256, and {ieee('default')} "
+            "times as long in the backward."
+        ),
+    )
+
+
+def float32_training() -> str:
+    """Tokens per second of a language model in float32."""
+    contexts = (1024, 2048, 4096)
+    lines = [
+        (title, *(f"{tokens_per_second(f'train_lm-float32-{context}-{name}.csv') / 1000:.0f}" for context in contexts))
+        for title, name in (("fused", "fused"), ("through a written-out score matrix", "unfused"))
+    ]
+    return table(("context", *contexts), lines)
+
+
+def tokens_per_second(name: str) -> float:
+    """Returns the median speed between two rows of a curve; the first has the compilers', some an evaluation's time."""
+    curve = [(int(row["tokens"]), float(row["seconds"])) for row in rows_of(name) if int(row["step"]) >= LOG_EVERY]
+    return statistics.median((b[0] - a[0]) / (b[1] - a[1]) for a, b in itertools.pairwise(curve))
+
+
+def methods() -> str:
+    """What the default of method and splits loses."""
+    name = "methods.csv"
+    losses = {
+        operation: [float(row["loss"]) for row in rows_of(name, operation=operation, method=DEFAULT) if row["loss"]]
+        for operation in ("forward", "backward")
+    }
+    few = [row for row in rows_of(name, operation="forward", method=DEFAULT) if row["loss"] and row["queries"]]
+
+    def lost(operation: str) -> str:
+        beyond = sorted((one for one in losses[operation] if one > 0.03), reverse=True)
+        shown = ", ".join(f"{100 * one:.1f}" for one in beyond)
+        mean = percent(statistics.mean(losses[operation]), 2)
+        return f"{mean} on average, and more than 3 % in {len(beyond)} calls ({shown} %)"
+
+    return paragraphs(
+        source(name, "python scripts/methods.py", peers=""),
+        sentence(
+            f"The default is compared with the fastest choice of method and number of splits in the times of "
+            f"{len(losses['forward'])} forwards, {len(few)} of them of 128 or 1024 queries against 1024 to 16384 "
+            f"keys, and {len(losses['backward'])} backwards. In the forward it loses {lost('forward')}; in the "
+            f"backward, {lost('backward')}."
+        ),
+    )
