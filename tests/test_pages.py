@@ -6,10 +6,13 @@ import ast
 import importlib
 import inspect
 import re
+import traceback
+from pathlib import Path
 from types import ModuleType
 
 import pages
 import pytest
+import support.pages
 from measured import picture
 from support import CHECKOUT
 from support.keyword_functions import FUNCTIONS
@@ -27,6 +30,60 @@ RUN = [page for page in PAGES if python_blocks(page)]
 
 def text_of(page: str) -> str:
     return (CHECKOUT / page).read_text(encoding="utf-8")
+
+
+@pytest.fixture
+def run_text(tmp_path, monkeypatch):
+    """Runs a made-up page without a GPU."""
+    monkeypatch.setattr(support.pages, "CHECKOUT", tmp_path)
+    monkeypatch.chdir(tmp_path)
+
+    def run(text: str) -> dict:
+        (tmp_path / "some.md").write_text(text)
+        return run_page("some.md", gpus=0)
+
+    return run
+
+
+def test_blocks_of_a_page_run_in_one_namespace_without_a_gpu(run_text):
+    names = run_text(
+        "text\n```python\nimport cupy\nx = cupy.ones(3)\n```\n"
+        "<!-- without a GPU 1000 is 2 -->\n```python\nimport cupy as xp, os\ny = xp.zeros(1000)\n```\n"
+        "```pycon\n>>> float(x.sum() + y.size)\n5.0\n>>> z = 1\n```\n"
+        "```bash\nnothing here runs\n```\n"
+        "<!-- run by python -->\n```python\nopen('made', 'w').close()\n```\n"
+    )
+    assert names["y"].shape == (2,) and names["z"] == 1
+    assert Path("made").exists()
+
+
+def test_a_block_that_lacks_something_is_compiled_and_a_warning_says_so(run_text):
+    with pytest.warns(UserWarning, match=r"some\.md:3 was not run: it needs the module no_such_module"):
+        names = run_text("<!-- needs no_such_module -->\n```python\nx = 1\n```\n```python\ny = 2\n```\n")
+    assert "x" not in names and names["y"] == 2
+    with pytest.raises(SyntaxError):
+        run_text("<!-- needs gpu -->\n```python\nx = \n```\n")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("```pycon\n>>> 1 + 1\n3\n```\n", "Expected:\n    3\nGot:\n    2"),
+        ("<!-- need gpu -->\n```python\n```\n", "no mark of a block"),
+        ("<!-- without a GPU 3 is 2 -->\n```python\nx = 1\n```\n", "the block does not have '3'"),
+        ("<!-- run by python -->\n```python\nraise SystemExit('it failed')\n```\n", "it failed"),
+    ],
+)
+def test_what_is_wrong_with_a_page_is_an_error(run_text, text, message):
+    with pytest.raises(AssertionError, match=re.escape(message)):
+        run_text(text)
+
+
+def test_tracebacks_have_the_lines_of_the_page(run_text):
+    with pytest.raises(ZeroDivisionError) as raised:
+        run_text("\n\n```python\nx = 0\n1 / x\n```\n")
+    last = traceback.extract_tb(raised.value.__traceback__)[-1]
+    assert (Path(last.filename).name, last.lineno) == ("some.md", 5)
 
 
 @pytest.mark.parametrize("page", RUN)
