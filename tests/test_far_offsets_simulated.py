@@ -1,8 +1,8 @@
 """Arrays of more elements than 32 bits count, executed without a GPU and without their memory.
 
-A problem of 2**28 heads is planned. Each kernel runs only the block that owns the last head, by a number that is added
-to its `blockIdx.x`. Arrays have only the part of that head in the interpreter's memory, at the address that it has in
-the whole array: an offset that is computed in 32 bits leads to unmapped memory.
+A problem of 2**28 heads is planned. Of each kernel, only the blocks that own the last head run. Arrays have only the
+part of that head in the interpreter's memory, at the address that it has in the whole array: an offset that is computed
+in 32 bits leads to unmapped memory.
 """
 
 from __future__ import annotations
@@ -38,11 +38,9 @@ BATCH, HEADS = 2, 2**27
 #: (dtype, rows, head_dim, tile of kernels by query tiles, of kernels by key tiles); lse has at least 2**33 elements.
 FAMILIES = {
     "simt": ("float32", 32, 8, TileConfig(32, 32, 8), TileConfig(32, 32, 8)),
-    "sm80": ("float16", 32, 32, TileConfig(32, 32, 2, 2), TileConfig(32, 32, 4, 2)),
-    "sm90": ("float16", 64, 32, TileConfig(64, 64, 8, 2, 2), TileConfig(128, 128, 12, 2)),
+    "sm80": ("float16", 32, 24, TileConfig(32, 32, 2, 2), TileConfig(32, 32, 4, 2)),
+    "sm90": ("float16", 48, 64, TileConfig(64, 48, 8, 2, 2), TileConfig(128, 128, 12, 2)),
 }
-#: Coordinates that Hopper's kernels pass to TMA. TMA multiplies by strides, so that maps may begin with the last head.
-_COORDINATES = "column, row, head, batch);"
 _REACH = 2**44  # between the arrays' addresses
 _FAR = 2**20  # stride in bytes from which the memory between elements is left out
 
@@ -60,7 +58,11 @@ class Far:
     ) -> None:
         """Maps `part`, `offset` elements behind the start of its array, contiguous or with strides in elements."""
         strides = tuple(stride * part.itemsize for stride in strides) if strides else part.strides
-        start = self.addresses.setdefault(name, _REACH * (1 + len(self.addresses))) + offset * part.itemsize
+        if name not in self.addresses:
+            self.addresses[name] = _REACH * (1 + len(self.addresses))
+            if offset:  # tensor maps begin at the first element
+                self.memory.map(np.zeros(1, np.uint8), name, tracked=False, at=self.addresses[name])
+        start = self.addresses[name] + offset * part.itemsize
         axes = [range(n) if stride >= _FAR else (slice(None),) for n, stride in zip(part.shape, strides, strict=True)]
         for index in itertools.product(*axes):
             piece = np.ascontiguousarray(part[index])
@@ -77,37 +79,35 @@ class Far:
             taken[index] = self.memory.read(address).reshape(taken[index].shape)
         return taken
 
-    def run(self, stage: Stage, block: int) -> None:
-        """Runs one block that has this number in the grid."""
+    def run(self, stage: Stage, blocks: range) -> None:
+        """Runs the blocks that have these numbers in the grid."""
         spec = stage.spec
-        text = render_kernel(spec).text.replace("blockIdx.x", f"(blockIdx.x + {block}u)")
-        # Blocks that take several tiles advance by the number of blocks, which leads past the last tile.
-        text = text.replace("gridDim.x", f"{max(stage.blocks, block + 1)}u")
-        front = {name: self.addresses.get(name, 0) for name in spec.params.pointers}
-        if stage.maps:
-            assert text.count(_COORDINATES) == 2  # of a load and of a store
-            text = text.replace(_COORDINATES, f"column, row, head - {HEADS - 1}, batch - {BATCH - 1});")
+        front = {name: self.addresses.get(name, 0) for name in (*spec.params.pointers, *spec.params.maps)}
         for name, layout in zip(spec.params.maps, stage.maps, strict=True):
-            ((_, front[name]),) = self._pieces[name]
             front[name] = bytes(driver_tensor_map(*encode_arguments(layout, front[name])))
         record = spec.params.pointer_packer.pack(*front.values()) + stage.constants
-        compiled_module(text, spec.arch).launch(
-            spec.symbol, 1, stage.threads, [record], spec.shared_memory_bytes, self.memory
+        # Blocks that take several tiles advance by the number of blocks, which leads past the last tile.
+        grid = max(stage.blocks, blocks.stop)
+        compiled_module(render_kernel(spec).text, spec.arch).launch(
+            spec.symbol, grid, stage.threads, [record], spec.shared_memory_bytes, self.memory, blocks=blocks
         )
 
 
-def blocks_of_last_head(stage: Stage, rows: int, tile: int) -> Iterable[int]:
+def blocks_of_last_head(stage: Stage, rows: int, tile: int) -> range:
     """Returns the numbers of the blocks with its last rows, or with its `tile` if kernels have tiles of a sequence."""
     operation, values = stage.spec.operation, stage_values(stage)
     if operation == "dsink":
-        return (HEADS - 1,)
+        return range(HEADS - 1, HEADS)
     if (operation, stage.spec.family_name) == ("convert_dq", "sm90"):
-        return (0,)  # its first block has the last tile
+        return range(1)  # its first block has the last tile
     if operation in ("delta", "convert_dq"):
         return range(stage.blocks - -(-rows // stage.spec.tile.b_r), stage.blocks)
     heads, section = values["batch"] * values["scheduled_heads"], values["heads_per_section"]
     ahead = (heads - 1) // section * section
-    return (ahead * values["num_tiles"] + tile * (heads - ahead) + heads - ahead - 1,)
+    if stage.spec.causal and not stage.spec.owns_keys:
+        tile = values["num_tiles"] - 1 - tile  # the last tile has the most work, and comes first
+    last = ahead * values["num_tiles"] + tile * (heads - ahead) + heads - ahead - 1
+    return range(last, last + 1)
 
 
 class Case:
@@ -127,9 +127,7 @@ class Case:
                 features, num_sequences=BATCH, max_seqlen_q=rows, max_seqlen_k=rows, arrays=(*features.arrays, *OFFSETS)
             )
         sizes = (batch, total, total, HEADS, HEADS, head_dim)
-        self.problem = AttentionProblem(
-            dtype, *sizes, False, head_dim**-0.5, "bhsd", 3 if packed else 4, None, features
-        )
+        self.problem = AttentionProblem(dtype, *sizes, True, head_dim**-0.5, "bhsd", 3 if packed else 4, None, features)
         # Rows are far apart, too, except for Hopper, where TMA multiplies by strides.
         row, head = (head_dim, total * head_dim) if name == "sm90" else (HEADS * head_dim, head_dim)
         strides = (0 if packed else HEADS * total * head_dim, row, head)
@@ -168,12 +166,15 @@ class Case:
     def run(self, stages: Iterable[Stage]) -> None:
         for stage in stages:
             if not stage.spec.operation.startswith("clear_"):
-                for block in blocks_of_last_head(stage, self.inputs[0].shape[2], self.tile):
-                    self.far.run(stage, block)
+                self.far.run(stage, blocks_of_last_head(stage, self.inputs[0].shape[2], self.tile))
 
     def expectation(self, dlse: np.ndarray | None = None) -> Expectation:
         return Expectation(
-            *self.inputs, dlse=dlse, layout="bhsd", **{name: array for name, (array, _) in self.arrays.items()}
+            *self.inputs,
+            dlse=dlse,
+            layout="bhsd",
+            causal=True,
+            **{name: array for name, (array, _) in self.arrays.items()},
         )
 
     def results(self, **like: np.ndarray) -> dict[str, np.ndarray]:
@@ -205,7 +206,7 @@ class Case:
         q, k, v, do = self.inputs
         wide = np.dtype(self.problem.accumulator_dtype)
         features = {name: array for name, (array, _) in self.arrays.items()}
-        o, lse = reference.forward(q, k, v, layout="bhsd", **features)
+        o, lse = reference.forward(q, k, v, layout="bhsd", causal=True, **features)
         self.put(o=o.astype(q.dtype), dout=do, lse=lse.astype(wide))
         self.put(results=True, delta=np.zeros(lse.shape, wide))
         like = {"dq": q, "dk": k, "dv": v}

@@ -210,7 +210,7 @@ class TestScores:
         lengths = lengths_of(family[0])[0]
         inputs = draw(family[0], lengths, batch=2)
         options = options_for(family[0], rows, lengths)
-        check(family, inputs, causal=True, dlse=dlse_like(inputs), **options)
+        check(family, inputs, dlse=dlse_like(inputs), **options)
 
     @pytest.mark.matrix
     @pytest.mark.parametrize("family", ["simt", "sm80", "sm90"], indirect=True)
@@ -385,7 +385,8 @@ class TestDbias:
         bias = place(numbers((1, 2, rows, keys), FAMILIES[name][0] if dtype == "own" else dtype))
         given = view(np.full(bias.shape, np.nan, bias.dtype))
         options = {"bias": bias, "window": (9, 4)}
-        o, lse = run_forward(family, inputs, **options)
+        o, lse = reference.forward(*inputs[:3], **options)
+        o, lse = place(o.astype(inputs[0].dtype)), place(lse.astype(accumulator(FAMILIES[name][0])))
         own = {"config": config_of(name), "family": name.split()[0], "return_dbias": True, "deterministic": True}
         *_, dbias = backward(*inputs[:3], o, lse, inputs[3], out=(None, None, None, given), **own, **options)
         assert dbias is given
@@ -492,8 +493,8 @@ class TestAlibi:
                     expected.check(**dict(zip(("dq", "dk", "dv"), gradients, strict=True)))
 
 
-@pytest.mark.sample(layout=("bhsd",), name=("sm80",), head_dims=((20, 36),))
-@pytest.mark.parametrize("head_dims", [(24, 16), (20, 36), (64, 80)], ids=str)
+@pytest.mark.sample(layout=("bhsd",), name=("sm80",), head_dims=((20, 24),))
+@pytest.mark.parametrize("head_dims", [(24, 16), (20, 24), (64, 80)], ids=str)
 @pytest.mark.parametrize("layout", ("bshd", "bhsd"))
 @pytest.mark.parametrize("name", ("simt", "sm80"))
 def test_values_with_a_head_dim_of_their_own(monkeypatch, name, layout, head_dims):
@@ -666,13 +667,13 @@ class TestPackedSequences:
     def test_offsets_are_not_read_on_the_host(self, packed_family):
         inputs, offsets = self.draw(packed_family[0])
         q, k, v, _ = inputs
-        own = {"config": config_of(packed_family[0]), "family": packed_family[0].split()[0]}
+        own = {"config": config_of(packed_family[0]), "family": packed_family[0].split()[0], "causal": True}
         o, _ = forward(q, k, v, **own, **offsets)
         for array in offsets.values():
             array[1:] = array[-1]  # one sequence and six empty ones, in the prepared call
         again, _ = forward(q, k, v, **own, **offsets)
         assert not np.array_equal(o, again)
-        Expectation(q, k, v, **offsets).check(o=again)
+        Expectation(q, k, v, causal=True, **offsets).check(o=again)
 
 
 # -------------------------------------------------------------------------------------------------------- before Hopper
@@ -740,7 +741,8 @@ class TestStridedArrays:
     def test_each_array_that_is_read_in_pairs(self, family, row, view):
         lengths = (40, 64)  # rows would be read in pairs if contiguous and aligned
         inputs = draw(family[0], lengths)
-        check(family, inputs, methods=("two_pass",), **strided(options_for(family[0], (row,), lengths), view))
+        options = strided(options_for(family[0], (row,), lengths), view)
+        check(family, inputs, methods=("two_pass",), causal=True, **options)
 
     @pytest.mark.sample(family=("sm80",), view=(gapped,))
     @pytest.mark.parametrize("view", VIEWS, ids=lambda view: view.__name__)

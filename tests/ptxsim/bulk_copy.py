@@ -173,13 +173,16 @@ def _map_at(machine: Machine, pointer: int, rank: int, thread: int) -> TensorMap
 
 
 def _inside(machine: Machine, tensor: TensorMap, coordinates: list[int]) -> tuple[Buffer, np.ndarray, np.ndarray]:
-    """Returns the tensor's buffer, offsets in it of a tile's elements inside of the tensor, and which these are."""
+    """Returns the buffer of a tile, offsets in it of its elements inside of the tensor, and which these are."""
     offset, inside = tensor.tile(coordinates)
     try:
         buffer = machine.memory.find(tensor.address)
     except AccessError as error:  # a load faults there even if it reads no element
         raise PtxError(f"a tensor map begins at an unmapped address: {error.problem}") from None
-    offset = offset[inside] + (tensor.address - buffer.address)
+    offset = offset[inside] + tensor.address
+    if len(offset):
+        buffer = machine.memory.part_of(buffer, int(offset.min()))
+    offset -= buffer.address
     if len(offset) and not 0 <= int(offset.min()) <= int(offset.max()) <= buffer.nbytes - tensor.size:
         raise PtxError(
             f"a tensor map out of bounds: bytes {int(offset.min())} to {int(offset.max()) + tensor.size} of "

@@ -161,6 +161,11 @@ class Memory:
             )
         return buffer
 
+    def part_of(self, buffer: Buffer, address: int) -> Buffer:
+        """Returns the buffer that holds the byte if it is of the same array, which may be mapped in parts."""
+        part = self._buffers[max(bisect.bisect_right(self._starts, address) - 1, 0)]
+        return part if part.name == buffer.name else buffer
+
     def load(self, parts: Sequence[Part], nbytes: int, check_written: bool) -> np.ndarray:
         """Loads a word from every address that was located."""
         for buffer, chosen, offset in parts:

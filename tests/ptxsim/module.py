@@ -81,6 +81,7 @@ class Module:
         cluster: Sequence[int] | None = None,
         block_races: bool = True,
         cuts_sums: bool = False,
+        blocks: range | None = None,
     ) -> dict[str, int]:
         """Runs a kernel to its end and returns statistics.
 
@@ -113,13 +114,16 @@ class Module:
             Let `race_check` include global memory; off if the arguments themselves make blocks collide.
         cuts_sums : bool
             Let wgmma and mma.sync add bit by bit as the hardware does, which takes several times as long as float32.
+        blocks : range, optional
+            Blocks of the grid that run; by default all of them.
         """
         grid3, block3 = _three(grid), _three(block)
         kernel = self.kernel(name)
         if cluster is not None:
             kernel = copy.copy(kernel)
             kernel.cluster = _three(cluster)
-        num_blocks, cluster_size = prod(grid3), prod(kernel.cluster)
+        blocks = range(prod(grid3)) if blocks is None else blocks
+        num_blocks, cluster_size = len(blocks), prod(kernel.cluster)
         if kernel.max_threads and prod(block3) > prod(kernel.max_threads):
             raise PtxError(
                 f"kernel {name}: a block of {prod(block3)} threads, but it was compiled for at most "
@@ -141,8 +145,8 @@ class Module:
             machine = Machine(self, kernel, memory, block3, dynamic_smem, room, race_check)
         try:
             machine.begin(memory, grid3, params, Options(check_uninit, trace, seed, max_rounds, block_races, cuts_sums))
-            for first in range(0, num_blocks, batch):
-                machine.run(first, min(batch, num_blocks - first))
+            for first in blocks[::batch]:
+                machine.run(first, min(batch, blocks.stop - first))
         except Exception:
             machine.take_apart()
             raise
