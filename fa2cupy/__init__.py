@@ -1,5 +1,9 @@
 """FlashAttention-2 for CuPy and NumPy arrays: forward, Delta, backward and decoding as functions."""
 
+from importlib import import_module
+from types import ModuleType
+from typing import TYPE_CHECKING
+
 from . import mods
 from ._version import __version__
 from .ahead import precompile
@@ -14,6 +18,9 @@ from .lengths import cu_seqlens
 from .problem.block_mask import BlockMask
 from .settings import cache_dir, configure_logging
 from .sparse import block_mask
+
+if TYPE_CHECKING:
+    from . import distributed, reference, testing
 
 __all__ = [
     "BlockMask",
@@ -33,11 +40,26 @@ __all__ = [
     "cu_seqlens",
     "decode",
     "delta",
+    "distributed",
     "forward",
     "info",
     "legal_configs",
     "merge",
     "mods",
     "precompile",
+    "reference",
+    "testing",
 ]
 configure_logging()
+
+if not TYPE_CHECKING:  # to a checker, a function of this name would provide every misspelt name
+
+    def __getattr__(name: str) -> ModuleType:
+        """Imports the modules that calls do not need, when they are first used."""
+        if name in ("distributed", "reference", "testing"):
+            return import_module(f".{name}", __name__)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

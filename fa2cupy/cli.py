@@ -1,4 +1,4 @@
-"""``python -m fa2cupy``: a demonstration, a check of several GPUs, the state of the installation, the kernel cache."""
+"""``fa2cupy``, also ``python -m fa2cupy``: a demonstration, a check of several GPUs, the installation, the cache."""
 
 from __future__ import annotations
 
@@ -53,9 +53,7 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m fa2cupy", description="FlashAttention-2 for CuPy and NumPy arrays."
-    )
+    parser = argparse.ArgumentParser(prog="fa2cupy", description="FlashAttention-2 for CuPy and NumPy arrays.")
     parser.add_argument("--version", action="version", version=f"fa2cupy {__version__}")
     commands = parser.add_subparsers(required=True, metavar="command")
 

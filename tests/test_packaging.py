@@ -16,6 +16,8 @@ from pathlib import Path
 import pytest
 from support import CHECKOUT
 
+import fa2cupy
+
 KERNELS = CHECKOUT / "kernels"
 FOLDERS = ("docs", "fa2cupy", "kernels", "scripts", "tests")
 
@@ -75,14 +77,20 @@ def wheel(source_tree, tmp_path_factory):
     return built
 
 
-@pytest.fixture(scope="module")
-def requirements(wheel) -> dict[str, set[str]]:
-    """Returns the names of required projects by extra; those of the core have an empty name."""
+def read_metadata(wheel: Path, name: str) -> str:
     with zipfile.ZipFile(wheel) as archive:
-        (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
-        headers = HeaderParser().parsestr(archive.read(name).decode())
-    assert headers["Requires-Python"] == ">=3.10"
-    assert headers["License"] == "MIT"
+        (path,) = (path for path in archive.namelist() if path.endswith(f".dist-info/{name}"))
+        return archive.read(path).decode()
+
+
+@pytest.fixture(scope="module")
+def headers(wheel):
+    return HeaderParser().parsestr(read_metadata(wheel, "METADATA"))
+
+
+@pytest.fixture(scope="module")
+def requirements(headers) -> dict[str, set[str]]:
+    """Returns the names of required projects by extra; those of the core have an empty name."""
     found = {extra: set() for extra in headers.get_all("Provides-Extra")} | {"": set()}
     for requirement in headers.get_all("Requires-Dist"):
         extra = re.search(r'extra == "(\w+)"', requirement)
@@ -168,6 +176,25 @@ def test_requirements_are_those_that_the_readme_promises(requirements):
     assert set(requirements) == {"", "cuda12", "cuda13", "nccl12", "nccl13", "mpi", "test", "lint", "docs", "bench"}
 
 
+def test_metadata(headers):
+    assert headers["Requires-Python"] == ">=3.10"
+    assert headers["License"] == "MIT"
+    assert headers["Author"] and headers["Author"] in (CHECKOUT / "LICENSE").read_text(encoding="utf-8")
+    addresses = dict(address.split(", ") for address in headers.get_all("Project-URL"))
+    pages = "".join(page.read_text(encoding="utf-8") for page in (CHECKOUT / "README.md", *CHECKOUT.glob("docs/*.md")))
+    assert addresses and not [url for url in addresses.values() if url not in pages], "no address is invented"
+    classifiers = headers.get_all("Classifier")
+    assert {"Typing :: Typed", "Programming Language :: Python :: 3.10"} <= set(classifiers)
+
+
+def test_the_command_is_the_one_of_the_module(wheel):
+    assert read_metadata(wheel, "entry_points.txt").split("\n") == [
+        "[console_scripts]",
+        "fa2cupy = fa2cupy.cli:main",
+        "",
+    ]
+
+
 def test_nothing_requires_torch(requirements):
     assert not {name for names in requirements.values() for name in names if "torch" in name}
 
@@ -206,10 +233,39 @@ print(np.abs(p.sum(-1) - 1).max() < 1e-5, np.abs(np.einsum("bhqk,bkhd->bqhd", p,
 @pytest.mark.matrix
 def test_installed_wheel_has_its_command_line(run_installed):
     output = run_installed(
-        "import subprocess, sys; print(subprocess.run([sys.executable, '-m', 'fa2cupy', '--help'], check=True, "
-        "capture_output=True, text=True).stdout)"
+        """
+import subprocess, sys
+from pathlib import Path
+for command in ([sys.executable, "-m", "fa2cupy"], [Path(fa2cupy.__file__).parents[1] / "bin" / "fa2cupy"]):
+    done = subprocess.run([*command, "info"], capture_output=True, text=True)
+    print(done.returncode, done.stdout.splitlines()[0].split(), done.stderr)
+"""
     )
-    assert "demo" in output
+    assert output == 2 * f"0 ['fa2cupy:', '{fa2cupy.__version__}'] \n"
+
+
+MODULES = ("distributed", "reference", "testing")
+
+
+def test_modules_are_found_without_an_import_of_their_own(run_installed):
+    output = run_installed(
+        f"""
+import sys
+early = [name for name in {MODULES} if "fa2cupy." + name in sys.modules]
+listed = [name for name in {MODULES} if name in dir(fa2cupy)]
+print(early, len(listed), fa2cupy.testing.make_inputs.__name__, fa2cupy.reference.forward.__name__)
+print(fa2cupy.distributed.simulate(2, lambda comm: comm.rank))
+from fa2cupy import *
+print(testing is fa2cupy.testing, distributed is sys.modules["fa2cupy.distributed"])
+"""
+    )
+    assert output == "[] 3 make_inputs forward\n[0, 1]\nTrue True\n"
+
+
+def test_a_misspelt_name_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="module 'fa2cupy' has no attribute 'foward'"):
+        fa2cupy.foward
+    assert dir(fa2cupy) == sorted(fa2cupy.__all__)
 
 
 def test_a_bare_checkout_finds_its_templates_from_anywhere(tmp_path):

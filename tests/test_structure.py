@@ -97,7 +97,8 @@ def imports_of(name: str, path: Path, known: dict[str, Path]) -> set[str]:
         base = name.split(".")[: -node.level]
         base += node.module.split(".") if node.module else []
         for alias in node.names:
-            candidates = (".".join([*base, alias.name]), ".".join(base), ".".join([*base, "__init__"]))
+            named = ".".join([*base, alias.name])
+            candidates = (named, f"{named}.__init__", ".".join(base), ".".join([*base, "__init__"]))
             found.add(next(one for one in candidates if one in known))
     return found
 
@@ -133,6 +134,7 @@ def test_imports_of_the_package_are_found(arrows):
     assert "jit.spec" in arrows["plan.stages"]
     assert "gpu.calls" in arrows["backends"], "an import within a function"
     assert "problem.dtypes" in arrows["problem.attention"], "a module from its folder"
+    assert "distributed.__init__" in arrows["__init__"], "a folder"
     assert not [name for name in arrows if name.startswith("kernels")]
 
 
