@@ -138,12 +138,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("before", type=Path, help="folder of the older checkout")
     parser.add_argument("--cells", default="", metavar="REGEX", help="those whose names match; default: all")
-    parser.add_argument("--dtypes", nargs="+", default=["bfloat16"], choices=("float16", "bfloat16"))
-    parser.add_argument("--rounds", type=positive_int, default=6)
-    parser.add_argument("--pairs", type=positive_int, default=3, help="of processes, the first one included")
-    parser.add_argument("--again", type=float, default=1.02, metavar="RATIO", help="measure cells above in all pairs")
+    dtypes = {"nargs": "+", "default": ["bfloat16"], "choices": ("float16", "bfloat16"), "metavar": "NAME"}
+    parser.add_argument("--dtypes", **dtypes, help="of float16, bfloat16; default: bfloat16")
+    rounds = {"type": positive_int, "metavar": "N"}
+    parser.add_argument("--rounds", **rounds, default=6, help="of timing in a pair of processes; default: %(default)s")
+    parser.add_argument("--pairs", **rounds, default=3, help="of processes, the first included; default: %(default)s")
+    again = "measure slower cells in all pairs; default: %(default)s"
+    parser.add_argument("--again", type=float, default=1.02, metavar="RATIO", help=again)
     parser.add_argument("--caches", nargs=2, default=(None, None), metavar="FOLDER", help="compiled kernels: old, new")
-    parser.add_argument("--out", help="folder for the results")
+    parser.add_argument("--out", metavar="DIR", help="default: scripts/results/<gpu>")
     options = parser.parse_args(arguments)
     if not (options.before / "fa2cupy" / "__init__.py").is_file():
         parser.error(f"before: {options.before} is no checkout of fa2cupy")

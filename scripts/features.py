@@ -328,13 +328,14 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
         (DEFAULT, *dict.fromkeys(row.public_name for row in FAMILIES)),
     )
     add("--features", nargs="+", choices=names, default=names, metavar="NAME", help=f"of {', '.join(names)}")
-    add("--head-dims", nargs="+", type=supported_head_dim, default=HEAD_DIMS, metavar="N")
-    divisors = f"divisors of {TOKENS}, but for packed"
+    head_dims = f"default: {' '.join(map(str, HEAD_DIMS))}"
+    add("--head-dims", nargs="+", type=supported_head_dim, default=HEAD_DIMS, metavar="N", help=head_dims)
+    divisors = f"divisors of {TOKENS}, but for packed; default: {' '.join(map(str, SEQLENS))}"
     add("--seqlens", nargs="+", type=positive_int, default=SEQLENS, metavar="N", help=divisors)
     add("--families", nargs="+", choices=families, default=(DEFAULT,), metavar="NAME", help=f"of {', '.join(families)}")
     peers = f"of {', '.join(PEERS)}; the compiler of flex takes most of the time"
     add("--peers", nargs="*", choices=tuple(PEERS), default=tuple(PEERS), metavar="NAME", help=peers)
-    add("--rounds", type=positive_int, default=5, metavar="N")
+    add("--rounds", type=positive_int, default=5, metavar="N", help="default: %(default)s")
     add("--out", metavar="DIR", help="default: scripts/results/<gpu>")
     options = parser.parse_args(arguments)
     bad = [seqlen for seqlen in options.seqlens if TOKENS % seqlen]

@@ -83,9 +83,9 @@ _CLEAN = re.compile(r"0 (errors|hazards)")
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the steps; returns 0 if nothing failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--skip", nargs="+", choices=STEPS, default=[])
+    parser.add_argument("--skip", nargs="+", choices=STEPS, default=[], metavar="STEP", help=f"of {', '.join(STEPS)}")
     parser.add_argument("--processes", type=positive_int, default=1, metavar="N", help="for the tests; default: 1")
-    parser.add_argument("--out", help="folder for the results")
+    parser.add_argument("--out", metavar="DIR", help="default: scripts/results/<gpu>")
     parser.add_argument(
         "--cache", metavar="FOLDER", help="for compiled kernels; default: an empty one, deleted at the end"
     )

@@ -20,11 +20,11 @@ import struct
 import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any, NamedTuple
 
-import common  # noqa: F401  (makes fa2cupy importable in a checkout that is not installed)
 import numpy as np
+from common.measure import positive_int
+from common.records import add_record_arguments
 
 from fa2cupy import UnsupportedProblemError, mods
 from fa2cupy.cli import run_command
@@ -38,7 +38,7 @@ from fa2cupy.jit.source import render_kernel
 from fa2cupy.jit.spec import KernelSpec
 from fa2cupy.plan.ranks import specs_of_ranks
 from fa2cupy.plan.specs import OF_BACKWARD, decode_specs, default_specs, merge_spec
-from fa2cupy.problem.choices import CALL_KEYWORDS, check_jobs
+from fa2cupy.problem.choices import CALL_KEYWORDS
 from fa2cupy.problem.dtypes import DTYPES
 from fa2cupy.system.progress import progress
 
@@ -58,16 +58,15 @@ OF_SYMBOLS = (0x0A, 0x11, 0x12, 0x23, 0x2F)  # EIATTR_: sizes of frames and stac
 def main(arguments: Sequence[str] | None = None) -> int:
     """Returns 1 if a kernel differs from that of `--against`, or is not in it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("out", help="JSON file for the digests")
-    parser.add_argument("--against", metavar="JSON", help="what an earlier run wrote")
-    parser.add_argument("--families", nargs="+", choices=sorted({one.name for one in FAMILIES}), metavar="NAME")
-    parser.add_argument("--jobs", type=int, default=os.cpu_count(), metavar="N", help="kernels compiled side by side")
+    add_record_arguments(parser, "the digests")
+    families = sorted({one.name for one in FAMILIES})
+    parser.add_argument("--families", nargs="+", choices=families, metavar="NAME", help=f"of {', '.join(families)}")
+    parser.add_argument("--jobs", type=positive_int, metavar="N", help="compilers at a time; one per CPU by default")
     options = parser.parse_args(arguments)
-    before = json.loads(Path(options.against).read_text(encoding="utf-8")) if options.against else None
-    after = digests(fixed_specs(options.families), check_jobs(options.jobs) or 1)
-    Path(options.out).write_text(json.dumps(after, indent=1) + "\n", encoding="utf-8")
+    after = digests(fixed_specs(options.families), options.jobs or os.cpu_count() or 1)
+    options.out.write_text(json.dumps(after, indent=1) + "\n", encoding="utf-8")
     print(f"{len(after)} kernels, written to {options.out}")
-    return 0 if before is None else compare(before, after)
+    return 0 if options.against is None else compare(options.against, after)
 
 
 def compare(before: dict[str, str], after: dict[str, str]) -> int:

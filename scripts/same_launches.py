@@ -28,6 +28,7 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 from common.recorded_cupy import DEVICES, captured, communicators, install, named, placed, recorder
+from common.records import add_record_arguments
 
 #: Ranks of the calls on several GPUs, on two hosts.
 SIZE, PER_HOST = 4, 2
@@ -37,16 +38,15 @@ DTYPES = ("float16", "bfloat16", "float32", "float64")
 def main(arguments: Sequence[str] | None = None) -> int:
     """Returns 1 if a call differs from that of `--against`, or is not in it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("out", help="JSON file for the record")
-    parser.add_argument("--against", metavar="JSON", help="what an earlier run wrote")
+    add_record_arguments(parser, "the record")
     parser.add_argument("--tree", metavar="FOLDER", help="a checkout, instead of the one of the script")
     parser.add_argument("--calls", nargs="+", metavar="TEXT", help="only calls whose names have all of these texts")
     parser.add_argument("--names", nargs="+", metavar="NAME", help="only calls with one of these names")
     parser.add_argument("--ignore-order", action="store_true", help="do not compare signals and waits for events")
     options = parser.parse_args(arguments)
     install()
-    sys.path.insert(0, str(Path(options.tree or Path(__file__).resolve().parent.parent).resolve()))
-    before = json.loads(Path(options.against).read_text(encoding="utf-8")) if options.against else None
+    if options.tree:
+        sys.path.insert(0, str(Path(options.tree).resolve()))
     with tempfile.TemporaryDirectory() as folder:
         os.environ["FA2CUPY_CACHE_DIR"] = folder
         os.environ["FA2CUPY_CACHE_PATH"] = os.environ["XDG_CONFIG_HOME"] = ""
@@ -54,9 +54,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "calls": dict(records(options.calls or (), options.names)),
             "kernels": dict(sorted(recorder.kernels.items())),
         }
-    Path(options.out).write_text(_lines(after) + "\n", encoding="utf-8")
+    options.out.write_text(_lines(after) + "\n", encoding="utf-8")
     print(f"{len(after['calls'])} calls, written to {options.out}")
-    return 0 if before is None else compare(before, after, ("order",) if options.ignore_order else ())
+    return 0 if options.against is None else compare(options.against, after, ("order",) if options.ignore_order else ())
 
 
 def _lines(value: Any, depth: int = 0) -> str:

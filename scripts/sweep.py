@@ -30,6 +30,7 @@ from common.measure import (
     Candidate,
     Gpu,
     Problem,
+    find_gpu,
     format_bytes,
     milliseconds,
     positive_int,
@@ -58,6 +59,7 @@ from fa2cupy.plan.calls import plan_backward, plan_forward
 from fa2cupy.plan.specs import layout_of_kernel
 from fa2cupy.plan.stages import Plan
 from fa2cupy.problem.checks import problem_from_arrays
+from fa2cupy.problem.dtypes import DTYPES
 from fa2cupy.problem.options import CallOptions
 
 TOKENS = {"float16": 16384, "bfloat16": 16384, "float32": 4096, "float64": 2048}
@@ -272,19 +274,25 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     """Parses the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--operation", choices=TILED, required=True)
-    add("--dtype", choices=("float16", "bfloat16", "float32", "float64"), default="float16")
-    add("--head-dim", type=supported_head_dim, default=128, metavar="N")
-    add("--seqlen", type=positive_int, default=4096, metavar="N")
-    add("--causal", action="store_true")
+    add("--operation", choices=TILED, required=True, help="the kernel")
+    add("--dtype", choices=DTYPES, default="float16", help="default: %(default)s")
+    add("--head-dim", type=supported_head_dim, default=128, metavar="N", help="default: %(default)s")
+    add("--seqlen", type=positive_int, default=4096, metavar="N", help="of the timed calls; default: %(default)s")
+    add("--causal", action="store_true", help="the kernel with the causal mask")
     add("--family", metavar="NAME", help="kernel family; default: what the device and dtype call for")
     add("--arch", metavar="NAME", help="compile for an architecture such as sm_86, and time nothing")
     for option, name in FILTERS.items():
         add(option, dest=name, nargs="+", type=int, metavar="N", help=f"only these {name}")
-    add("--all", action="store_true", help="also tiles that cannot be good: too few blocks or warps fit")
+    add("--all", action="store_true", help="also tiles that cannot be fast: too few blocks or warps fit")
     add("--max-configs", type=positive_int, metavar="N", help="at most so many, evenly spread")
     add("--jobs", type=positive_int, metavar="N", help="compilers at a time; one per CPU by default")
-    add("--rounds", type=positive_int, default=3, metavar="N", help=f"timing rounds of the {FINALISTS} best")
+    add(
+        "--rounds",
+        type=positive_int,
+        default=3,
+        metavar="N",
+        help=f"of timing the {FINALISTS} best; default: %(default)s",
+    )
     add("--save", action="store_true", help="write the winner to the user's tuning file")
     add("--out", metavar="DIR", help="default: scripts/results/<gpu or arch>")
     options = parser.parse_args(arguments)
@@ -296,16 +304,9 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
 def main(arguments: Sequence[str] | None = None) -> int:
     """Returns 1 if not a single tile works."""
     options = parse_arguments(arguments)
-    gpu = None
-    if not options.arch:
-        try:
-            gpu = Gpu()
-        except Exception as error:  # CuPy missing, or without driver or device: each raises its own kind
-            print(
-                f"no GPU can be used ({error}); name an architecture to compile for, such as --arch sm_80",
-                file=sys.stderr,
-            )
-            return 2
+    gpu = None if options.arch else find_gpu("; or name an architecture to compile for, such as --arch sm_80")
+    if gpu is None and not options.arch:
+        return 2
     try:
         device = gpu.info if gpu else DeviceInfo.named(options.arch)
         tiles = choose_tiles(options)

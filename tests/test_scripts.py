@@ -19,6 +19,7 @@ import methods
 import ml_dtypes
 import numpy as np
 import pytest
+import same_code
 import sweep
 from common import ROOT, SCRIPTS
 from support.fake_timing import HAS_MATPLOTLIB
@@ -71,6 +72,33 @@ def test_plot_only_of_something_else_is_a_sentence(script, option, content, reas
     assert told.startswith(f"{option}: {path} cannot be shown as the CSV of an earlier run (")
     assert reason in told and told.count("\n") == 1
     assert not list(tmp_path.glob("*.png"))
+
+
+def test_scripts_have_the_package_of_their_checkout_beside_another_one(tmp_path):
+    other = tmp_path / "fa2cupy"
+    other.mkdir()
+    (other / "__init__.py").write_text("raise ImportError('the one that is installed')\n", encoding="utf-8")
+    command = [sys.executable, SCRIPTS / "sweep.py", "--operation", "forward", "--arch", "sm_8"]
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    run = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert run.stderr.startswith("sweep.py: arch: 'sm_8' is not known"), run.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ("{folder}/none/after.json", "out: expected a file in a folder that exists"),
+        ("{folder}", "out: expected a file in a folder that exists"),
+        ("{folder}/after.json --against {folder}/none.json", "--against: {folder}/none.json cannot be read as what an"),
+        ("{folder}/after.json --against {folder}/text.json", "(Expecting value: line 1 column 1 (char 0))"),
+    ],
+)
+def test_files_of_records_are_checked_before_the_work(arguments, text, tmp_path, capsys):
+    (tmp_path / "text.json").write_text("text", encoding="utf-8")
+    with pytest.raises(SystemExit) as ended:
+        same_code.main(arguments.format(folder=tmp_path).split())
+    assert ended.value.code == 2
+    assert text.format(folder=tmp_path) in capsys.readouterr().err
 
 
 PLOTTING = [path.stem for path in sorted(SCRIPTS.glob("*.py")) if '"--plot-only"' in path.read_text(encoding="utf-8")]
@@ -135,6 +163,7 @@ def test_files_that_docstrings_of_scripts_name_exist():
         (benchmark, "--head-dims 0", "--head-dims: expected an int of at least 1, got '0'"),
         (benchmark, "--rounds 0", "--rounds: expected an int of at least 1, got '0'"),
         (features, "--seqlens x", "--seqlens: expected an int of at least 1, got 'x'"),
+        (same_code, "digests.json --jobs 0", "--jobs: expected an int of at least 1, got '0'"),
         (gpu_check, "--processes 0", "--processes: expected an int of at least 1, got '0'"),
     ],
 )

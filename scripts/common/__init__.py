@@ -1,8 +1,7 @@
-"""The code that the scripts share. Importing it makes ``fa2cupy`` importable in a checkout that is not installed."""
+"""The code that the scripts share. After its import, ``fa2cupy`` is the one of this checkout, installed or not."""
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 from pathlib import Path
 
@@ -11,5 +10,5 @@ __all__ = ["ROOT", "SCRIPTS"]
 SCRIPTS = Path(__file__).resolve().parent.parent
 ROOT = SCRIPTS.parent
 
-if importlib.util.find_spec("fa2cupy") is None:
-    sys.path.insert(0, str(ROOT))
+# First: an installed fa2cupy may be of another checkout, or of this one before a change.
+sys.path.insert(0, str(ROOT))

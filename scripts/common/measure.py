@@ -230,12 +230,12 @@ class Gpu:
         self.xp.get_default_memory_pool().free_all_blocks()
 
 
-def find_gpu() -> Gpu | None:
-    """Returns the current device, or says what is missing and returns None."""
+def find_gpu(otherwise: str = "") -> Gpu | None:
+    """Returns the current device, or says what is missing, and what does without it, and returns None."""
     try:
         return Gpu()
     except Exception as error:  # CuPy missing, or without driver or device: each raises its own kind
-        print(f"this needs a CUDA GPU and CuPy: {error}", file=sys.stderr)
+        print(f"this needs a CUDA GPU and CuPy: {error}{otherwise}", file=sys.stderr)
         return None
 
 
