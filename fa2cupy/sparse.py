@@ -10,8 +10,8 @@ import numpy as np
 from .backends import backend_of
 from .problem.arguments import array_backend
 from .problem.array_types import Array
-from .problem.block_mask import DEFAULT_TILE, BlockMask, check_length, check_tile
-from .problem.function_checks import bound_function, check_positions
+from .problem.block_mask import DEFAULT_TILE, BlockMask, MapLayout, check_length, check_tile
+from .problem.function_checks import check_positions, program_of
 
 __all__ = ["block_mask"]
 
@@ -77,7 +77,7 @@ def block_mask(
     +++
      +++
     """
-    function = bound_function("mask_mod", mask_mod, mask_args)
+    program = program_of("mask_mod", mask_mod, mask_args)
     lengths = check_length("seqlen_q", seqlen_q), check_length("seqlen_k", seqlen_k)
     batch, num_heads = check_length("batch", batch), check_length("num_heads", num_heads)
     check_positions("mask_mod", (batch, num_heads, *lengths))
@@ -86,7 +86,6 @@ def block_mask(
     named |= {} if like is None else {"like": like}
     if named:
         array_backend(named)
-    program = function.program
     shape = (
         batch if program.depends_on("b") else 1,
         num_heads if program.depends_on("h") else 1,
@@ -94,5 +93,7 @@ def block_mask(
         -(-lengths[1] // tile[1]),
     )
     name, first = next(iter(named.items()), ("like", np.empty(0)))
-    states = backend_of(name, first).tile_states(function, mask_args, like, shape, lengths, tile)
+    layout = MapLayout(shape, *lengths, tile, program)
+    keywords = {"mask_mod": program, "mask_args": mask_args}
+    states = backend_of(name, first).tile_states(layout, like, keywords)
     return BlockMask.of_states(states, *lengths, tile, program)

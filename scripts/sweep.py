@@ -55,7 +55,7 @@ from fa2cupy.families.tile_choice import choose_tile
 from fa2cupy.families.tuning import save_tuned_tile
 from fa2cupy.gpu.launch import bind_plan
 from fa2cupy.jit.spec import KernelSpec
-from fa2cupy.plan.calls import plan_backward, plan_forward
+from fa2cupy.plan.plans import plan_backward, plan_forward
 from fa2cupy.plan.specs import layout_of_kernel
 from fa2cupy.plan.stages import Plan
 from fa2cupy.problem.checks import problem_from_arrays

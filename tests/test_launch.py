@@ -11,17 +11,17 @@ import types
 import pytest
 from support import plans
 
-from fa2cupy import TileConfig
+from fa2cupy import TileConfig, block_mask, mods
+from fa2cupy.families.choice import choose
 from fa2cupy.families.device import DeviceInfo
 from fa2cupy.families.records import ARRIVALS
 from fa2cupy.families.sm80 import SM80
 from fa2cupy.gpu import counters, launch
 from fa2cupy.jit.compiler import CompiledKernel
 from fa2cupy.jit.spec import KernelSpec
+from fa2cupy.plan.plans import plan_tile_states
 from fa2cupy.plan.stages import Stage
-from fa2cupy.plan.tile_states import plan_tile_states
-from fa2cupy.problem.checks import problem_from_arrays
-from fa2cupy.problem.function_checks import bound_function
+from fa2cupy.problem.checks import check_tile_states, problem_from_arrays
 from fa2cupy.testing import make_inputs
 
 pytest.importorskip("cupy")
@@ -184,8 +184,10 @@ def test_a_stage_may_have_no_counters(driver, monkeypatch):
 def test_a_record_may_have_a_single_pointer(driver):
     launched = []
     driver.launch = lambda *arguments: launched.append(pointers_of(arguments)[0])
-    function = bound_function("mask_mod", lambda b, h, q, k: q >= k, ())
-    (stage,) = plan_tile_states(DeviceInfo.named("sm_80"), function, (), (1, 1, 1, 1), (64, 64), (64, 64)).stages
+    layout = block_mask(mods.causal(), (), 1, 1, 64, 64).layout
+    keywords = {"mask_mod": layout.program, "mask_args": (), "block_mask": layout}
+    problem, device = check_tile_states(keywords).problem, DeviceInfo.named("sm_80")
+    (stage,) = plan_tile_states(problem, device, {}, choose("tile_states", problem, device, {})).stages
     launch.BoundStage(stage, {"q": 0, "states": 1})([5, 7], 0)
     assert launched == [7]
 

@@ -19,7 +19,7 @@ from fa2cupy.families.operations import TILED
 from fa2cupy.jit.compiler import compile_source
 from fa2cupy.jit.source import KernelSource, render_kernel
 from fa2cupy.jit.spec import KernelSpec
-from fa2cupy.plan.calls import plan_backward
+from fa2cupy.plan.plans import plan_backward
 from fa2cupy.plan.specs import default_specs
 from fa2cupy.plan.stages import Plan, Stage
 from fa2cupy.problem.attention import AttentionProblem

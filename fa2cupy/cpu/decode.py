@@ -7,8 +7,8 @@ from collections.abc import Mapping
 import numpy as np
 
 from ..problem.arguments import check_overlap
-from ..problem.attention import AttentionProblem
-from ..problem.decoding import CacheShape, cache_lengths, check_decode, check_pages
+from ..problem.attention import AttentionProblem, CacheShape
+from ..problem.decoding import cache_lengths, check_decode, check_pages
 from ..problem.features import ARRAYS, feature_arrays
 from ..problem.options import CallOptions
 from .attention import forward
@@ -33,7 +33,9 @@ def decode(
     caches = {"k_cache": k_cache, "v_cache": v_cache}
     optional = {"k": k, "v": v, "block_table": block_table}
     others = {"q": q, "cache_seqlens": cache_seqlens, **optional}
-    problem, shape, results = check_decode({**caches, **others}, options, keywords)
+    problem, results = check_decode({**caches, **others}, options, keywords)
+    shape = problem.cache
+    assert shape is not None, "decode has one"
     given = {name: array for name, array in others.items() if array is not None} | feature_arrays(keywords)
     o, lse = results_for(results, out, given | caches)
     lengths = cache_lengths(cache_seqlens, shape)

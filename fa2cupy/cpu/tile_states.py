@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
 from ..functions.evaluation import Evaluation
-from ..functions.tracing import BoundFunction, Program
-from ..problem.block_mask import EMPTY, FULL, MIXED
+from ..functions.tracing import Program
+from ..problem.block_mask import EMPTY, FULL, MIXED, MapLayout
 
 __all__ = ["tile_states"]
 
@@ -16,41 +17,31 @@ __all__ = ["tile_states"]
 _CHUNK = 2**20
 
 
-def tile_states(
-    function: BoundFunction,
-    arrays: Sequence[np.ndarray],
-    like: np.ndarray | None,
-    shape: tuple[int, int, int, int],
-    lengths: tuple[int, int],
-    tile: tuple[int, int],
-) -> np.ndarray:
+def tile_states(layout: MapLayout, like: np.ndarray | None, keywords: Mapping[str, Any]) -> np.ndarray:
     """`fa2cupy.block_mask` on NumPy arrays: the function is evaluated for strips of a row of tiles.
 
     Parameters
     ----------
-    function : BoundFunction
-    arrays : sequence of ndarray
-        Its arrays.
+    layout : MapLayout
+        The map without its states.
     like : ndarray or None
         An array on the device of the result, if there are no others.
-    shape : tuple of int
-        (batch, heads, query tiles, key tiles).
-    lengths : tuple of int
-        Queries and keys.
-    tile : tuple of int
-        Queries and keys of a tile.
+    keywords : mapping
+        The map's function and its arrays.
 
     Returns
     -------
-    states : ndarray of uint8, of this shape
+    states : ndarray of uint8, of the layout's shape
         0 for an empty tile, 1 for a mixed one, 2 for a full one.
     """
-    states = np.zeros(shape, "uint8")
-    for index in np.ndindex(shape[:3]):
-        rows = slice(index[2] * tile[0], min((index[2] + 1) * tile[0], lengths[0]))
-        for columns in _chunks(lengths[1], tile):
+    program, tile, arrays = layout.program, layout.tile, keywords["mask_args"]
+    assert program is not None, "a map without a function is given"
+    states = np.zeros(layout.shape, "uint8")
+    for index in np.ndindex(layout.shape[:3]):
+        rows = slice(index[2] * tile[0], min((index[2] + 1) * tile[0], layout.seqlen_q))
+        for columns in _chunks(layout.seqlen_k, tile):
             first = columns.start // tile[1]
-            found = _states_of(function.program, arrays, index[0], index[1], rows, columns, tile[1])
+            found = _states_of(program, arrays, index[0], index[1], rows, columns, tile[1])
             states[index][first : first + len(found)] = found
     return states
 

@@ -93,7 +93,7 @@ def choose_with_copies(
 
     Parameters
     ----------
-    call : {"forward", "delta", "backward", "decode", "merge"}
+    call : {"forward", "delta", "backward", "decode", "merge", "tile_states"}
     problem : AttentionProblem
     device : DeviceInfo
     taken_by : callable

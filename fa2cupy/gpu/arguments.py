@@ -22,6 +22,7 @@ _ARRAYS = {
         ("o", "lse"),
     ),
     "merge": (("o_parts", "lse_parts"), (), ("o", "lse")),
+    "tile_states": ((), (), ("states",)),
 }
 
 
@@ -67,7 +68,7 @@ def arguments_of(call: str, features: tuple[str, ...] = (), gradients: tuple[str
 
     Parameters
     ----------
-    call : {"forward", "delta", "backward", "decode", "merge"}
+    call : {"forward", "delta", "backward", "decode", "merge", "tile_states"}
     features : tuple of str, optional
         Further inputs, all optional.
     gradients : tuple of str, optional

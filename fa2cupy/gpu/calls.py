@@ -9,7 +9,7 @@ from typing import Any
 import cupy
 
 from ..problem.arguments import unpack_out
-from ..problem.block_mask import BlockMask
+from ..problem.block_mask import BlockMask, MapLayout
 from ..problem.feature_checks import extra_gradients, is_seed
 from ..problem.features import ARRAY_KEYWORDS
 from ..problem.function_checks import ARGUMENTS, sequence_of
@@ -17,7 +17,6 @@ from ..problem.options import CallOptions
 from .arguments import arguments_of
 from .device_memory import temporaries
 from .signatures import Items, run
-from .tile_states import tile_states
 
 __all__ = ["backward", "decode", "delta", "forward", "merge", "tile_states"]
 
@@ -109,6 +108,13 @@ def backward(
     arguments = arguments_of("backward", names, gradients)
     results = unpack_out(out, arguments.results)
     return run(arguments, (q, k, v, o, lse, do, given_delta, *arrays, *results), options, values, keywords)
+
+
+def tile_states(layout: MapLayout, like: cupy.ndarray | None, keywords: Mapping[str, object]) -> cupy.ndarray:
+    """`fa2cupy.block_mask` on CuPy arrays: one kernel evaluates the function. See `fa2cupy.cpu.tile_states`."""
+    keywords = {**keywords, "block_mask": layout}
+    names, arrays, values = _split(keywords)
+    return run(arguments_of("tile_states", (*names, "like")), (*arrays, like, None), CallOptions(), values, keywords)[0]
 
 
 def _split(keywords: Mapping[str, object]) -> tuple[tuple[str, ...], list[cupy.ndarray | None], Items]:

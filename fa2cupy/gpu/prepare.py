@@ -13,13 +13,21 @@ from ..errors import UnsupportedProblemError
 from ..families.choice import Choice, choose_with_copies
 from ..families.device import DeviceInfo
 from ..families.family import Family
-from ..plan.calls import plan_backward, plan_delta, plan_forward, plan_merge
 from ..plan.decode import plan_decode
+from ..plan.plans import plan_backward, plan_delta, plan_forward, plan_merge, plan_tile_states
 from ..plan.stages import Plan
 from ..problem.arguments import check_outputs
 from ..problem.attention import AttentionProblem
-from ..problem.checks import Request, Result, check_backward, check_delta, check_forward, check_merge
-from ..problem.decoding import DecodeRequest, check_decode
+from ..problem.checks import (
+    Request,
+    Result,
+    check_backward,
+    check_delta,
+    check_forward,
+    check_merge,
+    check_tile_states,
+)
+from ..problem.decoding import check_decode
 from ..problem.features import OFFSETS
 from ..problem.options import CallOptions
 from ..problem.strides import AnyStrides, argument_layouts, contiguous_score_strides, feature_strides, score_strides
@@ -68,9 +76,9 @@ def prepare(
     taken_by = functools.cache(functools.partial(_taken_by, arguments, named, request, keywords))
     choice = choose_with_copies(call, problem, device, lambda family: taken_by(family)[:2], options)
     taken = taken_by(choice.family)
-    plan = _plan(call, named, request, taken, device, choice, options)
+    plan = _plan(call, named, taken, device, choice, options)
     given = [name for name in arguments.results if named[name] is not None]
-    written = _CACHES if isinstance(request, DecodeRequest) and request.cache.num_new else ()
+    written = _CACHES if problem.cache is not None and problem.cache.num_new else ()
     check_overlap = overlap_check(arguments, arrays, written)
     if not taken.allocates:
         return KernelCall(plan, ordinal, arguments, results, given, check_overlap if given or written else None)
@@ -79,27 +87,31 @@ def prepare(
 
 
 #: The check of each kind of call.
-_CHECKS: dict[str, Callable[[_Arrays, CallOptions, Mapping[str, Any]], Request | DecodeRequest]] = {
+_CHECKS: dict[str, Callable[[_Arrays, CallOptions, Mapping[str, Any]], Request]] = {
     "forward": check_forward,
     "delta": lambda arrays, options, keywords: check_delta(arrays, options),
     "backward": check_backward,
     "decode": check_decode,
     "merge": lambda arrays, options, keywords: check_merge(arrays, options),
+    "tile_states": lambda arrays, options, keywords: check_tile_states(keywords),
 }
+
+
+#: The plans of calls that need nothing besides.
+_PLANS = {"forward": plan_forward, "delta": plan_delta, "tile_states": plan_tile_states}
 
 
 def _plan(
     call: str,
     named: _Arrays,
-    request: Request | DecodeRequest,
     taken: _Taken,
     device: DeviceInfo,
     choice: Choice,
     options: CallOptions,
 ) -> Plan:
     problem, strides = taken.problem, taken.strides
-    if isinstance(request, DecodeRequest):
-        return plan_decode(problem, request.cache, device, strides, choice, cuts_jobs=options.num_splits is None)
+    if call == "decode":
+        return plan_decode(problem, device, strides, choice, cuts_jobs=options.num_splits is None)
     if call == "backward":
         return plan_backward(problem, device, strides, choice, with_delta=named["delta"] is None)
     if call == "merge":
@@ -107,7 +119,7 @@ def _plan(
         is_copied = "o_parts" in taken.copied
         part_stride = problem.num_elements if is_copied else parts.strides[0] // problem.itemsize
         return plan_merge(problem, device, strides, choice, parts.shape[0], part_stride)
-    return (plan_forward if call == "forward" else plan_delta)(problem, device, strides, choice)
+    return _PLANS[call](problem, device, strides, choice)
 
 
 class _Taken(NamedTuple):
@@ -134,7 +146,7 @@ class _Taken(NamedTuple):
 def _taken_by(
     arguments: Arguments,
     named: _Arrays,
-    request: Request | DecodeRequest,
+    request: Request,
     keywords: Mapping[str, Any],
     family: Family,
 ) -> _Taken:
@@ -143,8 +155,8 @@ def _taken_by(
     is_padded = problem.head_dim_v is not None or problem.head_dim % step != 0
     if arguments.call == "decode":
         _check_caches(named, problem, family)
-    elif arguments.call == "merge" and is_padded:
-        alignment, is_padded = 1, False  # its kernel reads single elements then
+    elif arguments.call in ("merge", "tile_states") and is_padded:
+        alignment, is_padded = 1, False  # their kernels take single elements then
     if is_padded:
         problem = problem.padded(step)
     copied = tuple(
@@ -209,8 +221,7 @@ def _inner_results(problem: AttentionProblem, results: tuple[Result, ...]) -> tu
 def _device_of(arguments: Arguments, named: _Arrays) -> tuple[int, DeviceInfo]:
     """The device of all arrays. Raises ValueError if there are several."""
     ordinals = {name: array.data.device_id for name, array in named.items() if array is not None}
-    first_name = arguments.inputs[0]
-    first = ordinals[first_name]
+    first_name, first = next(iter(ordinals.items()))
     for name, ordinal in ordinals.items():
         if ordinal != first:
             like = f"device {first} like {first_name}"

@@ -10,8 +10,7 @@ from ..families.choice import Choice
 from ..families.device import DeviceInfo
 from ..families.records import ARRIVALS, PARTIALS
 from ..jit.params import COUNTERS
-from ..problem.attention import AttentionProblem
-from ..problem.decoding import CacheShape
+from ..problem.attention import AttentionProblem, CacheShape
 from ..problem.dtypes import ITEMSIZE
 from ..problem.strides import AnyStrides
 from .layout import StageLayout
@@ -26,7 +25,6 @@ _PARTIALS_OF_BLOCK = 3  # the same as in kernels/decode/partials.cuh
 
 def plan_decode(
     problem: AttentionProblem,
-    cache: CacheShape,
     device: DeviceInfo,
     strides: Mapping[str, AnyStrides],
     choice: Choice,
@@ -37,9 +35,7 @@ def plan_decode(
 
     Parameters
     ----------
-    problem, cache
-        As `fa2cupy.problem.decoding.check_decode` returns them.
-    device
+    problem, device
     strides : mapping
         Strides of q, k_cache, v_cache, k, v, o and the features' arrays.
     choice
@@ -51,6 +47,8 @@ def plan_decode(
     The grid must not depend on lengths, which change between the launches of a graph. It has as many blocks as are
     resident at the same time, or as the cache has tiles.
     """
+    cache = problem.cache
+    assert cache is not None, "decode has one"
     layout = StageLayout(problem, device, choice.family, strides)
     tile = choice.tiles["decode"]
     row_tiles = max(1, -(-problem.seqlen_q * problem.heads_per_group // tile.b_r))
@@ -82,8 +80,8 @@ def plan_few_queries(
     """The plan of a forward with few queries: its keys are a cache in which all sequences have the same length."""
     of_kernel = {"k_cache": "k", "v_cache": "v"}
     absent = ("cache_seqlens", "k", "v", "block_table")
-    cache = CacheShape(problem.batch, problem.seqlen_k, 1, 0)
+    cached = replace(problem, cache=CacheShape(problem.batch, problem.seqlen_k, 1, 0))
     named = {**strides, **{name: strides[own] for name, own in of_kernel.items()}}
-    plan = plan_decode(problem, cache, device, named, choice)
+    plan = plan_decode(cached, device, named, choice)
     renamed = {**dict.fromkeys(absent), **of_kernel}
     return replace(plan, stages=tuple(replace(stage, renamed=renamed) for stage in plan.stages))

@@ -14,21 +14,19 @@ from ..families.choice import choose
 from ..families.device import DeviceInfo
 from ..families.registry import choose_family, family_of_kernel
 from ..families.tile import TileConfig
-from ..functions.tracing import BoundFunction
 from ..jit.spec import KernelSpec
 from ..problem.attention import AttentionProblem
 from ..problem.block_mask import MIXED, BlockMask
-from ..problem.checks import check_backward, check_forward, problem_from_parts
+from ..problem.checks import check_backward, check_forward, check_tile_states, problem_from_parts
 from ..problem.decoding import check_decode
 from ..problem.dtypes import ACCUMULATOR
 from ..problem.features import EXAMPLE_ROWS, FEATURES, FeatureKeywords, feature_arrays
-from ..problem.function_checks import bound_function
+from ..problem.function_checks import program_of
 from ..problem.options import CallOptions
 from ..problem.strides import AnyStrides, argument_layouts, contiguous_score_strides, feature_strides
-from .calls import plan_backward, plan_forward, plan_merge
 from .decode import plan_decode
 from .layout import StageLayout
-from .tile_states import plan_tile_states
+from .plans import plan_backward, plan_forward, plan_merge, plan_tile_states
 
 __all__ = ["OF_BACKWARD", "decode_specs", "default_specs", "layout_of_kernel", "merge_spec"]
 
@@ -79,11 +77,12 @@ def default_specs(
         else:
             plan = plan_backward(problem, device, strides, choice)
         specs.update(dict.fromkeys(stage.spec for stage in plan.stages))
-    function = _mask_function(functions) if "block_mask" in features else None
-    if function is not None:
-        layouts = [layout for name, layout in argument_layouts(functions).items() if name.startswith("mask_args")]
-        states = plan_tile_states(device, function, layouts, (1, 1, 1, 1), (_ROWS, _ROWS), (_ROWS, _ROWS))
-        specs.update(dict.fromkeys(stage.spec for stage in states.stages))
+    sparse = _map(functions).layout if "block_mask" in features else None
+    if sparse is not None and sparse.program is not None:
+        problem = check_tile_states({"mask_args": (), **functions, "block_mask": sparse}).problem
+        strides = {**argument_layouts(functions)}
+        plan = plan_tile_states(problem, device, strides, choose("tile_states", problem, device, strides))
+        specs.update(dict.fromkeys(stage.spec for stage in plan.stages))
     return list(specs)
 
 
@@ -126,12 +125,12 @@ def decode_specs(
         q, cache = _array((batch, rows, 1, head_dim), dtype), _array((batch, _ROWS, 1, head_dim), dtype)
         arrays = {"q": q, "k_cache": cache, "v_cache": cache, "cache_seqlens": np.zeros(batch, "int32")}
         absent = dict.fromkeys(("k", "v", "block_table"))
-        problem, shape, _ = check_decode({**arrays, **absent}, CallOptions(causal), keywords)
+        problem = check_decode({**arrays, **absent}, CallOptions(causal), keywords).problem
         strides: dict[str, AnyStrides] = dict.fromkeys(
             ("q", "k_cache", "v_cache", "k", "v", "o"), problem.kernel_strides(q.shape)
         )
         strides |= feature_strides(keywords)
-        plan = plan_decode(problem, shape, device, strides, choose("decode", problem, device, strides))
+        plan = plan_decode(problem, device, strides, choose("decode", problem, device, strides))
         specs[plan.stages[0].spec] = None
     return list(specs)
 
@@ -185,16 +184,11 @@ def _examples(features: Sequence[str], dtype: str, functions: FeatureKeywords) -
 
 def _map(functions: FeatureKeywords) -> BlockMask:
     """A sparse map of one tile: of the mask function, or given if there is none."""
-    function = _mask_function(functions)
-    if function is None:
-        return BlockMask(np.ones((1, 1, 1, 1), "bool"), _ROWS, _ROWS, tile=(_ROWS, _ROWS))
-    states = np.full((1, 1, 1, 1), MIXED, "uint8")
-    return BlockMask.of_states(states, _ROWS, _ROWS, (_ROWS, _ROWS), function.program)
-
-
-def _mask_function(functions: FeatureKeywords) -> BoundFunction | None:
     given = functions.get("mask_mod")
-    return None if given is None else bound_function("mask_mod", given, functions.get("mask_args", ()))
+    if given is None:
+        return BlockMask(np.ones((1, 1, 1, 1), "bool"), _ROWS, _ROWS, tile=(_ROWS, _ROWS))
+    program = program_of("mask_mod", given, functions.get("mask_args", ()))
+    return BlockMask.of_states(np.full((1, 1, 1, 1), MIXED, "uint8"), _ROWS, _ROWS, (_ROWS, _ROWS), program)
 
 
 def _array(shape: tuple[int, ...], dtype: str) -> np.ndarray:

@@ -13,7 +13,7 @@ from .dtypes import ACCUMULATOR, ITEMSIZE
 from .features import NO_SETTINGS, FeatureSettings, Sizes
 from .strides import Strides
 
-__all__ = ["MAX_HEAD_DIM", "MAX_SEQLEN", "ROWS_OF", "SOURCE_AXES", "AttentionProblem", "array_shape"]
+__all__ = ["MAX_HEAD_DIM", "MAX_SEQLEN", "ROWS_OF", "SOURCE_AXES", "AttentionProblem", "CacheShape", "array_shape"]
 
 MAX_HEAD_DIM = 256
 MAX_SEQLEN = 2**31 - 2**16  # row indices have 32 bits, also those of a tile that crosses the end
@@ -47,6 +47,33 @@ def array_shape(layout: str, rank: int, batch: _Size, seqlen: _Size, heads: _Siz
 
 
 @dataclass(frozen=True)
+class CacheShape:
+    """How a cache is divided into pages. Without a block table, each sequence has one page.
+
+    Attributes
+    ----------
+    num_pages : int
+        Pages of the whole cache.
+    page_size : int
+        Rows of a page.
+    pages_per_sequence : int
+        Columns of the block table; 1 without one.
+    num_new : int
+        Rows that the call appends to each sequence.
+    """
+
+    num_pages: int
+    page_size: int
+    pages_per_sequence: int
+    num_new: int
+
+    @property
+    def capacity(self) -> int:
+        """The most rows of a sequence, the appended ones included."""
+        return self.page_size * self.pages_per_sequence
+
+
+@dataclass(frozen=True)
 class AttentionProblem:
     """Sizes, dtype and options of one attention call.
 
@@ -63,6 +90,8 @@ class AttentionProblem:
         Columns of v and o; None if there are head_dim.
     settings : FeatureSettings
         Settings of the features. With packed sequences, batch is 1 and seqlen_q and seqlen_k are the total lengths.
+    cache : CacheShape or None
+        The division of a cache of keys and values, whose capacity is seqlen_k.
     """
 
     dtype: str
@@ -78,6 +107,7 @@ class AttentionProblem:
     rank: int
     head_dim_v: int | None = None
     settings: FeatureSettings = NO_SETTINGS
+    cache: CacheShape | None = None
 
     @cached_property
     def heads_per_group(self) -> int:

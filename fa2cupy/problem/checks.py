@@ -16,7 +16,7 @@ from .block_mask import BlockMask, check_map
 from .dtypes import DTYPES
 from .feature_checks import extra_gradients, finite_number
 from .features import ARRAYS, FEATURES, FeatureSettings, feature_arrays
-from .function_checks import function_arrays
+from .function_checks import bound_function, function_arrays
 from .keywords import check_keywords
 from .options import CallOptions, check_options
 from .strides import is_full
@@ -29,6 +29,7 @@ __all__ = [
     "check_forward",
     "check_heads",
     "check_merge",
+    "check_tile_states",
     "problem_from_arrays",
     "problem_from_outputs",
     "problem_from_parts",
@@ -106,6 +107,17 @@ def check_merge(arrays: Mapping[str, Any], options: CallOptions) -> Request:
             Result("lse", problem.lse_shape, np.dtype(problem.accumulator_dtype)),
         ),
     )
+
+
+def check_tile_states(keywords: Mapping[str, Any]) -> Request:
+    """Checks a call of `fa2cupy.block_mask`: `mask_mod`, `mask_args`, and as `block_mask` the layout of the map."""
+    layout = keywords["block_mask"]
+    batch, heads = layout.shape[:2]
+    function = bound_function("mask_mod", keywords["mask_mod"], keywords["mask_args"])
+    settings = FeatureSettings(mask_mod=function, block_mask=layout)
+    sizes = (batch, layout.seqlen_q, layout.seqlen_k, heads, heads, 1)
+    problem = AttentionProblem("float32", *sizes, False, 1.0, "bshd", 4, settings=settings)
+    return Request(problem, (Result("states", layout.shape, np.dtype("uint8")),))
 
 
 def _problem(arrays: Mapping[str, Any], options: CallOptions, keywords: Mapping[str, Any]) -> AttentionProblem:

@@ -3,61 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from ..errors import UnsupportedProblemError
 from .arguments import array_backend, check_array, check_bool, check_writable
 from .array_types import Array
-from .attention import MAX_SEQLEN, AttentionProblem, array_shape
-from .checks import Result, check_heads, sizes_of, with_features
+from .attention import MAX_SEQLEN, AttentionProblem, CacheShape, array_shape
+from .checks import Request, Result, check_heads, sizes_of, with_features
 from .feature_checks import finite_number
 from .options import CallOptions, check_options
 
-__all__ = ["PAGE_STEP", "CacheShape", "DecodeRequest", "cache_lengths", "check_decode", "check_pages"]
+__all__ = ["PAGE_STEP", "cache_lengths", "check_decode", "check_pages"]
 
 #: Rows of a page are a multiple of this, so that no tile of keys of a warp crosses the end of a page.
 PAGE_STEP = 16
 
 
-@dataclass(frozen=True)
-class CacheShape:
-    """How a cache is divided into pages. Without a block table, each sequence has one page.
-
-    Attributes
-    ----------
-    num_pages : int
-        Pages of the whole cache.
-    page_size : int
-        Rows of a page.
-    pages_per_sequence : int
-        Columns of the block table; 1 without one.
-    num_new : int
-        Rows that the call appends to each sequence.
-    """
-
-    num_pages: int
-    page_size: int
-    pages_per_sequence: int
-    num_new: int
-
-    @property
-    def capacity(self) -> int:
-        """The most rows of a sequence, the appended ones included."""
-        return self.page_size * self.pages_per_sequence
-
-
-class DecodeRequest(NamedTuple):
-    """A call that has been checked. `problem` has the capacity of the cache as its seqlen_k."""
-
-    problem: AttentionProblem
-    cache: CacheShape
-    results: tuple[Result, ...]
-
-
-def check_decode(arrays: Mapping[str, Any], options: CallOptions, keywords: Mapping[str, Any]) -> DecodeRequest:
+def check_decode(arrays: Mapping[str, Any], options: CallOptions, keywords: Mapping[str, Any]) -> Request:
     """Checks a call of `fa2cupy.decode`, except for lengths, block table and addresses, which may be on a GPU.
 
     Parameters
@@ -82,14 +46,14 @@ def check_decode(arrays: Mapping[str, Any], options: CallOptions, keywords: Mapp
     check_heads("k_cache", num_heads, num_heads_kv)
     scale = head_dim**-0.5 if options.softmax_scale is None else finite_number("softmax_scale", options.softmax_scale)
     sizes = (batch, seqlen_q, cache.capacity, num_heads, num_heads_kv, head_dim)
-    problem = AttentionProblem(q.dtype.name, *sizes, bool(options.causal), scale, layout, q.ndim)
+    problem = AttentionProblem(q.dtype.name, *sizes, bool(options.causal), scale, layout, q.ndim, cache=cache)
     for name, length in (("q", seqlen_q), ("k_cache", cache.capacity)):
         if length > MAX_SEQLEN:
             raise UnsupportedProblemError(f"{name}: sequences of up to {MAX_SEQLEN} rows are supported, got {length}")
     problem = with_features(problem, q, keywords) if keywords else problem
     statistic = np.dtype(problem.accumulator_dtype)
     results = (Result("o", problem.o_shape, q.dtype), Result("lse", problem.lse_shape, statistic))
-    return DecodeRequest(problem, cache, results)
+    return Request(problem, results)
 
 
 def _check_cache(arrays: Mapping[str, Any], batch: int, head_dim: int, layout: str) -> tuple[CacheShape, int]:

@@ -14,7 +14,7 @@ from common.measure import Problem, Tensors, flops, visible_pairs
 from fa2cupy.families.choice import choose
 from fa2cupy.families.device import DeviceInfo
 from fa2cupy.jit.spec import KernelSpec
-from fa2cupy.plan.calls import plan_backward, plan_forward
+from fa2cupy.plan.plans import plan_backward, plan_forward
 from fa2cupy.problem.attention import AttentionProblem
 from fa2cupy.problem.checks import problem_from_arrays
 from fa2cupy.problem.options import CallOptions

@@ -17,7 +17,7 @@ from support.launch_record import Launch
 from fa2cupy import sparse
 from fa2cupy.cpu import calls as cpu_calls
 from fa2cupy.families.device import DeviceInfo
-from fa2cupy.gpu import calls, copies, device_memory, prepare, prepared, signatures, tile_states
+from fa2cupy.gpu import calls, copies, device_memory, prepare, prepared, signatures
 from fa2cupy.gpu.launch import ABSENT
 from fa2cupy.plan.stages import Plan, Stage
 from fa2cupy.problem.options import call_options, hashable_config
@@ -148,7 +148,7 @@ def fake_gpu(
         return tuple(map(bound, plan.stages))
 
     cupy = FakeCupy()
-    for module in (calls, copies, device_memory, prepare, prepared, tile_states):
+    for module in (calls, copies, device_memory, prepare, prepared):
         monkeypatch.setattr(module, "cupy", cupy)
     monkeypatch.setattr(device_memory, "runtime", types.SimpleNamespace(streamIsCapturing=cupy.is_capturing))
     monkeypatch.setattr(

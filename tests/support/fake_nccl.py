@@ -21,13 +21,13 @@ from fa2cupy.distributed.local import copies as copies_of_ranks
 from fa2cupy.distributed.local import lanes
 from fa2cupy.distributed.movers import resources
 from fa2cupy.distributed.transport.nccl import NcclTransport
-from fa2cupy.gpu import calls, copies, device_memory, prepare, prepared, tile_states
+from fa2cupy.gpu import calls, copies, device_memory, prepare, prepared
 from fa2cupy.numerics import arrays
 
 INT8 = "NCCL_INT8"
 #: Ranks of the tests.
 SIZE = 4
-MODULES = (calls, copies, device_memory, prepare, prepared, tile_states)
+MODULES = (calls, copies, device_memory, prepare, prepared)
 WINDOW = NcclTransport.window
 try:
     import cupy as REAL

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fa2cupy.families.choice import choose
-from fa2cupy.plan.calls import plan_backward, plan_delta, plan_forward
+from fa2cupy.plan.plans import plan_backward, plan_delta, plan_forward
 from fa2cupy.plan.stages import Plan
 from fa2cupy.problem.options import CallOptions
 

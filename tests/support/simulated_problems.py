@@ -11,7 +11,7 @@ from support.fake_gpu import backward
 from fa2cupy import TileConfig, reference
 from fa2cupy.families.device import DeviceInfo
 from fa2cupy.gpu import prepare
-from fa2cupy.plan.calls import plan_backward
+from fa2cupy.plan.plans import plan_backward
 from fa2cupy.testing import Expectation, make_inputs
 
 HALF = ("float16", "bfloat16")

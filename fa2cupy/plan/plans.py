@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
@@ -19,7 +20,7 @@ from .layout import PART_ROWS, StageLayout
 from .stages import Plan, Stage, Workspace
 from .tensor_maps import BOX_COLUMNS
 
-__all__ = ["plan_backward", "plan_delta", "plan_forward", "plan_merge"]
+__all__ = ["plan_backward", "plan_delta", "plan_forward", "plan_merge", "plan_tile_states"]
 
 #: The workspaces that the kernel of delta can clear. They have no bytes in calls that do not need them.
 _CLEARED_BY_DELTA = (Workspace("dq_accum", 0), Workspace(SHARES, 0))
@@ -65,6 +66,17 @@ def plan_merge(
     tile = _tile_of("merge", 32 * _num_warps("merge") // _lanes_of_row(problem))
     rows = problem.batch * problem.num_heads * problem.seqlen_q
     return _plan([layout.stage("merge", tile, -(-rows // tile.b_r), num_parts=num_parts, part_stride=part_stride)])
+
+
+def plan_tile_states(
+    problem: AttentionProblem, device: DeviceInfo, strides: Mapping[str, AnyStrides], choice: Choice
+) -> Plan:
+    """The plan of `fa2cupy.block_mask`: a block for each tile. `strides` has the layouts of the function's arrays."""
+    sparse = problem.settings.block_mask
+    assert sparse is not None, "the map to make"
+    layout = StageLayout(problem, device, choice.family, strides)
+    tile, blocks, (*_, rows, columns) = _tile_of("tile_states", *sparse.tile), math.prod(sparse.shape), sparse.shape
+    return _plan([layout.stage("tile_states", tile, blocks, map_rows=rows, map_columns=columns)])
 
 
 def plan_backward(
