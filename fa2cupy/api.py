@@ -169,7 +169,7 @@ def forward(
     that are added up in float32). There are such kernels up to head_dim 128 for compute capability 8.0 or newer; 9.0
     has them for every head_dim, and up to 128 for ``"single_pass"``, too. ``precision=None`` takes them from 128 rows
     of q and of k on, as far as errors were measured, where tensor cores are more than three times as fast as CUDA
-    cores: on 9.0, on 8.0, and on cards of 8.6 and 8.9 that add in float32 at full speed (docs/install.md has them). The
+    cores: on 9.0, on 8.0, and on cards of 8.6 and 8.9 that add in float32 at full speed (see docs/accuracy.md). The
     largest errors are then at most twice (o) or three times (gradients) those of the formulas in float32, beside 1e-6
     and 2e-6 of the largest result; docs/accuracy.md has measurements. 64 rows share a scale: the last bits of a result
     may depend on rows that are hidden from it. K/V heads whose values two float16 numbers do not represent that well
