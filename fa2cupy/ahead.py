@@ -21,11 +21,12 @@ from .jit.spec import KernelSpec
 from .plan.ranks import specs_of_ranks
 from .plan.specs import OF_BACKWARD, decode_specs, default_specs, merge_spec
 from .problem.arguments import check_bool
-from .problem.array_types import Array
+from .problem.array_types import AnyArray
 from .problem.choices import check_dtype, check_head_dim, check_jobs, check_method, feature_combinations, one_or_many
 from .problem.dtypes import ACCUMULATOR
 from .problem.feature_checks import extra_gradients
 from .problem.features import FeatureKeywords
+from .problem.names import Method
 from .system.progress import progress as progress_bar
 
 __all__ = ["precompile"]
@@ -37,12 +38,12 @@ def precompile(
     dtypes: npt.DTypeLike | Iterable[npt.DTypeLike] = ("float16", "bfloat16"),
     head_dims: int | Iterable[int] = (64, 128),
     causal: bool | Iterable[bool] = (False, True),
-    methods: str | Iterable[str] = ("single_pass", "two_pass"),
+    methods: Method | Iterable[Method] = ("single_pass", "two_pass"),
     features: str | Iterable[str] | Iterable[Iterable[str]] = (),
     score_mod: Callable[..., Any] | None = None,
-    score_args: Sequence[Array] = (),
+    score_args: Sequence[AnyArray] = (),
     mask_mod: Callable[..., Any] | None = None,
-    mask_args: Sequence[Array] = (),
+    mask_args: Sequence[AnyArray] = (),
     return_dscore_args: bool = False,
     head_dim_v: int | None = None,
     config: TileConfig | Mapping[str, TileConfig] | None = None,

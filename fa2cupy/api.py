@@ -2,40 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from .backends import backend_of
-from .families.tile import TileConfig
 from .numerics.arrays import stacked
-from .problem.array_types import Array
-from .problem.keywords import check_keywords, takes_features
-from .problem.options import call_options, hashable_config
+from .problem.array_types import ArrayT
+from .problem.keywords import options_of, takes
+from .problem.names import Layout
+from .problem.options import call_options
+from .typing import BackwardKeywords, ForwardKeywords
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from .problem.features import FeatureKeywords
-
 __all__ = ["backward", "decode", "delta", "forward", "merge"]
 
 
-@takes_features
+@takes(ForwardKeywords)
 def forward(
-    q: Array,
-    k: Array,
-    v: Array,
+    q: ArrayT,
+    k: ArrayT,
+    v: ArrayT,
     *,
-    causal: bool = False,
-    softmax_scale: float | None = None,
-    layout: str = "bshd",
-    out: tuple[Array | None, ...] | None = None,
-    config: TileConfig | Mapping[str, TileConfig] | None = None,
-    family: str | None = None,
-    num_splits: int | None = None,
-    precision: str | None = None,
-    **keywords: Unpack[FeatureKeywords],
-) -> tuple[Array, Array]:
+    out: tuple[ArrayT | None, ...] | None = None,
+    **keywords: Unpack[ForwardKeywords],
+) -> tuple[ArrayT, ArrayT]:
     """Exact attention without the score matrix: ``softmax(softmax_scale * q k^T) v``.
 
     Parameters
@@ -240,14 +232,11 @@ def forward(
     >>> o.shape, lse.shape
     ((2, 128, 4, 64), (2, 4, 128))
     """
-    if keywords:
-        check_keywords(forward, keywords)
-    given = None if config is None else hashable_config(config)
-    options = call_options(causal, softmax_scale, layout, given, family, num_splits=num_splits, precision=precision)
+    options = options_of(forward, keywords)
     return backend_of("q", q).forward(q, k, v, out, options, keywords)
 
 
-def delta(o: Array, do: Array, *, layout: str = "bshd", out: Array | None = None) -> Array:
+def delta(o: ArrayT, do: ArrayT, *, layout: Layout = "bshd", out: ArrayT | None = None) -> ArrayT:
     """Row sums of ``do * o``, which the gradient of the softmax subtracts from ``do v^T``.
 
     Parameters
@@ -272,32 +261,20 @@ def delta(o: Array, do: Array, *, layout: str = "bshd", out: Array | None = None
     return backend_of("o", o).delta(o, do, out, call_options(layout=layout))
 
 
-@takes_features
+@takes(BackwardKeywords)
 def backward(
-    q: Array,
-    k: Array,
-    v: Array,
-    o: Array,
-    lse: Array,
-    do: Array,
+    q: ArrayT,
+    k: ArrayT,
+    v: ArrayT,
+    o: ArrayT,
+    lse: ArrayT,
+    do: ArrayT,
     *,
-    causal: bool = False,
-    softmax_scale: float | None = None,
-    delta: Array | None = None,
-    dlse: Array | None = None,
-    return_dbias: bool = False,
-    return_dsink: bool = False,
-    return_dscore_args: bool = False,
-    method: str | None = None,
-    deterministic: bool = False,
-    layout: str = "bshd",
-    out: tuple[Array | None, ...] | None = None,
-    config: TileConfig | Mapping[str, TileConfig] | None = None,
-    family: str | None = None,
-    num_splits: int | None = None,
-    precision: str | None = None,
-    **keywords: Unpack[FeatureKeywords],
-) -> tuple[Array, ...]:
+    delta: ArrayT | None = None,
+    dlse: ArrayT | None = None,
+    out: tuple[ArrayT | None, ...] | None = None,
+    **keywords: Unpack[BackwardKeywords],
+) -> tuple[ArrayT, ...]:
     """Gradients of `forward` for q, k and v.
 
     Parameters
@@ -390,33 +367,17 @@ def backward(
     constants are fitted to times on an H100 (``fa2cupy/families/estimate.py``). For float32 on tensor
     cores it is ``single_pass``.
     """
-    if keywords:
-        check_keywords(backward, keywords)
-    given = None if config is None else hashable_config(config)
-    options = call_options(
-        causal,
-        softmax_scale,
-        layout,
-        given,
-        family,
-        method,
-        deterministic,
-        return_dbias,
-        return_dsink,
-        num_splits,
-        precision,
-        return_dscore_args,
-    )
+    options = options_of(backward, keywords)
     return backend_of("q", q).backward(q, k, v, o, lse, do, delta, dlse, out, options, keywords)
 
 
 def merge(
-    o_parts: Array | Sequence[Array],
-    lse_parts: Array | Sequence[Array],
+    o_parts: ArrayT | Sequence[ArrayT],
+    lse_parts: ArrayT | Sequence[ArrayT],
     *,
-    layout: str = "bshd",
-    out: tuple[Array | None, ...] | None = None,
-) -> tuple[Array, Array]:
+    layout: Layout = "bshd",
+    out: tuple[ArrayT | None, ...] | None = None,
+) -> tuple[ArrayT, ArrayT]:
     """Combines results for the same queries over different keys into those over all of these keys.
 
     Parameters
@@ -467,24 +428,24 @@ def merge(
 
 
 def decode(
-    q: Array,
-    k_cache: Array,
-    v_cache: Array,
-    cache_seqlens: Array,
+    q: ArrayT,
+    k_cache: ArrayT,
+    v_cache: ArrayT,
+    cache_seqlens: ArrayT,
     *,
-    k: Array | None = None,
-    v: Array | None = None,
-    block_table: Array | None = None,
+    k: ArrayT | None = None,
+    v: ArrayT | None = None,
+    block_table: ArrayT | None = None,
     causal: bool = True,
     window: tuple[int | None, int | None] | None = None,
     softcap: float | None = None,
-    alibi_slopes: Array | None = None,
-    sink: Array | None = None,
+    alibi_slopes: ArrayT | None = None,
+    sink: ArrayT | None = None,
     softmax_scale: float | None = None,
-    layout: str = "bshd",
-    out: tuple[Array | None, ...] | None = None,
+    layout: Layout = "bshd",
+    out: tuple[ArrayT | None, ...] | None = None,
     num_splits: int | None = None,
-) -> tuple[Array, Array]:
+) -> tuple[ArrayT, ArrayT]:
     """Attention of a few new queries to a cache of keys and values, as in generation.
 
     Parameters
@@ -573,6 +534,6 @@ def decode(
     if not (window is None and softcap is None and alibi_slopes is None and sink is None):
         keywords = {"window": window, "softcap": softcap, "alibi_slopes": alibi_slopes, "sink": sink}
         given = {name: value for name, value in keywords.items() if value is not None}
-    options = call_options(causal, softmax_scale, layout, num_splits=num_splits)
+    options = call_options(causal=causal, softmax_scale=softmax_scale, layout=layout, num_splits=num_splits)
     backend = backend_of("q", q)
     return backend.decode(q, k_cache, v_cache, cache_seqlens, k, v, block_table, out, options, given)

@@ -3,65 +3,47 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import numpy as np
 
 from .api import backward, forward
-from .families.tile import TileConfig
 from .problem.arguments import check_bool
-from .problem.array_types import Array
+from .problem.array_types import ArrayT
 from .problem.feature_checks import extra_gradients
 from .problem.function_checks import traced_now
-from .problem.keywords import check_keywords, takes_features
-from .problem.options import requested_method
+from .problem.keywords import check_keywords, takes
+from .problem.options import CallOptions, GradientOptions, requested_method
+from .typing import Backprop, BackwardKeywords
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from .problem.features import FeatureKeywords
-
 __all__ = ["attention", "with_backprop"]
 
-#: The options that `backward` has and `forward` has not.
-_OF_BACKWARD = ("method", "deterministic", "return_dbias", "return_dsink", "return_dscore_args")
 
-
-@takes_features
+@overload
 def attention(
-    q: Array,
-    k: Array,
-    v: Array,
-    *,
-    causal: bool = False,
-    softmax_scale: float | None = None,
-    layout: str = "bshd",
-    method: str | None = None,
-    deterministic: bool = False,
-    return_dbias: bool = False,
-    return_dsink: bool = False,
-    return_dscore_args: bool = False,
-    return_lse: bool = False,
-    config: Mapping[str, TileConfig] | None = None,
-    family: str | None = None,
-    num_splits: int | None = None,
-    precision: str | None = None,
-    **keywords: Unpack[FeatureKeywords],
+    q: ArrayT, k: ArrayT, v: ArrayT, *, return_lse: Literal[False] = False, **keywords: Unpack[BackwardKeywords]
+) -> tuple[ArrayT, Backprop[ArrayT]]: ...
+@overload
+def attention(
+    q: ArrayT, k: ArrayT, v: ArrayT, *, return_lse: Literal[True], **keywords: Unpack[BackwardKeywords]
+) -> tuple[ArrayT, ArrayT, Backprop[ArrayT]]: ...
+@takes(BackwardKeywords)
+def attention(
+    q: ArrayT, k: ArrayT, v: ArrayT, *, return_lse: bool = False, **keywords: Unpack[BackwardKeywords]
 ) -> tuple[Any, ...]:
     """`forward`, and its gradient as a closure, as layer libraries and tapes need it.
 
     Parameters
     ----------
-    q, k, v, causal, softmax_scale, layout, family, **keywords
+    q, k, v
         As for `forward`.
-    method, deterministic, return_dbias, return_dsink, return_dscore_args
-        As for `backward`.
     return_lse : bool, optional
         Also returns lse, for example for a z-loss.
-    config : dict of TileConfig by operation, optional
-    num_splits : int, optional
-    precision : {None, "ieee", "split"}, optional
-        As for `forward` and `backward`.
+    **keywords
+        Those of `forward` and of `backward`, but for `out`, `delta` and `dlse`.
 
     Returns
     -------
@@ -92,44 +74,28 @@ def attention(
     >>> _ = backprop(do, out=(dqkv[:, :, 0], dqkv[:, :, 1], dqkv[:, :, 2]))
     """
     check_keywords(attention, keywords)
-    return with_backprop(forward, backward, locals())
+    return with_backprop(forward, backward, (q, k, v), keywords, return_lse)
 
 
 def with_backprop(
-    forward: Callable[..., tuple[Array, Array]], backward: Callable[..., tuple[Array, ...]], arguments: dict[str, Any]
+    forward: Callable[..., tuple[Any, Any]],
+    backward: Callable[..., tuple[Any, ...]],
+    inputs: tuple[Any, ...],
+    keywords: Mapping[str, Any],
+    return_lse: bool,
 ) -> tuple[Any, ...]:
-    """The results of `attention`, made of these functions, for its arguments by name."""
-    shared = {**arguments, **arguments["keywords"]}
-    del shared["keywords"]
-    inputs = [shared.pop(name) for name in ("comm", "q", "k", "v") if name in shared]
-    own, return_lse = {name: shared.pop(name) for name in _OF_BACKWARD}, shared.pop("return_lse")
-    shared = traced_now(shared)  # what a function reads may have changed when `backprop` is called
+    """The results of `attention`, made of these functions; `inputs` are their positional arguments, up to v."""
+    shared = traced_now(keywords)  # what a function reads may have changed when `backprop` is called
+    own = {name: shared.pop(name) for name in GradientOptions.__annotations__ if name in shared}
     # Errors are raised before the forward runs.
     check_bool("return_lse", return_lse)
-    requested_method(own["method"], own["deterministic"], with_atomics=not isinstance(arguments["q"], np.ndarray))
-    extra_gradients(shared, own["return_dbias"], own["return_dsink"], own["return_dscore_args"])
+    options = CallOptions(**own)
+    requested_method(options.method, options.deterministic, with_atomics=not isinstance(inputs[-3], np.ndarray))
+    extra_gradients(shared, options.return_dbias, options.return_dsink, options.return_dscore_args)
     o, lse = forward(*inputs, **shared)
 
-    def backprop(
-        do: Array, dlse: Array | None = None, *, out: tuple[Array | None, ...] | None = None
-    ) -> tuple[Array, ...]:
-        """Gradients of the call of `attention` that returned this function: see `fa2cupy.backward`.
-
-        Parameters
-        ----------
-        do : ndarray, shape of o
-            Gradient for o.
-        dlse : ndarray, shape and dtype of lse, optional
-            Gradient for lse.
-        out : tuple of (ndarray or None), optional
-            Arrays to write the results to.
-
-        Returns
-        -------
-        dq, dk, dv : ndarray
-        dbias, dsink, *dscore_args : ndarray
-            The requested ones.
-        """
+    def backprop(do: Any, dlse: Any = None, *, out: tuple[Any, ...] | None = None) -> tuple[Any, ...]:
         return backward(*inputs, o, lse, do, dlse=dlse, out=out, **own, **shared)
 
+    backprop.__doc__ = Backprop.__call__.__doc__
     return (o, lse, backprop) if return_lse else (o, backprop)

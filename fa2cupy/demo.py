@@ -22,6 +22,8 @@ from .jit.cache import cached_kernel
 from .jit.compiler import nvrtc_version
 from .plan.specs import default_specs
 from .problem.array_types import Array
+from .problem.names import Method
+from .problem.options import METHOD_NAMES
 from .testing import Comparison, Expectation, check_delta, make_inputs
 
 __all__ = ["run_demo"]
@@ -40,7 +42,6 @@ _TENSOR_CORE_SIZE: _Size = {"batch": 2, "seqlen_q": 2048, "num_heads": 8, "head_
 _SIMT_SIZE: _Size = {"batch": 1, "seqlen_q": 1024, "num_heads": 4, "head_dim": 64}
 _CPU_SIZE: _Size = {"batch": 1, "seqlen_q": 512, "num_heads": 4, "head_dim": 64}
 _TOOLCHAIN_ARCHS = ("sm_80", "sm_90")
-_METHODS = ("single_pass", "two_pass")
 
 
 @dataclass(frozen=True)
@@ -147,9 +148,9 @@ def _measure(dtype: str, causal: bool, xp: ModuleType, info: DeviceInfo | None) 
     comparison = check_delta(o, do, api.delta(o, do))
     yield row("delta", lambda: api.delta(o, do), (comparison,), 0)
 
-    for method in _METHODS:
+    for method in METHOD_NAMES:
 
-        def backward(method: str = method, **options: Any) -> tuple[Array, ...]:
+        def backward(method: Method = method, **options: Any) -> tuple[Array, ...]:
             return api.backward(q, k, v, o, lse, do, causal=causal, method=method, **options)
 
         dq, dk, dv = backward(out=expected.unwritten("dq", "dk", "dv"))

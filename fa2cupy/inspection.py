@@ -25,9 +25,10 @@ from .jit.costs import check_cost
 from .jit.spec import KernelSpec
 from .plan.specs import layout_of_kernel
 from .problem.arguments import check_bool
-from .problem.array_types import Array
+from .problem.array_types import AnyArray
 from .problem.choices import check_dtype, check_head_dim, check_jobs, feature_combinations, one_or_many
 from .problem.features import FeatureKeywords
+from .problem.names import Operation
 from .settings import tuning_file
 from .system.progress import progress as progress_bar
 
@@ -38,7 +39,7 @@ __all__ = ["TileReport", "compile_report", "info", "legal_configs"]
 
 
 def legal_configs(
-    operation: str,
+    operation: Operation,
     *,
     dtype: npt.DTypeLike = "float16",
     head_dim: int = 128,
@@ -145,16 +146,16 @@ class TileReport:
 
 
 def compile_report(
-    operation: str,
+    operation: Operation,
     *,
     dtype: npt.DTypeLike = "float16",
     head_dim: int = 128,
     causal: bool = False,
     features: str | Iterable[str] = (),
     score_mod: Callable[..., Any] | None = None,
-    score_args: Sequence[Array] = (),
+    score_args: Sequence[AnyArray] = (),
     mask_mod: Callable[..., Any] | None = None,
-    mask_args: Sequence[Array] = (),
+    mask_args: Sequence[AnyArray] = (),
     arch: str | None = None,
     family: str | None = None,
     configs: TileConfig | Iterable[TileConfig] | None = None,

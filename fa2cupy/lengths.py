@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, overload
 
 import numpy as np
 
 from .numerics.arrays import array_module, device_context
-from .problem.array_types import Array
+from .problem.array_types import CupyArray
 
 __all__ = ["cu_seqlens"]
 
 _LARGEST = 2**31 - 1
 
 
-def cu_seqlens(lengths: Sequence[int] | Array) -> tuple[Array, int]:
+@overload
+def cu_seqlens(lengths: Sequence[int] | np.ndarray) -> tuple[np.ndarray, int]: ...
+@overload
+def cu_seqlens(lengths: CupyArray) -> tuple[CupyArray, int]: ...
+def cu_seqlens(lengths: Any) -> tuple[Any, int]:
     """The offsets of packed sequences and the longest length, for `forward` and `backward`.
 
     Parameters
@@ -50,8 +54,7 @@ def cu_seqlens(lengths: Sequence[int] | Array) -> tuple[Array, int]:
     if isinstance(lengths, np.ma.MaskedArray):
         raise TypeError("lengths: expected an array without a mask of its own, got a numpy.ma.MaskedArray")
     xp = array_module(lengths)
-    given: Any = lengths  # only CuPy arrays have `get`
-    host = np.asarray(given if xp is np else given.get())
+    host = np.asarray(lengths if xp is np else lengths.get())
     if host.ndim != 1:
         raise ValueError(f"lengths: expected shape (batch,), got {host.shape}")
     if host.size == 0:

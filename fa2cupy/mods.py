@@ -13,7 +13,7 @@ from __future__ import annotations
 import bisect
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias, TypeVar, cast
 
 import numpy as np
 
@@ -30,10 +30,16 @@ __all__ = [
 ]
 
 #: A function for ``score_mod=`` or ``mask_mod=``. It gets symbols, and arrays that can be indexed with symbols.
-Mod = Callable[..., Any]
+Mod: TypeAlias = Callable[..., Any]
+_Maker = TypeVar("_Maker", bound=Callable[..., Mod])
 
 
-@functools.lru_cache(maxsize=None)
+def _kept(maker: _Maker) -> _Maker:
+    """Makes calls with equal arguments return one function: calls of attention then trace it once."""
+    return cast(_Maker, functools.lru_cache(maxsize=None)(maker))
+
+
+@_kept
 def causal(diagonal: int = 0) -> Mod:
     """The mask of ``causal=True``: a query sees the keys up to the one that it is aligned with.
 
@@ -49,7 +55,7 @@ def causal(diagonal: int = 0) -> Mod:
     return mask
 
 
-@functools.lru_cache(maxsize=None)
+@_kept
 def sliding_window(left: int, right: int = 0, diagonal: int = 0) -> Mod:
     """The mask of ``window=(left, right)`` (Beltagy et al. 2020, Longformer).
 
@@ -67,7 +73,7 @@ def sliding_window(left: int, right: int = 0, diagonal: int = 0) -> Mod:
     return mask
 
 
-@functools.lru_cache(maxsize=None)
+@_kept
 def dilated_window(reach: int, dilation: int) -> Mod:
     """The mask of a causal window with gaps (Beltagy et al. 2020): every `dilation`-th of the last keys.
 
@@ -85,7 +91,7 @@ def dilated_window(reach: int, dilation: int) -> Mod:
     return mask
 
 
-@functools.lru_cache(maxsize=None)
+@_kept
 def neighborhood_2d(width: int, radius: int) -> Mod:
     """The mask of neighbourhood attention on an image (Hassani et al. 2023), cut off at the image's borders.
 
@@ -130,7 +136,7 @@ def document(b: Any, h: Any, q: Any, k: Any, ids: Any) -> Any:
     return ids[b, q] == ids[b, k]
 
 
-@functools.lru_cache(maxsize=None)
+@_kept
 def softcap(cap: float) -> Mod:
     """The scores of ``softcap=cap`` (Gemma Team 2024, Gemma 2).
 
@@ -145,7 +151,7 @@ def softcap(cap: float) -> Mod:
     return score_mod
 
 
-@functools.lru_cache(maxsize=None)
+@_kept
 def alibi(diagonal: int = 0) -> Mod:
     """The scores of ``alibi_slopes=slopes`` (Press et al. 2022), here with a gradient for the slopes.
 
@@ -165,7 +171,7 @@ def alibi(diagonal: int = 0) -> Mod:
     return score_mod
 
 
-@functools.lru_cache(maxsize=None)
+@_kept
 def t5_relative(num_buckets: int = 32, max_distance: int = 128, bidirectional: bool = True) -> Mod:
     """The learned relative positions of T5 (Raffel et al. 2020).
 

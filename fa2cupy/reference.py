@@ -16,15 +16,14 @@ from typing import TYPE_CHECKING
 from .numerics.arrays import device_context
 from .numerics.formulas import Formulas
 from .problem.arguments import array_backend, check_array
-from .problem.array_types import Array
+from .problem.array_types import ArrayT
 from .problem.checks import problem_from_arrays, problem_from_outputs
 from .problem.feature_checks import extra_gradients
-from .problem.keywords import check_keywords
+from .problem.keywords import ScoreKeywords, check_keywords, takes
+from .problem.names import Layout
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
-
-    from .problem.features import FeatureKeywords
 
 __all__ = [
     "backward",
@@ -36,16 +35,13 @@ __all__ = [
 ]
 
 
+@takes(ScoreKeywords)
 def forward(
-    q: Array,
-    k: Array,
-    v: Array,
-    *,
-    causal: bool = False,
-    softmax_scale: float | None = None,
-    layout: str = "bshd",
-    **keywords: Unpack[FeatureKeywords],
-) -> tuple[Array, Array]:
+    q: ArrayT,
+    k: ArrayT,
+    v: ArrayT,
+    **keywords: Unpack[ScoreKeywords],
+) -> tuple[ArrayT, ArrayT]:
     """`fa2cupy.forward` in float64.
 
     Parameters
@@ -59,12 +55,12 @@ def forward(
     lse : ndarray of float64, shape (batch, num_heads, seqlen_q)
     """
     check_keywords(forward, keywords)
-    problem = problem_from_arrays(q, k, v, causal=causal, softmax_scale=softmax_scale, layout=layout, **keywords)
+    problem = problem_from_arrays(q, k, v, **keywords)
     with device_context(q):
         return Formulas(problem, keywords, q, "float64", "float64").forward(q, k, v)
 
 
-def delta(o: Array, do: Array, *, layout: str = "bshd") -> Array:
+def delta(o: ArrayT, do: ArrayT, *, layout: Layout = "bshd") -> ArrayT:
     """`fa2cupy.delta` in float64.
 
     Parameters
@@ -82,23 +78,21 @@ def delta(o: Array, do: Array, *, layout: str = "bshd") -> Array:
         return products.sum(axis=-1).transpose(0, 2, 1).reshape(problem.lse_shape)
 
 
+@takes(ScoreKeywords)
 def backward(
-    q: Array,
-    k: Array,
-    v: Array,
-    o: Array,
-    lse: Array,
-    do: Array,
+    q: ArrayT,
+    k: ArrayT,
+    v: ArrayT,
+    o: ArrayT,
+    lse: ArrayT,
+    do: ArrayT,
     *,
-    causal: bool = False,
-    softmax_scale: float | None = None,
-    layout: str = "bshd",
-    dlse: Array | None = None,
+    dlse: ArrayT | None = None,
     return_dbias: bool = False,
     return_dsink: bool = False,
     return_dscore_args: bool = False,
-    **keywords: Unpack[FeatureKeywords],
-) -> tuple[Array, ...]:
+    **keywords: Unpack[ScoreKeywords],
+) -> tuple[ArrayT, ...]:
     """`fa2cupy.backward` in float64.
 
     Parameters
@@ -116,7 +110,7 @@ def backward(
         Only if asked for.
     """
     check_keywords(backward, keywords)
-    problem = problem_from_arrays(q, k, v, causal=causal, softmax_scale=softmax_scale, layout=layout, **keywords)
+    problem = problem_from_arrays(q, k, v, **keywords)
     array_backend({"q": q, "o": o, "lse": lse, "do": do}, {"dlse": dlse})
     for name, array, shape in (("o", o, problem.o_shape), ("lse", lse, problem.lse_shape), ("do", do, problem.o_shape)):
         check_array(name, array, shape, array.dtype, "q")
@@ -125,16 +119,13 @@ def backward(
         return Formulas(problem, keywords, q, "float64", "float64").backward(q, k, v, o, lse, do, dlse, extra)
 
 
+@takes(ScoreKeywords)
 def baseline_forward(
-    q: Array,
-    k: Array,
-    v: Array,
-    *,
-    causal: bool = False,
-    softmax_scale: float | None = None,
-    layout: str = "bshd",
-    **keywords: Unpack[FeatureKeywords],
-) -> tuple[Array, Array]:
+    q: ArrayT,
+    k: ArrayT,
+    v: ArrayT,
+    **keywords: Unpack[ScoreKeywords],
+) -> tuple[ArrayT, ArrayT]:
     """The formulas of `forward` in the working precision.
 
     Parameters
@@ -153,26 +144,24 @@ def baseline_forward(
     the dtype of q, and so are P and dS before they enter one. NumPy and CuPy differ by the order of sums only.
     """
     check_keywords(baseline_forward, keywords)
-    problem = problem_from_arrays(q, k, v, causal=causal, softmax_scale=softmax_scale, layout=layout, **keywords)
+    problem = problem_from_arrays(q, k, v, **keywords)
     with device_context(q):
         return Formulas(problem, keywords, q, problem.accumulator_dtype, q.dtype).forward(q, k, v)
 
 
+@takes(ScoreKeywords)
 def baseline_backward(
-    q: Array,
-    k: Array,
-    v: Array,
-    do: Array,
+    q: ArrayT,
+    k: ArrayT,
+    v: ArrayT,
+    do: ArrayT,
     *,
-    causal: bool = False,
-    softmax_scale: float | None = None,
-    layout: str = "bshd",
-    dlse: Array | None = None,
+    dlse: ArrayT | None = None,
     return_dbias: bool = False,
     return_dsink: bool = False,
     return_dscore_args: bool = False,
-    **keywords: Unpack[FeatureKeywords],
-) -> tuple[Array, ...]:
+    **keywords: Unpack[ScoreKeywords],
+) -> tuple[ArrayT, ...]:
     """The formulas of `backward` in the working precision, with o and lse of `baseline_forward`.
 
     Parameters
@@ -188,29 +177,27 @@ def baseline_backward(
         Only if asked for.
     """
     check_keywords(baseline_backward, keywords)
-    problem = problem_from_arrays(q, k, v, causal=causal, softmax_scale=softmax_scale, layout=layout, **keywords)
+    problem = problem_from_arrays(q, k, v, **keywords)
     extra = extra_gradients(keywords, return_dbias, return_dsink, return_dscore_args)
     with device_context(q):
         formulas = Formulas(problem, keywords, q, problem.accumulator_dtype, q.dtype)
         return formulas.backward(q, k, v, *formulas.forward(q, k, v), do, dlse, extra)
 
 
+@takes(ScoreKeywords)
 def gradient_noise(
-    q: Array,
-    k: Array,
-    v: Array,
-    o: Array,
-    lse: Array,
-    do: Array,
+    q: ArrayT,
+    k: ArrayT,
+    v: ArrayT,
+    o: ArrayT,
+    lse: ArrayT,
+    do: ArrayT,
     *,
-    causal: bool = False,
-    softmax_scale: float | None = None,
-    layout: str = "bshd",
-    dlse: Array | None = None,
+    dlse: ArrayT | None = None,
     return_dbias: bool = False,
     return_dsink: bool = False,
     return_dscore_args: bool = False,
-    **keywords: Unpack[FeatureKeywords],
+    **keywords: Unpack[ScoreKeywords],
 ) -> dict[str, float]:
     """Bounds of the error that one rounding of every product in dP and delta causes in gradients whose terms cancel.
 
@@ -231,7 +218,7 @@ def gradient_noise(
         for, in units of the machine epsilon of the sums.
     """
     check_keywords(gradient_noise, keywords)
-    problem = problem_from_arrays(q, k, v, causal=causal, softmax_scale=softmax_scale, layout=layout, **keywords)
+    problem = problem_from_arrays(q, k, v, **keywords)
     extra = extra_gradients(keywords, return_dbias, return_dsink, return_dscore_args)
     with device_context(q):
         return Formulas(problem, keywords, q, "float64", "float64").noise(q, k, v, o, lse, do, dlse, extra)

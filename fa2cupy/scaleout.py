@@ -13,7 +13,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 
@@ -24,10 +24,11 @@ from .distributed.rows import shard, unshard
 from .distributed.simulation import simulate
 from .families.device import device_count
 from .problem.array_types import Array
+from .problem.names import Scheme
 
 __all__ = ["run_scaleout", "two_hosts"]
 
-_SCHEMES = ("heads", "gather", "hybrid")
+_SCHEMES: tuple[Scheme, ...] = get_args(Scheme)
 #: Largest error of a result over its largest value, by dtype. Shares of gradients are rounded before they are summed.
 _ALLOWED = {"float64": 1e-12, "bfloat16": 2e-2}
 _ITERATIONS = 5
@@ -155,7 +156,7 @@ def _measure(
         if scheme == "hybrid" and (comm.ranks_per_host in (1, comm.size) or size.heads_kv % comm.ranks_per_host):
             continue
 
-        def call(scheme: str = scheme) -> list[Array]:
+        def call(scheme: Scheme = scheme) -> list[Array]:
             def forward(*arrays: Array, **options: Any) -> tuple[Array, ...]:
                 return ranks_api.forward(comm, *arrays, scheme=scheme, **options)
 

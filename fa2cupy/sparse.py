@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
 from .backends import backend_of
 from .problem.arguments import array_backend
-from .problem.array_types import Array
+from .problem.array_types import AnyArray
 from .problem.block_mask import DEFAULT_TILE, BlockMask, MapLayout, check_length, check_tile
 from .problem.function_checks import check_positions, program_of
 
@@ -17,15 +17,15 @@ __all__ = ["block_mask"]
 
 
 def block_mask(
-    mask_mod: Any,
-    mask_args: Sequence[Array],
+    mask_mod: Callable[..., Any],
+    mask_args: Sequence[AnyArray],
     batch: int,
     num_heads: int,
     seqlen_q: int,
     seqlen_k: int,
     *,
     tile: tuple[int, int] = DEFAULT_TILE,
-    like: Array | None = None,
+    like: AnyArray | None = None,
 ) -> BlockMask:
     """The sparse map of a mask function, for ``block_mask=`` of `fa2cupy.forward` and `fa2cupy.backward`.
 

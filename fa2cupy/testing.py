@@ -55,16 +55,16 @@ from .problem.array_types import Array
 from .problem.checks import problem_from_arrays, problem_from_outputs
 from .problem.feature_checks import extra_gradients
 from .problem.function_checks import floating_arguments
-from .problem.keywords import check_keywords
+from .problem.keywords import ScoreKeywords, check_keywords, takes
+from .problem.names import Layout
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from .problem.features import FeatureKeywords
-
 __all__ = ["Comparison", "Expectation", "assert_within_baseline", "check_delta", "make_inputs"]
 
 
+@takes(ScoreKeywords)
 class Expectation:
     """Reference and baseline of one problem, computed at first use and compared with any number of results.
 
@@ -96,13 +96,10 @@ class Expectation:
         do: Array | None = None,
         *,
         dlse: Array | None = None,
-        causal: bool = False,
-        softmax_scale: float | None = None,
-        layout: str = "bshd",
-        **keywords: Unpack[FeatureKeywords],
+        **keywords: Unpack[ScoreKeywords],
     ):
-        check_keywords(type(self), keywords)
-        options: dict[str, Any] = {"causal": causal, "softmax_scale": softmax_scale, "layout": layout, **keywords}
+        check_keywords(Expectation, keywords)
+        options: dict[str, Any] = {**keywords}
         self._inputs, self._do, self._options = (q, k, v), do, options
         self._gradient_options = options | {"dlse": dlse}
         self.problem = problem_from_arrays(q, k, v, **options)
@@ -165,7 +162,7 @@ class Expectation:
         return {name: (exact, naive, noise.get(name, 0.0)) for name, exact, naive in pairs}
 
 
-def check_delta(o: Array, do: Array, delta: Array, *, layout: str = "bshd", spec: object = None) -> Comparison:
+def check_delta(o: Array, do: Array, delta: Array, *, layout: Layout = "bshd", spec: object = None) -> Comparison:
     """Compares a result of `fa2cupy.delta` with the reference.
 
     Parameters
@@ -203,7 +200,7 @@ def make_inputs(
     num_heads_kv: int | None = None,
     head_dim: int = 64,
     head_dim_v: int | None = None,
-    layout: str = "bshd",
+    layout: Layout = "bshd",
     magnitude: float = 1.0,
     seed: int = 0,
     xp: ModuleType = np,

@@ -53,7 +53,7 @@ OTHERS = {
     "dropout_p": {"distributed/", "families/operations", "problem/checks", "problem/philox"},
     "dlse": {
         "closure", "cpu/attention", "distributed/", "families/operations", "gpu/", "plan/", "problem/", "reference",
-        "testing",
+        "testing", "typing",
     },
     "cu_seqlens": {
         "__init__", "distributed/", "families/operations", "jit/source", "lengths", "plan/specs", "problem/sequences",

@@ -59,7 +59,7 @@ FLOORS = (
     {"settings", "functions"},
     {"problem"},
     {"families", "numerics"},
-    {"jit", "cpu"},
+    {"jit", "cpu", "typing"},
     {"plan"},
     {"gpu"},
     {"backends", "lengths", "mods", "reference"},

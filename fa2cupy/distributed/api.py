@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 from ..backends import backend_of
 from ..closure import with_backprop
-from ..families.tile import TileConfig
 from ..numerics.arrays import array_module
 from ..problem.arguments import unpack_out
-from ..problem.array_types import Array
-from ..problem.keywords import check_keywords, takes_features
-from ..problem.options import CallOptions, hashable_config
+from ..problem.array_types import Array, ArrayT
+from ..problem.keywords import check_keywords, options_of, takes
+from ..typing import Backprop, RankBackwardKeywords, RankForwardKeywords, RankKeywords
 from .call.agreement import collective
 from .call.choice import check_capture
 from .call.operands import Operands, result_views
@@ -27,34 +26,22 @@ from .schemes import gather, heads, hybrid
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from ..problem.features import FeatureKeywords
-
 __all__ = ["attention", "backward", "forward"]
 
 _SCHEMES: dict[str, ModuleType] = {"heads": heads, "gather": gather, "hybrid": hybrid}
 
 
-@takes_features
+@takes(RankForwardKeywords)
 @collective
 def forward(
     comm: Communicator,
-    q: Array,
-    k: Array,
-    v: Array,
+    q: ArrayT,
+    k: ArrayT,
+    v: ArrayT,
     *,
-    causal: bool = False,
-    softmax_scale: float | None = None,
-    layout: str = "bshd",
-    out: tuple[Array | None, ...] | None = None,
-    scheme: str | None = None,
-    order: str = "zigzag",
-    head_groups: int | None = None,
-    config: TileConfig | Mapping[str, TileConfig] | None = None,
-    family: str | None = None,
-    num_splits: int | None = None,
-    precision: str | None = None,
-    **keywords: Unpack[FeatureKeywords],
-) -> tuple[Array, Array]:
+    out: tuple[ArrayT | None, ...] | None = None,
+    **keywords: Unpack[RankForwardKeywords],
+) -> tuple[ArrayT, ArrayT]:
     """`fa2cupy.forward` of a sequence whose rows are spread over several ranks.
 
     Parameters
@@ -164,45 +151,25 @@ def forward(
     >>> np.allclose(dist.simulate(4, work)[0], fa2cupy.forward(q, k, v, causal=True)[0], atol=1e-6)
     True
     """
-    if keywords:
-        check_keywords(forward, keywords)
-    given, options = _given(keywords), _options(locals())
-    arguments = CallArguments("forward", {"q": q, "k": k, "v": v}, out, options, given, scheme, order, head_groups)
-    results = _results(comm, arguments)
-    return results[0], results[1]
+    return _results(comm, _arguments(forward, {"q": q, "k": k, "v": v}, out, keywords))
 
 
-@takes_features
+@takes(RankBackwardKeywords)
 @collective
 def backward(
     comm: Communicator,
-    q: Array,
-    k: Array,
-    v: Array,
-    o: Array,
-    lse: Array,
-    do: Array,
+    q: ArrayT,
+    k: ArrayT,
+    v: ArrayT,
+    o: ArrayT,
+    lse: ArrayT,
+    do: ArrayT,
     *,
-    causal: bool = False,
-    softmax_scale: float | None = None,
-    delta: Array | None = None,
-    dlse: Array | None = None,
-    return_dbias: bool = False,
-    return_dsink: bool = False,
-    return_dscore_args: bool = False,
-    method: str | None = None,
-    deterministic: bool = False,
-    layout: str = "bshd",
-    out: tuple[Array | None, ...] | None = None,
-    scheme: str | None = None,
-    order: str = "zigzag",
-    head_groups: int | None = None,
-    config: TileConfig | Mapping[str, TileConfig] | None = None,
-    family: str | None = None,
-    num_splits: int | None = None,
-    precision: str | None = None,
-    **keywords: Unpack[FeatureKeywords],
-) -> tuple[Array, ...]:
+    delta: ArrayT | None = None,
+    dlse: ArrayT | None = None,
+    out: tuple[ArrayT | None, ...] | None = None,
+    **keywords: Unpack[RankBackwardKeywords],
+) -> tuple[ArrayT, ...]:
     """`fa2cupy.backward` of a sequence whose rows are spread over several ranks.
 
     Parameters
@@ -254,51 +221,51 @@ def backward(
     ``"gather"`` that of the forward, and ``4 N h d e min(2, G) / G`` for its own shares and those from other ranks;
     ``"hybrid"`` the sum of both levels, as in the forward.
     """
-    if keywords:
-        check_keywords(backward, keywords)
-    given, options = _given(keywords), _options(locals())
     arrays = {"q": q, "k": k, "v": v, "o": o, "lse": lse, "do": do, "delta": delta, "dlse": dlse}
-    return _results(comm, CallArguments("backward", arrays, out, options, given, scheme, order, head_groups))
+    return _results(comm, _arguments(backward, arrays, out, keywords))
 
 
-@takes_features
+@overload
+def attention(
+    comm: Communicator,
+    q: ArrayT,
+    k: ArrayT,
+    v: ArrayT,
+    *,
+    return_lse: Literal[False] = False,
+    **keywords: Unpack[RankBackwardKeywords],
+) -> tuple[ArrayT, Backprop[ArrayT]]: ...
+@overload
+def attention(
+    comm: Communicator,
+    q: ArrayT,
+    k: ArrayT,
+    v: ArrayT,
+    *,
+    return_lse: Literal[True],
+    **keywords: Unpack[RankBackwardKeywords],
+) -> tuple[ArrayT, ArrayT, Backprop[ArrayT]]: ...
+@takes(RankBackwardKeywords)
 @collective
 def attention(
     comm: Communicator,
-    q: Array,
-    k: Array,
-    v: Array,
+    q: ArrayT,
+    k: ArrayT,
+    v: ArrayT,
     *,
-    causal: bool = False,
-    softmax_scale: float | None = None,
-    layout: str = "bshd",
-    method: str | None = None,
-    deterministic: bool = False,
-    return_dbias: bool = False,
-    return_dsink: bool = False,
-    return_dscore_args: bool = False,
     return_lse: bool = False,
-    scheme: str | None = None,
-    order: str = "zigzag",
-    head_groups: int | None = None,
-    config: Mapping[str, TileConfig] | None = None,
-    family: str | None = None,
-    num_splits: int | None = None,
-    precision: str | None = None,
-    **keywords: Unpack[FeatureKeywords],
+    **keywords: Unpack[RankBackwardKeywords],
 ) -> tuple[Any, ...]:
     """`forward`, and its gradient as a closure: `fa2cupy.attention` on several ranks.
 
     Parameters
     ----------
-    comm, q, k, v, causal, softmax_scale, layout, scheme, order, head_groups, family, **keywords
+    comm, q, k, v
         As for `forward`.
-    method, deterministic, return_dbias, return_dsink, return_dscore_args
-        As for `backward`.
     return_lse : bool, optional
         Also returns lse.
-    config, num_splits, precision
-        As for `forward` and `backward`.
+    **keywords
+        Those of `forward` and of `backward`, but for `out`, `delta` and `dlse`.
 
     Returns
     -------
@@ -315,20 +282,18 @@ def attention(
         As for `forward` and `backward`.
     """
     check_keywords(attention, keywords)
-    return with_backprop(inspect.unwrap(forward), backward, locals())
+    return with_backprop(inspect.unwrap(forward), backward, (comm, q, k, v), keywords, return_lse)
 
 
-def _options(arguments: Mapping[str, Any]) -> CallOptions:
-    """The options among the arguments of a call by name."""
-    options = CallOptions(**{name: arguments[name] for name in CallOptions._fields if name in arguments})
-    return options._replace(config=hashable_config(options.config))
+def _arguments(function: Callable[..., Any], arrays: Mapping[str, Any], out: Any, keywords: Any) -> CallArguments:
+    """The arguments of a call of `forward` or `backward`."""
+    options = options_of(function, keywords)
+    of_ranks = {name: keywords.pop(name) for name in RankKeywords.__annotations__ if name in keywords}
+    given = {name: value for name, value in keywords.items() if value is not None}
+    return CallArguments(function.__name__, arrays, out, options, given, **of_ranks)
 
 
-def _given(keywords: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in keywords.items() if value is not None}
-
-
-def _results(comm: Communicator, arguments: CallArguments) -> tuple[Array, ...]:
+def _results(comm: Communicator, arguments: CallArguments) -> Any:
     """Checks a call, allocates its results and runs it."""
     if comm.size == 1:
         return _alone(arguments)

@@ -6,7 +6,8 @@ import numpy as np
 
 from ..numerics.arrays import array_module
 from ..problem.arguments import array_backend
-from ..problem.array_types import Array
+from ..problem.array_types import Array, ArrayT
+from ..problem.names import Order
 from .call.agreement import agree, collective, messages_of
 from .call.orders import RowOrder, check_order, divisor
 from .communicator import Communicator
@@ -14,7 +15,7 @@ from .communicator import Communicator
 __all__ = ["pad", "padded_length", "positions", "shard", "unshard"]
 
 
-def padded_length(comm: Communicator, seqlen: int, *, order: str = "zigzag") -> int:
+def padded_length(comm: Communicator, seqlen: int, *, order: Order = "zigzag") -> int:
     """The smallest length, at least `seqlen`, that the ranks can divide.
 
     Parameters
@@ -34,7 +35,7 @@ def padded_length(comm: Communicator, seqlen: int, *, order: str = "zigzag") -> 
     return -(-seqlen // multiple) * multiple
 
 
-def pad(comm: Communicator, x: Array, *, axis: int = 1, value: float = 0, order: str = "zigzag") -> Array:
+def pad(comm: Communicator, x: ArrayT, *, axis: int = 1, value: float = 0, order: Order = "zigzag") -> ArrayT:
     """A whole array with further elements at its end, so that the ranks can divide it.
 
     Under a causal mask no query sees the keys behind it, so that padded rows change no other row; without one, hide
@@ -67,7 +68,7 @@ def pad(comm: Communicator, x: Array, *, axis: int = 1, value: float = 0, order:
     return padded
 
 
-def positions(comm: Communicator, seqlen: int, *, order: str = "zigzag") -> np.ndarray:
+def positions(comm: Communicator, seqlen: int, *, order: Order = "zigzag") -> np.ndarray:
     """The positions of this rank's rows in the whole sequence: for tokens, labels and rotary angles.
 
     Parameters
@@ -99,7 +100,7 @@ def positions(comm: Communicator, seqlen: int, *, order: str = "zigzag") -> np.n
     return np.concatenate([np.arange(chunk.whole.start, chunk.whole.stop) for chunk in rows.chunks(comm.rank)])
 
 
-def shard(comm: Communicator, x: Array, *, axis: int = 1, order: str = "zigzag") -> Array:
+def shard(comm: Communicator, x: ArrayT, *, axis: int = 1, order: Order = "zigzag") -> ArrayT:
     """Takes this rank's rows of a whole array, without messages.
 
     Parameters
@@ -130,7 +131,7 @@ def shard(comm: Communicator, x: Array, *, axis: int = 1, order: str = "zigzag")
 
 
 @collective
-def unshard(comm: Communicator, x: Array, *, axis: int = 1, order: str = "zigzag") -> Array:
+def unshard(comm: Communicator, x: ArrayT, *, axis: int = 1, order: Order = "zigzag") -> ArrayT:
     """The whole array of all ranks' rows, on each rank: the reverse of `shard`.
 
     Parameters
@@ -160,7 +161,7 @@ def unshard(comm: Communicator, x: Array, *, axis: int = 1, order: str = "zigzag
     kind = f"shape {x.shape}, dtype {x.dtype}"
     number = agree(comm, x, {"call": "unshard", "x": kind, "axis": str(axis), "order": order})
     xp = array_module(x)
-    own = xp.ascontiguousarray(x)
+    own: Array = xp.ascontiguousarray(x)
     landing = xp.empty((comm.size, *own.shape), own.dtype)
     peers = range(comm.size)
     with messages_of(comm, x, number) as transport:

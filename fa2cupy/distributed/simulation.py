@@ -6,7 +6,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from .communicator import Communicator, check_ranks_per_host, check_timeout
 from .transport.messages import CommunicationError
@@ -18,10 +18,12 @@ __all__ = ["simulate"]
 _PATIENCE_S = 5.0
 _POLL_S = 0.1
 
+_Result = TypeVar("_Result")
+
 
 def simulate(
-    size: int, work: Callable[[Communicator], Any], *, ranks_per_host: int | None = None, timeout: float = 60.0
-) -> list[Any]:
+    size: int, work: Callable[[Communicator], _Result], *, ranks_per_host: int | None = None, timeout: float = 60.0
+) -> list[_Result]:
     """Runs ranks as threads of this process, on NumPy arrays: for tests and to try things out.
 
     Parameters

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any, overload
+
 import numpy as np
 
 from ..numerics.arrays import array_module
 from ..problem.arguments import array_backend
-from ..problem.array_types import Array
+from ..problem.array_types import Array, ArrayT
 from .call.agreement import agree, collective, messages_of
 from .communicator import Communicator
 from .transport.messages import Transport
@@ -16,8 +18,12 @@ __all__ = ["total"]
 _WIDE = {"float16": "float32", "bfloat16": "float32"}
 
 
+@overload
+def total(comm: Communicator, x: np.generic) -> np.ndarray: ...
+@overload
+def total(comm: Communicator, x: ArrayT) -> ArrayT: ...
 @collective
-def total(comm: Communicator, x: Array) -> Array:
+def total(comm: Communicator, x: Any) -> Any:
     """The sum of an array over all ranks, on each of them.
 
     Parameters

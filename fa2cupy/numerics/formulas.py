@@ -81,7 +81,7 @@ class Formulas:
         self.rounded = rounded
         self.sequences = sequences_of(problem, keywords)
 
-    def forward(self, q: Array, k: Array, v: Array) -> tuple[Array, Array]:
+    def forward(self, q: Array, k: Array, v: Array) -> tuple[Any, Any]:
         """O and lse."""
         o = self.xp.zeros(self.problem.o_shape, self.rounded)
         lse = self.xp.full(self.problem.lse_shape, -np.inf, self.work)
@@ -108,7 +108,7 @@ class Formulas:
         do: Array,
         dlse: Array | None = None,
         extra: Mapping[str, Array] | None = None,
-    ) -> tuple[Array, ...]:
+    ) -> tuple[Any, ...]:
         """dq, dk and dv, then the gradients that `extra` names, each with an array of its shape and dtype."""
         dq, dk, dv = (self.xp.zeros(shape, self.work) for shape in (q.shape, k.shape, v.shape))
         extra = extra or {}

@@ -9,7 +9,7 @@ import numpy as np
 
 from ..functions.tracing import Program
 from .arguments import array_backend, check_int
-from .array_types import Array
+from .array_types import AnyArray, Array
 
 __all__ = [
     "DEFAULT_TILE",
@@ -121,7 +121,7 @@ class BlockMask:
       #
     """
 
-    def __init__(self, tiles: Array, seqlen_q: int, seqlen_k: int, tile: tuple[int, int] = DEFAULT_TILE):
+    def __init__(self, tiles: AnyArray, seqlen_q: int, seqlen_k: int, tile: tuple[int, int] = DEFAULT_TILE):
         seqlen_q, seqlen_k = check_length("seqlen_q", seqlen_q), check_length("seqlen_k", seqlen_k)
         tile = check_tile(tile)
         array_backend({"tiles": tiles})

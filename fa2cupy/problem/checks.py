@@ -15,9 +15,9 @@ from .attention import MAX_HEAD_DIM, MAX_SEQLEN, SOURCE_AXES, AttentionProblem, 
 from .block_mask import BlockMask, check_map
 from .dtypes import DTYPES
 from .feature_checks import extra_gradients, finite_number
-from .features import ARRAYS, FEATURES, FeatureSettings, feature_arrays
+from .features import ARRAYS, FEATURES, FeatureKeywords, FeatureSettings, feature_arrays
 from .function_checks import bound_function, function_arrays
-from .keywords import check_keywords
+from .keywords import check_keywords, takes
 from .options import CallOptions, check_options
 from .strides import is_full
 
@@ -134,6 +134,7 @@ def _problem(arrays: Mapping[str, Any], options: CallOptions, keywords: Mapping[
     return problem
 
 
+@takes(FeatureKeywords)
 def problem_from_arrays(
     q: Array,
     k: Array,

@@ -46,7 +46,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypedDict
 
 from ..functions.tracing import BoundFunction
-from .array_types import Array
+from .array_types import AnyArray, Array
 from .block_mask import KEY_LISTS, LIST_STRIDES, QUERY_LISTS, BlockMask, MapLayout, check_block_mask
 from .feature_checks import (
     OFFSETS,
@@ -70,6 +70,7 @@ __all__ = [
     "ARRAY_KEYWORDS",
     "EXAMPLE_ROWS",
     "FEATURES",
+    "KEYWORD_DEFAULTS",
     "NO_SETTINGS",
     "OFFSETS",
     "Feature",
@@ -93,22 +94,26 @@ class FeatureKeywords(TypedDict, total=False):
 
     window: tuple[int | None, int | None] | None
     softcap: float | None
-    alibi_slopes: Array | None
-    bias: Array | None
-    mask: Array | None
-    key_padding_mask: Array | None
-    sink: Array | None
+    alibi_slopes: AnyArray | None
+    bias: AnyArray | None
+    mask: AnyArray | None
+    key_padding_mask: AnyArray | None
+    sink: AnyArray | None
     dropout_p: float
     seed: int | None
-    cu_seqlens_q: Array | None
-    cu_seqlens_k: Array | None
+    cu_seqlens_q: AnyArray | None
+    cu_seqlens_k: AnyArray | None
     max_seqlen_q: int | None
     max_seqlen_k: int | None
     score_mod: Callable[..., Any] | None
-    score_args: Sequence[Array]
+    score_args: Sequence[AnyArray]
     mask_mod: Callable[..., Any] | None
-    mask_args: Sequence[Array]
+    mask_args: Sequence[AnyArray]
     block_mask: BlockMask | None
+
+
+#: The defaults of those that are not None by default.
+KEYWORD_DEFAULTS: Mapping[str, Any] = {"dropout_p": 0.0, "score_args": (), "mask_args": ()}
 
 
 class Sizes(NamedTuple):

@@ -1,4 +1,9 @@
-"""Errors for unknown keywords, with a suggestion for misspelt ones and for those of other libraries."""
+"""The keywords of functions that state them in one table, and errors for others, with a suggestion.
+
+Many functions share the keywords of attention. They declare ``**keywords`` of a TypedDict, which type checkers read;
+`takes` makes of it the signature that ``help()``, IPython and Sphinx show. Arguments that are passed on under their own
+names, such as `out`, are ordinary parameters.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +13,20 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
-from .features import FEATURES, FeatureKeywords
+from .features import FEATURES, KEYWORD_DEFAULTS, FeatureKeywords
+from .options import CallOptions, ScoreOptions, call_options, hashable_config, kept_options
 
-__all__ = ["check_keywords", "similar", "takes_features"]
+__all__ = ["ScoreKeywords", "check_keywords", "options_of", "similar", "takes"]
 
-_FEATURES = frozenset(FeatureKeywords.__annotations__)
+
+class ScoreKeywords(ScoreOptions, FeatureKeywords, total=False):
+    """The keywords on which scores depend. `fa2cupy.forward` describes them."""
+
+
+_OPTIONS = frozenset(CallOptions._fields)
+_NO_OPTIONS = call_options()
+#: The defaults of keywords; it is None for the others.
+_DEFAULTS: Mapping[str, Any] = {**CallOptions._field_defaults, **KEYWORD_DEFAULTS, "order": "zigzag"}
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 _RETURN_LSE = ("return_lse", "return_softmax_lse", "return_attn_probs", "return_residual", "return_aux")
 
@@ -37,28 +51,79 @@ _ELSEWHERE = {
 }
 
 
-#: The public functions that take the keywords of features, in the order of their definition.
-_public_calls: list[Callable[..., Any]] = []
+#: For each function the keywords that it takes as ``**keywords``, and those of them that are options.
+_tables: dict[Callable[..., Any], tuple[frozenset[str], frozenset[str]]] = {}
 
 
-def takes_features(function: _Function) -> _Function:
-    """Registers a public function, so that messages about an unknown keyword can name the function that has it."""
-    _public_calls.append(function)
-    return function
+def takes(table: Any) -> Callable[[_Function], _Function]:
+    """Makes the signature of a function, or of a class, have the keywords of a TypedDict in place of ``**keywords``.
+
+    Those of features come last, behind the parameters that the function declares itself.
+    """
+
+    def with_signature(function: _Function) -> _Function:
+        signature = inspect.signature(function)
+        own = list(signature.parameters.values())[:-1]
+        keywords = {
+            name: inspect.Parameter(
+                name, inspect.Parameter.KEYWORD_ONLY, default=_DEFAULTS.get(name), annotation=hint.__forward_arg__
+            )
+            for name, hint in table.__annotations__.items()
+        }
+        options = [one for name, one in keywords.items() if name not in FeatureKeywords.__annotations__]
+        features = [one for name, one in keywords.items() if name in FeatureKeywords.__annotations__]
+        last = [one for one in own if one.kind is one.KEYWORD_ONLY]
+        parameters = [*own[: len(own) - len(last)], *options, *last, *features]
+        described: Any = function
+        described.__signature__ = signature.replace(parameters=parameters)
+        _tables[function] = (frozenset(keywords), frozenset(keywords) & _OPTIONS)
+        return function
+
+    return with_signature
+
+
+def options_of(function: Callable[..., Any], keywords: Any) -> CallOptions:
+    """Checks the ``**keywords`` of a call and takes its options out of them; those of features are left.
+
+    Raises
+    ------
+    TypeError
+        One of them is no keyword of the function.
+    """
+    if not keywords:
+        return _NO_OPTIONS
+    known, options = _tables[function]
+    if options.issuperset(keywords):  # most calls have no features
+        try:
+            found = kept_options(**keywords)
+            keywords.clear()
+            return found
+        except TypeError:  # a dict of tiles cannot be hashed
+            pass
+    if not known.issuperset(keywords):
+        check_keywords(function, keywords)
+    given = {}
+    for name in tuple(keywords):
+        if name in options:
+            given[name] = keywords.pop(name)
+    if "config" in given:
+        given["config"] = hashable_config(given["config"])
+    return call_options(**given)
 
 
 def check_keywords(function: Callable[..., Any], given: Mapping[str, object]) -> None:
-    """Checks that all of `given`, the ``**keywords`` of a function, are keywords of features.
+    """Checks that all of `given`, the ``**keywords`` of a function, are keywords of its table.
 
     Raises
     ------
     TypeError
         One is not; the text suggests a replacement and lists all keywords of the function.
     """
-    if given.keys() <= _FEATURES:
+    known, _ = _tables[function]
+    if given.keys() <= known:
         return
-    unknown = next(name for name in given if name not in _FEATURES)
-    keywords = [*_own_keywords(function), *FeatureKeywords.__annotations__]
+    unknown = next(name for name in given if name not in known)
+    keywords = _keywords(function)
     hint = _hint(function, unknown, given[unknown], keywords)
     all_of_them = f"The keywords of {_public_name(function)} are {', '.join(keywords)}"
     raise TypeError(f"unexpected keyword argument {unknown!r}{hint} {all_of_them}")
@@ -75,18 +140,16 @@ def similar(name: str, known: Iterable[str]) -> str | None:
     return next(iter(difflib.get_close_matches(lower, known, 1)), None)
 
 
-def _own_keywords(function: Callable[..., Any]) -> list[str]:
+def _keywords(function: Callable[..., Any]) -> list[str]:
     return [name for name, one in inspect.signature(function).parameters.items() if one.kind is one.KEYWORD_ONLY]
 
 
+def _public_module(function: Callable[..., Any]) -> str:
+    return re.sub(r"\.(api|closure)$", "", function.__module__)
+
+
 def _public_name(function: Callable[..., Any]) -> str:
-    module = re.sub(r"\.(api|closure)$", "", function.__module__)
-    return f"{module}.{function.__qualname__}"
-
-
-def _is_distributed(function: Callable[..., Any]) -> bool:
-    """True for a function of `fa2cupy.distributed`, which has functions of the same names."""
-    return ".distributed." in function.__module__
+    return f"{_public_module(function)}.{function.__qualname__}"
 
 
 def _hint(function: Callable[..., Any], name: str, value: object, keywords: list[str]) -> str:
@@ -95,9 +158,8 @@ def _hint(function: Callable[..., Any], name: str, value: object, keywords: list
         return "; did you mean 'return_lse'?"
     if name.lower() in _ELSEWHERE:
         return f"; write {_converted(name.lower(), value) or _ELSEWHERE[name.lower()]}."
-    others = [
-        one for one in _public_calls if name in _own_keywords(one) and _is_distributed(one) == _is_distributed(function)
-    ]
+    beside = [one for one in _tables if _public_module(one) == _public_module(function)]
+    others = [one for one in beside if name in _keywords(one)]
     if others:
         return f": it is one of {' and '.join(map(_public_name, others))}."
     close = similar(name, keywords)

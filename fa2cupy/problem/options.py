@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypedDict, get_args
 
 from .arguments import check_bool
+from .names import Layout, Method, Precision
 
 __all__ = [
     "MAX_SPLITS",
     "METHOD_NAMES",
     "CallOptions",
+    "GradientOptions",
+    "ScoreOptions",
     "call_options",
     "check_options",
     "hashable_config",
+    "kept_options",
     "requested_method",
 ]
 
@@ -22,7 +26,25 @@ __all__ = [
 MAX_SPLITS = 16
 
 #: The methods of a backward.
-METHOD_NAMES = ("single_pass", "two_pass")
+METHOD_NAMES: tuple[Method, ...] = get_args(Method)
+
+
+class ScoreOptions(TypedDict, total=False):
+    """The options that change scores, and the order of axes."""
+
+    causal: bool
+    softmax_scale: float | None
+    layout: Layout
+
+
+class GradientOptions(TypedDict, total=False):
+    """The options of a backward alone."""
+
+    method: Method | None
+    deterministic: bool
+    return_dbias: bool
+    return_dsink: bool
+    return_dscore_args: bool
 
 
 class _Tiles(dict[str, Any]):
@@ -57,7 +79,7 @@ def _check_num_splits(num_splits: object, most: int) -> None:
 def _check_precision(precision: object, dtype: str) -> None:
     if precision is None:
         return
-    if precision not in ("ieee", "split"):
+    if precision not in get_args(Precision):
         raise ValueError(f"precision: expected None, 'ieee' or 'split', got {precision!r}")
     if dtype != "float32":
         raise ValueError(f"precision: it is a choice for float32, got {precision!r} for {dtype}")
@@ -131,12 +153,18 @@ class CallOptions(_Options):
 _kept = functools.lru_cache(maxsize=1024, typed=True)(CallOptions)
 
 
-def call_options(*values: Any, **named: Any) -> CallOptions:
-    """`CallOptions`, as one object for all calls with the same options.
+@functools.lru_cache(maxsize=1024, typed=True)
+def kept_options(**named: Any) -> CallOptions:
+    """`CallOptions`, as one object for all calls with the same options, which can be hashed.
 
     Finding it takes less time than making it, and comparing it with itself less than comparing its values.
     """
+    return _kept(*CallOptions(**named))
+
+
+def call_options(**named: Any) -> CallOptions:
+    """The same for any options."""
     try:
-        return _kept(*values, **named)
+        return kept_options(**named)
     except TypeError:  # an option that cannot be hashed is not legal: the checks will report it
-        return CallOptions(*values, **named)
+        return CallOptions(**named)

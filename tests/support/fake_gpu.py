@@ -41,7 +41,13 @@ def forward(
 ):
     """Calls `fa2cupy.gpu.calls.forward` by keyword."""
     options = call_options(
-        causal, scale, layout, hashable_config(config), family, num_splits=num_splits, precision=precision
+        causal=causal,
+        softmax_scale=scale,
+        layout=layout,
+        config=hashable_config(config),
+        family=family,
+        num_splits=num_splits,
+        precision=precision,
     )
     return calls.forward(q, k, v, out, options, features)
 
@@ -69,7 +75,7 @@ def decode(
     **features,
 ):
     """Calls `fa2cupy.gpu.calls.decode` by keyword."""
-    options = call_options(causal, scale, layout, family=family, num_splits=num_splits)
+    options = call_options(causal=causal, softmax_scale=scale, layout=layout, family=family, num_splits=num_splits)
     return calls.decode(q, k_cache, v_cache, cache_seqlens, k, v, block_table, out, options, features)
 
 
@@ -105,18 +111,18 @@ def backward(
 ):
     """Calls `fa2cupy.gpu.calls.backward` by keyword."""
     options = call_options(
-        causal,
-        scale,
-        layout,
-        hashable_config(config),
-        family,
-        method,
-        deterministic,
-        return_dbias,
-        return_dsink,
-        num_splits,
-        precision,
-        return_dscore_args,
+        causal=causal,
+        softmax_scale=scale,
+        layout=layout,
+        config=hashable_config(config),
+        family=family,
+        method=method,
+        deterministic=deterministic,
+        return_dbias=return_dbias,
+        return_dsink=return_dsink,
+        num_splits=num_splits,
+        precision=precision,
+        return_dscore_args=return_dscore_args,
     )
     return calls.backward(q, k, v, o, lse, do, delta, dlse, out, options, features)
 

@@ -21,7 +21,10 @@ __all__ = ["PLACES", "patched_copy"]
 #: For each file, texts that occur once in it and what stands there with the feature.
 PLACES = {
     "fa2cupy/problem/features.py": (
-        ("    key_padding_mask: Array | None\n", "    key_padding_mask: Array | None\n    lift: Array | None\n"),
+        (
+            "    key_padding_mask: AnyArray | None\n",
+            "    key_padding_mask: AnyArray | None\n    lift: AnyArray | None\n",
+        ),
         (
             '    "mask_mod": Feature(\n',
             '    "lift": Feature(\n'

@@ -59,9 +59,9 @@ class CallArguments:
     out: Any
     options: CallOptions
     keywords: Mapping[str, Any]
-    scheme: str | None
-    order: str
-    head_groups: int | None
+    scheme: str | None = None
+    order: str = "zigzag"
+    head_groups: int | None = None
 
     @property
     def given(self) -> dict[str, Any]:

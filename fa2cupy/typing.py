@@ -1,0 +1,99 @@
+"""Types for annotations: arrays, names of options, the keywords of the public functions, and ``backprop``.
+
+A function that passes keywords on has one parameter for all of them:
+
+    def layer(q: ArrayT, k: ArrayT, v: ArrayT, **options: Unpack[ForwardKeywords]) -> ArrayT:
+        return fa2cupy.forward(q, k, v, **options)[0]
+
+CuPy has no types of its own: for a checker, its arrays are ``Any``, and so are results that are made of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol, TypedDict
+
+from .families.tile import TileConfig
+from .problem.array_types import AnyArray, ArrayT, CupyArray
+from .problem.features import FeatureKeywords
+from .problem.keywords import ScoreKeywords
+from .problem.names import Layout, Method, Operation, Order, Precision, Scheme
+from .problem.options import GradientOptions, ScoreOptions
+
+__all__ = [
+    "AnyArray",
+    "ArrayT",
+    "Backprop",
+    "BackwardKeywords",
+    "CupyArray",
+    "FeatureKeywords",
+    "ForwardKeywords",
+    "Layout",
+    "Method",
+    "Operation",
+    "Order",
+    "Precision",
+    "RankBackwardKeywords",
+    "RankForwardKeywords",
+    "RankKeywords",
+    "Scheme",
+    "ScoreKeywords",
+]
+
+
+class KernelOptions(TypedDict, total=False):
+    """The options that choose kernels."""
+
+    config: TileConfig | Mapping[str, TileConfig] | None
+    family: str | None
+    num_splits: int | None
+    precision: Precision | None
+
+
+class RankKeywords(TypedDict, total=False):
+    """The keywords of the functions of `fa2cupy.distributed` alone. `fa2cupy.distributed.forward` describes them."""
+
+    scheme: Scheme | None
+    order: Order
+    head_groups: int | None
+
+
+class ForwardKeywords(ScoreOptions, KernelOptions, FeatureKeywords, total=False):
+    """The keywords of `fa2cupy.forward`, but for `out`."""
+
+
+class BackwardKeywords(ScoreOptions, GradientOptions, KernelOptions, FeatureKeywords, total=False):
+    """The keywords of `fa2cupy.backward`, but for arrays that are no features. `fa2cupy.attention` has them, too."""
+
+
+class RankForwardKeywords(ScoreOptions, RankKeywords, KernelOptions, FeatureKeywords, total=False):
+    """The keywords of `fa2cupy.distributed.forward`, but for `out`."""
+
+
+class RankBackwardKeywords(ScoreOptions, GradientOptions, RankKeywords, KernelOptions, FeatureKeywords, total=False):
+    """Those of `fa2cupy.distributed.backward`, but for arrays that are no features, and of its `attention`."""
+
+
+class Backprop(Protocol[ArrayT]):
+    """What `fa2cupy.attention` returns to compute gradients."""
+
+    def __call__(
+        self, do: ArrayT, dlse: ArrayT | None = None, *, out: tuple[ArrayT | None, ...] | None = None
+    ) -> tuple[ArrayT, ...]:
+        """Gradients of the call of `attention` that returned this function: see `fa2cupy.backward`.
+
+        Parameters
+        ----------
+        do : ndarray, shape of o
+            Gradient for o.
+        dlse : ndarray, shape and dtype of lse, optional
+            Gradient for lse.
+        out : tuple of (ndarray or None), optional
+            Arrays to write the results to.
+
+        Returns
+        -------
+        dq, dk, dv : ndarray
+        dbias, dsink, *dscore_args : ndarray
+            The requested ones.
+        """
