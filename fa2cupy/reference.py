@@ -36,12 +36,7 @@ __all__ = [
 
 
 @takes(ScoreKeywords)
-def forward(
-    q: ArrayT,
-    k: ArrayT,
-    v: ArrayT,
-    **keywords: Unpack[ScoreKeywords],
-) -> tuple[ArrayT, ArrayT]:
+def forward(q: ArrayT, k: ArrayT, v: ArrayT, **keywords: Unpack[ScoreKeywords]) -> tuple[ArrayT, ArrayT]:
     """`fa2cupy.forward` in float64.
 
     Parameters
@@ -120,12 +115,7 @@ def backward(
 
 
 @takes(ScoreKeywords)
-def baseline_forward(
-    q: ArrayT,
-    k: ArrayT,
-    v: ArrayT,
-    **keywords: Unpack[ScoreKeywords],
-) -> tuple[ArrayT, ArrayT]:
+def baseline_forward(q: ArrayT, k: ArrayT, v: ArrayT, **keywords: Unpack[ScoreKeywords]) -> tuple[ArrayT, ArrayT]:
     """The formulas of `forward` in the working precision.
 
     Parameters

@@ -1,11 +1,13 @@
 """Types for annotations: arrays, names of options, the keywords of the public functions, and ``backprop``.
 
-A function that passes keywords on has one parameter for all of them:
+A function that passes keywords on has one parameter for all of them::
 
     def layer(q: ArrayT, k: ArrayT, v: ArrayT, **options: Unpack[ForwardKeywords]) -> ArrayT:
         return fa2cupy.forward(q, k, v, **options)[0]
 
-CuPy has no types of its own: for a checker, its arrays are ``Any``, and so are results that are made of them.
+CuPy has no types of its own: for a checker, its arrays are ``Any``, and so are results that are made of them. mypy asks
+for ``ignore_missing_imports`` for ``cupy.*``. Lists, misspelt keywords and values, and results that are not returned
+are found by mypy and by pyright; shapes, dtypes, devices and a mixture of both libraries are not.
 """
 
 from __future__ import annotations

@@ -171,7 +171,7 @@ def test_requirements_are_those_that_the_readme_promises(requirements):
     assert requirements["nccl13"] == {"nvidia-nccl-cu13"}
     assert requirements["mpi"] == {"mpi4py", "mpich"}
     assert requirements["test"] == {"pytest", "pytest-xdist", "hypothesis"}
-    assert requirements["lint"] == {"clang-format", "mypy", "ruff"}
+    assert requirements["lint"] == {"basedpyright", "clang-format", "mypy", "ruff"}
     assert requirements["docs"] == {"sphinx", "numpydoc", "myst-parser", "furo", "autograd", "thinc"}
     assert set(requirements) == {"", "cuda12", "cuda13", "nccl12", "nccl13", "mpi", "test", "lint", "docs", "bench"}
 

@@ -185,14 +185,16 @@ def test_messages_that_are_quoted_are_those_of_the_package():
 
 
 @pytest.mark.parametrize(
-    "name", ("fa2cupy", "fa2cupy.mods", "fa2cupy.distributed", "fa2cupy.testing", "fa2cupy.reference")
+    "name", ("fa2cupy", "fa2cupy.mods", "fa2cupy.distributed", "fa2cupy.testing", "fa2cupy.reference", "fa2cupy.typing")
 )
 def test_the_reference_has_every_public_name(name):
     text = text_of("docs/api.md")
     described = set()
     for module, block in re.findall(r"^\.\. currentmodule:: (\S+)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
         if module == name:
-            described |= set(re.findall(r"^\.\. auto(?:function|class|exception):: (\S+)$", block, re.MULTILINE))
+            described |= set(
+                re.findall(r"^\.\. (?:auto(?:function|class|exception|data)|py:data):: (\S+)$", block, re.MULTILINE)
+            )
     public = set(importlib.import_module(name).__all__)
     modules = {one for one in public if isinstance(getattr(importlib.import_module(name), one), ModuleType)}
     assert described == public - modules - {"__version__"}
