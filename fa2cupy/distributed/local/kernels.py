@@ -28,17 +28,17 @@ def launch(spec_of: Callable[..., KernelSpec], kind: tuple[Hashable, ...], block
     import cupy
     from cupy.cuda import driver, runtime
 
-    spec, function = _loaded(spec_of, kind, runtime.getDevice())
-    buffer = ctypes.create_string_buffer(record, spec.params.nbytes)
+    function, threads, nbytes = _loaded(spec_of, kind, runtime.getDevice())
+    buffer = ctypes.create_string_buffer(record, nbytes)
     parameters = (ctypes.c_void_p * 1)(ctypes.addressof(buffer))
-    stream, threads = cupy.cuda.get_current_stream().ptr, spec.tile.num_threads
+    stream = cupy.cuda.get_current_stream().ptr
     driver.launchKernel(function.ptr, blocks, 1, 1, threads, 1, 1, 0, stream, ctypes.addressof(parameters), 0)
 
 
 @functools.lru_cache(maxsize=None)
-def _loaded(spec_of: Callable[..., KernelSpec], kind: tuple[Hashable, ...], device: int) -> tuple[KernelSpec, Any]:
-    """The kernel's spec, and its ``cupy.cuda.Function`` on the current device, whose number is `device`."""
+def _loaded(spec_of: Callable[..., KernelSpec], kind: tuple[Hashable, ...], device: int) -> tuple[Any, int, int]:
+    """The kernel as ``cupy.cuda.Function`` on the current device, whose number is `device`; its threads; its record."""
     from ...gpu.launch import load_kernel
 
     spec = spec_of(DeviceInfo.current().arch, *kind)
-    return spec, load_kernel(spec)
+    return load_kernel(spec), spec.tile.num_threads, spec.params.nbytes

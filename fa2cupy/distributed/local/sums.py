@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+import math
+import operator
 import struct
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
 
 from ...numerics.arrays import is_on_host
 from ...plan.ranks import LONGEST_WORD, SUMS_OF_BLOCK, sum_spec
@@ -16,6 +21,10 @@ __all__ = ["clear", "launches_of", "subtract", "sum_into"]
 
 #: A launch takes at most so many shares (a record has at most 4 KiB), fewer words than this, and so many axes.
 _MOST_SHARES, _MOST_WORDS, _AXES = 64, 1 << 31, 4
+#: A launch: the elements of a word, the number of words, the lengths of the axes, and for each array the offset of its
+#: first element and its strides.
+_Layout: TypeAlias = "tuple[int, int, tuple[int, ...], Sequence[int]]"
+_Layouts: TypeAlias = "tuple[_Layout, ...]"
 
 
 def clear(target: Array) -> None:
@@ -33,15 +42,9 @@ def sum_into(target: Array, shares: Sequence[Array], wide: str) -> None:
 
     Without shares the sum is zero.
     """
-    dtype = target.dtype.name
     if not shares:
         clear(target)
-    elif (
-        is_on_host(target)
-        or len(shares) > _MOST_SHARES
-        or dtype not in DTYPES
-        or ACCUMULATOR[dtype] != wide  # a score function's float64 array
-    ):
+    elif is_on_host(target) or len(shares) > _MOST_SHARES or (dtype := _of_kernel(target.dtype, wide)) is None:
         total = shares[0].astype(wide)
         for share in shares[1:]:
             total += share.astype(wide, copy=False)
@@ -51,28 +54,54 @@ def sum_into(target: Array, shares: Sequence[Array], wide: str) -> None:
             launch(sum_spec, (dtype, items), -(-words // SUMS_OF_BLOCK), record)
 
 
+@functools.lru_cache(maxsize=None)
+def _of_kernel(dtype: np.dtype, wide: str) -> str | None:
+    """The dtype's name if the kernel adds it up in `wide`, which it does not for a score function's float64 array."""
+    return dtype.name if dtype.name in DTYPES and ACCUMULATOR[dtype.name] == wide else None
+
+
 def launches_of(target: Any, shares: Sequence[Any]) -> Iterator[tuple[int, int, bytes]]:
     """Yields for each launch the elements of a word, the number of words and the front of the record."""
-    if target.size == 0:
-        return
-    arrays, itemsize = (target, *shares), target.itemsize
-    axes = _merged(target.shape, [array.strides for array in arrays])
-    if target.size >= _MOST_WORDS or len(axes) > _AXES:
-        for index in range(len(target)):
-            yield from launches_of(target[index], [share[index] for share in shares])
-        return
+    arrays = (target, *shares)
     addresses = [array.data.ptr for array in arrays]
-    length, *strides = axes[-1]
+    is_aligned = not functools.reduce(operator.or_, addresses) % LONGEST_WORD
+    strides = tuple([array.strides for array in arrays])
+    for items, words, lengths, places in _layouts(target.shape, strides, target.itemsize, is_aligned):
+        own = _moved(places, addresses)
+        yield items, words, struct.pack(f"<6I{len(own)}q", len(shares), words, *lengths, *own)
+
+
+@functools.lru_cache(maxsize=4096)
+def _layouts(shape: tuple[int, ...], strides: tuple[tuple[int, ...], ...], itemsize: int, is_aligned: bool) -> _Layouts:
+    """The launches for arrays of a shape with these strides. `is_aligned` says that all begin where words may."""
+    axes, size = _merged(shape, strides), math.prod(shape)
+    if size == 0:
+        return ()
+    if size >= _MOST_WORDS or len(axes) > _AXES:
+        found: list[_Layout] = []
+        inner = tuple(own[1:] for own in strides)
+        for index in range(shape[0]):
+            offsets = [index * own[0] for own in strides]
+            is_part_aligned = is_aligned and not any(offset % LONGEST_WORD for offset in offsets)
+            parts = _layouts(shape[1:], inner, itemsize, is_part_aligned)
+            found += [(items, words, lengths, _moved(places, offsets)) for items, words, lengths, places in parts]
+        return tuple(found)
+    length, *steps = axes[-1]
     items = LONGEST_WORD // itemsize
-    others = [length * itemsize, *addresses, *(stride for _, *own in axes[:-1] for stride in own)]
-    if any(stride != itemsize for stride in strides) or any(number % LONGEST_WORD for number in others):
+    others = [length * itemsize, *(stride for _, *own in axes[:-1] for stride in own)]
+    if not is_aligned or any(step != itemsize for step in steps) or any(number % LONGEST_WORD for number in others):
         items = 1
-    axes = [(1, *[0] * len(arrays))] * (_AXES - len(axes)) + axes[:-1]
-    axes.append((length // items, *[items * stride for stride in strides]))
-    words = target.size // items
-    values = [n for number, address in enumerate(addresses) for n in (address, *(axis[1 + number] for axis in axes))]
-    lengths = [axis[0] for axis in axes]
-    yield items, words, struct.pack("<6I" + "5q" * len(arrays), len(shares), words, *lengths, *values)
+    axes = [(1, *[0] * len(strides))] * (_AXES - len(axes)) + axes[:-1]
+    axes.append((length // items, *[items * step for step in steps]))
+    places = [n for number in range(len(strides)) for n in (0, *(axis[1 + number] for axis in axes))]
+    return ((items, size // items, tuple(axis[0] for axis in axes), places),)
+
+
+def _moved(places: Sequence[int], offsets: Iterable[int]) -> list[int]:
+    """Arrays, each an address and its strides, that begin so much later."""
+    moved = list(places)
+    moved[:: 1 + _AXES] = map(operator.add, moved[:: 1 + _AXES], offsets)
+    return moved
 
 
 def _merged(shape: tuple[int, ...], strides: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
