@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import threading
 import time
 from dataclasses import replace
@@ -27,6 +28,7 @@ from fa2cupy.distributed.call.orders import RowOrder
 from fa2cupy.distributed.call.requests import Request
 from fa2cupy.distributed.local.matrices import matrices_of
 from fa2cupy.distributed.movers import by_messages, resources
+from fa2cupy.distributed.schemes.heads import _parts, _Shape
 from fa2cupy.distributed.transport import device_window
 from fa2cupy.distributed.transport import nccl as nccl_module
 from fa2cupy.problem.checks import check_forward
@@ -81,6 +83,16 @@ def test_rows_of_heads_are_one_matrix():
     strides = [np.zeros(shape, "float16").strides for shape in (whole, own)]
     (one,) = matrices_of((1, 50, 4, 128), *strides, 2, (0, 300, 0, 0), (0, 50, 8, 0))
     assert one == (300 * 1024, 1024, 50 * 4096 + 8 * 256, 4096, 1024, 50)
+
+
+@pytest.mark.parametrize("heads", [1, 8, 256])
+@pytest.mark.parametrize("batch", [1, 64])
+def test_parts_of_a_bias_are_at_most_one_matrix_for_each_sequence(batch, heads):
+    """The number of sequences therefore limits those of biases, too."""
+    shape = _Shape(RowOrder("zigzag", 4, 16), (batch, heads, 4, 5), (2, 1), ((0, max(1, heads // 4)),))
+    strides = [np.empty(one, "int8").strides for one in (shape.whole(0), shape.sizes)]
+    for part in _parts(shape, 0, 1, 0):
+        assert len(matrices_of(part.shape, *strides, 1, part.whole, part.own)) <= batch
 
 
 def test_broadcast_rows_are_no_matrix():
@@ -336,6 +348,32 @@ class TestMessages:
         o = together(run_all(nccl, lambda comm: dist.forward(comm, *shards(comm, inputs)[:3], scheme="heads")[0]), SIZE)
         Expectation(*inputs).check(o=o)
         assert not by_copies_of(sharing)
+
+    def test_of_large_biases(self, gpus, monkeypatch):
+        """What ranks write for each other stays allocated. A rank gets 8 KiB of a bias, and as much of dbias."""
+        _, _, nccl, _ = gpus
+        inputs = make_inputs("float16", seqlen_q=64, num_heads=4, num_heads_kv=4, head_dim=16)
+        monkeypatch.setattr(run_module.Run, "backward", lambda *_: None)
+
+        def work(comm):
+            q, k, v, do = shards(comm, inputs)
+            biases = place(np.ones((4, 16, 64), "float16")), place(np.ones((16, 64), "float16"))
+            sizes = []
+            for limit, bias in itertools.product((8191, 16383, 16384), biases):
+                barrier.wait(20)
+                monkeypatch.setattr(groups_module, "_MOST_BYTES_OF_SCORES", limit)
+                barrier.wait(20)
+                _, backprop = dist.attention(comm, q, k, v, bias=bias, scheme="heads", return_dbias=True)
+                sizes.append(comm.window_bytes)
+                backprop(do)
+                sizes.append(comm.window_bytes)
+            return sizes
+
+        barrier = threading.Barrier(SIZE)
+        (sizes,) = set(map(tuple, run_all(nccl, work)))
+        of_forward, of_backward = sizes[4], sizes[9]
+        assert of_forward >= 8192 and of_forward + 8192 <= of_backward
+        assert sizes == (*[0] * 4, *[of_forward] * 5, *[of_backward] * 3)
 
     def test_of_processes_that_cannot_share(self, gpus, caplog):
         _, _, nccl, sharing = gpus

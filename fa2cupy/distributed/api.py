@@ -123,12 +123,13 @@ def forward(
 
     On GPUs of one host, the ranks of ``"heads"`` and ``"gather"`` write each other's memory (CUDA IPC) with copy
     engines, beside the kernels; in ``"heads"``, a kernel writes the first rows and the last results. Calls with more
-    than 64 sequences (in layout ``"bhsd"``, sequences times heads) and calls of ``"hybrid"`` use NCCL, on a stream of
-    the highest priority: its blocks wait for a multiprocessor that no kernel occupies. A call has four streams for
-    computing besides the caller's. Only the first call with new shapes or options waits for the GPU: in it the ranks
-    compare their arguments, and notice a rank that makes another call. If all ranks have agreed on their arguments
-    before, such a rank is noticed when the calls are done, or when the time is up. A failure on a GPU that comes after
-    a call has returned is printed, and the next call raises it: the results of the last calls are not there.
+    than 64 sequences (in layout ``"bhsd"``, sequences times heads), calls of ``"heads"`` with more than 1 GiB of biases
+    and masks on a rank, and calls of ``"hybrid"`` use NCCL, on a stream of the highest priority: its blocks wait for a
+    multiprocessor that no kernel occupies. A call has four streams for computing besides the caller's. Only the first
+    call with new shapes or options waits for the GPU: in it the ranks compare their arguments, and notice a rank that
+    makes another call. If all ranks have agreed on their arguments before, such a rank is noticed when the calls are
+    done, or when the time is up. A failure on a GPU that comes after a call has returned is printed, and the next call
+    raises it: the results of the last calls are not there.
 
     All ranks together can capture a call into a CUDA graph, after a call of the same kind: its host time is then that
     of a launch. The memory of captured calls beyond their results is kept as long as the communicator, and launches
@@ -215,7 +216,7 @@ def backward(
     ``"hybrid"`` does so with the shares of each host. With ``deterministic=True`` results are equal from run to run.
 
     With `return_dbias` and a bias that has rows, ``"heads"`` needs memory of the size of a rank's dbias: once, and
-    twice where the ranks write each other's memory, of which one stays allocated.
+    twice where the ranks write each other's memory, which they do if bias and dbias together have at most 1 GiB.
 
     Memory beyond inputs and results, as for `forward`: ``"heads"`` twice q, k, v, do, dq, dk and dv of a rank;
     ``"gather"`` that of the forward, and ``4 N h d e min(2, G) / G`` for its own shares and those from other ranks;

@@ -6,6 +6,7 @@ import itertools
 from dataclasses import replace
 
 from .choice import neighbours
+from .parts import over_scores
 from .requests import Request
 
 __all__ = ["groups_of_copies", "of_copies", "query_groups", "takes_copies"]
@@ -24,16 +25,29 @@ _LEAST_ROWS = 1 << 14
 _LONG_KERNELS = 1 << 16
 #: Most matrices of an array that travels by copies: each takes a copy engine at least 5 us.
 _MOST_MATRICES = 64
+#: Most bytes of biases, masks and dbias that other ranks write to a rank: what they write for each other stays
+#: allocated as long as the communicator, and memory of messages goes back to CuPy's pool.
+_MOST_BYTES_OF_SCORES = 1 << 30
 
 
 def takes_copies(request: Request) -> bool:
-    """True if the ranks may write each other's memory: if q, k, v and the arrays of their shapes are few matrices.
-
-    Biases and masks, which travel in ``"heads"``, may be more matrices: they are larger ones.
-    """
+    """True if the ranks may write each other's memory: if all arrays that travel are few matrices, one per sequence."""
     problem = request.problem
     matrices = problem.batch * (problem.num_heads if problem.layout == "bhsd" else 1)
-    return request.scheme in _BY_COPIES and matrices <= _MOST_MATRICES
+    is_small = matrices <= _MOST_MATRICES and _bytes_of_scores(request) <= _MOST_BYTES_OF_SCORES
+    return request.scheme in _BY_COPIES and is_small
+
+
+def _bytes_of_scores(request: Request) -> int:
+    """The bytes of biases and masks that travel to a rank in ``"heads"``, and of the rows of dbias that come back."""
+    if request.scheme != "heads" or request.problem.is_packed:
+        return 0
+    returned = {result.name for result in request.results}
+    return sum(
+        array.nbytes * (1 if array.shape[1] > 1 else request.queries.size) * (1 + (f"d{name}" in returned))
+        for name, array in over_scores(request.keywords).items()
+        if array.shape[2] > 1
+    )
 
 
 def of_copies(request: Request) -> Request:
