@@ -334,7 +334,7 @@ class TestCap:
 
 
 #: (axes along which a bias repeats, number of keys).
-BIASES = (("", 61), ("", 64), ("q", 61), ("k", 64), ("qk", 61), ("bhq", 64))
+BIASES = (("", 61), ("", 64), ("b", 62), ("q", 61), ("k", 64), ("qk", 61), ("bhq", 64))
 
 
 class TestDbias:
