@@ -133,7 +133,8 @@ def test_of_packed_sequences_a_bias_may_be_larger_than_all_of_them(family):
     assert not np.asarray(results["dbias"], "float64")[hidden].any()
 
 
-@on("numpy", "numpy half", "simt double")
+@pytest.mark.sample(family=("numpy", "numpy half", "sm80"))
+@on("numpy", "numpy half", "simt double", "sm80")
 def test_a_sink_of_minus_infinity_is_none_and_has_no_gradient(family):
     """Checks also rows that see no key; there are more of them than a tile has."""
     wide = accumulator(FAMILIES[family][0])

@@ -137,10 +137,10 @@ def test_kernels_give_a_sequence_the_same_bits_beside_any_others(monkeypatch, fa
     from support.simulator import simulated_gpu
 
     dtype = "float32" if family == "simt" else "float16"
-    inputs = make_inputs(dtype, batch=2, seqlen_q=35, seqlen_k=50, num_heads=2, num_heads_kv=1, head_dim=16)
+    inputs = make_inputs(dtype, batch=2, seqlen_q=35, seqlen_k=50, num_heads=2, num_heads_kv=1, head_dim=24)
     options = {"causal": True, "family": family, **ALONE}
     if family != "sm90":
-        options["config"] = small_tiles(dtype, 16)
+        options["config"] = small_tiles(dtype, 24)
 
     def found(batch, seed):
         """Returns the results of the last sequence of so many."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -13,6 +14,8 @@ from fa2cupy.system.folders import replace_file
 __all__ = ["OPTIONS", "compile_ptx", "cuda_include"]
 
 OPTIONS = ("-std=c++17", "-lineinfo")
+#: Ranks that are threads of a process need the same kernels at the same time.
+_one_at_a_time = threading.Lock()
 
 
 def compile_ptx(source: str, arch: str = "compute_80", options: Sequence[str] = OPTIONS) -> str:
@@ -31,12 +34,13 @@ def compile_ptx(source: str, arch: str = "compute_80", options: Sequence[str] = 
         return _compile(source, arch, options)
     key = hashlib.sha256(repr((nvrtc_build(), os.getcwd(), source, arch, tuple(options))).encode()).hexdigest()
     path = Path(folder, "ptx", key)
-    try:
-        return path.read_text()
-    except FileNotFoundError:
-        ptx = _compile(source, arch, options)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    replace_file(path, ptx.encode())
+    with _one_at_a_time:
+        try:
+            return path.read_text()
+        except FileNotFoundError:
+            ptx = _compile(source, arch, options)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        replace_file(path, ptx.encode())
     return ptx
 
 
