@@ -4,7 +4,7 @@ from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from . import mods
+from . import mods, typing
 from ._version import __version__
 from .ahead import precompile
 from .api import backward, decode, delta, forward, merge
@@ -49,6 +49,7 @@ __all__ = [
     "precompile",
     "reference",
     "testing",
+    "typing",
 ]
 configure_logging()
 

@@ -11,7 +11,6 @@ import cupy
 import numpy as np
 
 import fa2cupy
-import fa2cupy.distributed as dist
 from fa2cupy import BlockMask, TileConfig, mods, reference, testing
 from fa2cupy.typing import (
     AnyArray,
@@ -41,6 +40,7 @@ else:
         return value
 
 
+dist = fa2cupy.distributed  # found without an import of its own
 NumpyArray: TypeAlias = np.ndarray[Any, Any]
 
 # ------------------------------------------------------------------------------------------------ layers of a library
@@ -119,6 +119,8 @@ def on_numpy() -> None:
 
     offsets, longest = fa2cupy.cu_seqlens([5, 11])
     assert_type(longest, int)
+    operation: fa2cupy.typing.Operation = "forward"
+    assert fa2cupy.legal_configs(operation, arch="sm_80", promising=True)
     fa2cupy.forward(q[0], k[0], v[0], cu_seqlens_q=offsets, cu_seqlens_k=offsets, max_seqlen_q=longest)
     sparse = fa2cupy.block_mask(mods.causal(), (), 1, 2, 16, 16, tile=(8, 8))
     assert_type(sparse, BlockMask)
