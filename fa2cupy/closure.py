@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Literal, overload
 
-import numpy as np
-
 from .api import backward, forward
 from .problem.arguments import check_bool
 from .problem.array_types import ArrayT
@@ -90,7 +88,7 @@ def with_backprop(
     # Errors are raised before the forward runs.
     check_bool("return_lse", return_lse)
     options = CallOptions(**own)
-    requested_method(options.method, options.deterministic, with_atomics=not isinstance(inputs[-3], np.ndarray))
+    requested_method(options.method, options.deterministic)
     extra_gradients(shared, options.return_dbias, options.return_dsink, options.return_dscore_args)
     o, lse = forward(*inputs, **shared)
 

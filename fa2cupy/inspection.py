@@ -15,7 +15,7 @@ from ._version import __version__
 from .errors import KernelCompileError
 from .families.device import DeviceInfo, current_device
 from .families.family import Family
-from .families.operations import TILED
+from .families.operations import METHODS, TILED
 from .families.registry import FAMILIES, family_of_kernel
 from .families.tile import TileConfig
 from .families.tile_choice import candidate_tiles, check_tile, is_promising
@@ -93,7 +93,10 @@ def legal_configs(
 
 def _checked(operation: str, dtype: npt.DTypeLike, head_dim: int, arch: str | None) -> tuple[str, int, DeviceInfo]:
     if operation not in TILED:
-        raise ValueError(f"operation: expected one of {list(TILED)}, got {operation!r}")
+        hints = {**METHODS, "fwd": ("forward",), "bwd": METHODS["single_pass"]}
+        meant = hints.get(operation, ()) if isinstance(operation, str) else ()
+        hint = f"; {operation!r} is {' and '.join(map(repr, meant))}" if meant else ""
+        raise ValueError(f"operation: expected one of {list(TILED)}, got {operation!r}{hint}")
     device = current_device("arch='sm_90'") if arch is None else DeviceInfo.named(arch)
     return check_dtype(dtype), check_head_dim(head_dim), device
 

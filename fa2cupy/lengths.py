@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, overload
 
 import numpy as np
 
 from .numerics.arrays import array_module, device_context
 from .problem.array_types import CupyArray
+from .problem.conversions import Absent, as_dtype, explains_absence
 
 __all__ = ["cu_seqlens"]
 
@@ -19,6 +20,7 @@ _LARGEST = 2**31 - 1
 def cu_seqlens(lengths: Sequence[int] | np.ndarray) -> tuple[np.ndarray, int]: ...
 @overload
 def cu_seqlens(lengths: CupyArray) -> tuple[CupyArray, int]: ...
+@explains_absence
 def cu_seqlens(lengths: Any) -> tuple[Any, int]:
     """The offsets of packed sequences and the longest length, for `forward` and `backward`.
 
@@ -51,16 +53,25 @@ def cu_seqlens(lengths: Any) -> tuple[Any, int]:
     >>> offsets, longest
     (array([0, 3, 3, 8], dtype=int32), 5)
     """
+    if isinstance(lengths, list | tuple):
+        if len({len(one) if isinstance(one, list | tuple) else None for one in lengths}) > 1:
+            raise ValueError("lengths: expected shape (batch,), got sequences of several lengths")
+    elif (not hasattr(lengths, "dtype") and not isinstance(lengths, Sequence)) or isinstance(lengths, str):
+        raise TypeError(_refusal(lengths))
     if isinstance(lengths, np.ma.MaskedArray):
         raise TypeError("lengths: expected an array without a mask of its own, got a numpy.ma.MaskedArray")
     xp = array_module(lengths)
     host = np.asarray(lengths if xp is np else lengths.get())
     if host.ndim != 1:
-        raise ValueError(f"lengths: expected shape (batch,), got {host.shape}")
+        hint = "; of a mask, write mask.sum(axis=1)" if host.ndim == 2 and host.dtype.kind == "b" else ""
+        raise ValueError(f"lengths: expected shape (batch,), got {host.shape}{hint}")
     if host.size == 0:
         host = host.astype("int64")  # NumPy makes an empty list float64
     if host.dtype.kind not in "iu":
-        raise TypeError(f"lengths: expected integers, got dtype {host.dtype}")
+        hint = as_dtype("lengths", host.dtype, "int32")
+        if not hasattr(lengths, "astype"):
+            hint = '; write numpy.asarray(lengths, "int32")'
+        raise TypeError(f"lengths: expected integers, got dtype {host.dtype}{hint}")
     shortest, longest = int(host.min(initial=0)), int(host.max(initial=0))
     if shortest < 0:
         raise ValueError(f"lengths: expected at least 0, got {shortest}")
@@ -73,3 +84,13 @@ def cu_seqlens(lengths: Any) -> tuple[Any, int]:
         return offsets, longest
     with device_context(lengths):
         return xp.asarray(offsets), longest
+
+
+def _refusal(lengths: object) -> str:
+    """The message for what is neither a sequence nor an array."""
+    if isinstance(lengths, Absent):
+        return lengths.text({})
+    hint = f"; write [{lengths}]" if isinstance(lengths, int) else ""
+    if isinstance(lengths, Iterable) and not isinstance(lengths, str):
+        hint = "; write list(lengths)"
+    return f"lengths: expected a sequence of ints or an ndarray, got {type(lengths).__name__}{hint}"

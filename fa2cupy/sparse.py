@@ -11,11 +11,13 @@ from .backends import backend_of
 from .problem.arguments import array_backend
 from .problem.array_types import AnyArray
 from .problem.block_mask import DEFAULT_TILE, BlockMask, MapLayout, check_length, check_tile
+from .problem.conversions import explains_absence
 from .problem.function_checks import check_positions, program_of
 
 __all__ = ["block_mask"]
 
 
+@explains_absence
 def block_mask(
     mask_mod: Callable[..., Any],
     mask_args: Sequence[AnyArray],

@@ -41,6 +41,7 @@ they are sums of few terms, or of many that cancel.
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -51,8 +52,11 @@ from numpy.typing import DTypeLike
 from . import reference
 from .numerics.arrays import array_module, device_context
 from .numerics.comparison import Comparison, assert_within_baseline, largest
+from .problem.arguments import array_backend
 from .problem.array_types import Array
-from .problem.checks import problem_from_arrays, problem_from_outputs
+from .problem.block_mask import check_length
+from .problem.checks import check_layout, problem_from_arrays, problem_from_outputs
+from .problem.choices import check_dtype
 from .problem.feature_checks import extra_gradients
 from .problem.function_checks import floating_arguments
 from .problem.keywords import ScoreKeywords, check_keywords, takes
@@ -110,6 +114,7 @@ class Expectation:
 
     def unwritten(self, *names: str) -> tuple[Array, ...]:
         """New arrays for the named results, to pass as ``out=``. They are all NaN, so that unwritten elements fail."""
+        self._check_names(names)
         q, k, v = self._inputs
         xp = array_module(q)
         with device_context(q):
@@ -137,11 +142,20 @@ class Expectation:
         AssertionError
             As for `assert_within_baseline`.
         """
+        self._check_names(results)
         comparisons = {}
         for name, result in results.items():
+            array_backend({name: result})
             standards = self._forward[name] if name in ("o", "lse") else self._backward[name]
             comparisons[name] = assert_within_baseline(name, result, *standards, problem=self.problem, spec=spec)
         return comparisons
+
+    def _check_names(self, names: Iterable[str]) -> None:
+        known = ("o", "lse", "dq", "dk", "dv", *self._extra)
+        for name in names:
+            if name not in known:
+                hint = "; fa2cupy.testing.check_delta compares it" if name == "delta" else ""
+                raise ValueError(f"{name}: expected the name of a result, {', '.join(known)}{hint}")
 
     @functools.cached_property
     def _forward(self) -> dict[str, tuple[Array, Array, float]]:
@@ -152,6 +166,8 @@ class Expectation:
 
     @functools.cached_property
     def _backward(self) -> dict[str, tuple[Array, Array, float]]:
+        if self._do is None:
+            raise ValueError("do: gradients are compared for one; write Expectation(q, k, v, do, ...)")
         o, lse = (self._forward[name][0] for name in ("o", "lse"))
         options = self._gradient_options
         names = ("dq", "dk", "dv", *self._extra)
@@ -225,7 +241,16 @@ def make_inputs(
         Arrays of four axes, with the shapes of `fa2cupy.forward` and `fa2cupy.backward`.
     """
     rng = np.random.default_rng(seed)
-    dtype = np.dtype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
+    known = check_dtype(dtype)
+    dtype = np.dtype(ml_dtypes.bfloat16 if known == "bfloat16" else known)
+    check_layout(layout)
+    if not hasattr(xp, "asarray"):
+        raise TypeError(f"xp: expected the module numpy or cupy, got {type(xp).__name__}")
+    sizes = {"batch": batch, "seqlen_q": seqlen_q, "seqlen_k": seqlen_k, "num_heads": num_heads}
+    sizes |= {"num_heads_kv": num_heads_kv, "head_dim": head_dim, "head_dim_v": head_dim_v}
+    for name, size in sizes.items():
+        if size is not None:
+            check_length(name, size)
 
     def draw(seqlen: int, heads: int, columns: int) -> Array:
         inner = (seqlen, heads) if layout == "bshd" else (heads, seqlen)

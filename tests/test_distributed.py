@@ -519,7 +519,7 @@ class TestAgreement:
             return str(caught.value)
 
         messages = dist.simulate(2, work, timeout=10)
-        assert messages[1].startswith("q: expected a numpy.ndarray or cupy.ndarray, got builtins.list")
+        assert messages[1].startswith("q: expected a numpy.ndarray or cupy.ndarray, got list")
         assert messages[0] == f"rank 1 cannot make this call: TypeError: {messages[1]}"
 
     def test_a_forward_and_a_backward_do_not_meet(self):

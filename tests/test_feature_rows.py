@@ -35,7 +35,7 @@ OTHERS = {
     "window": {"distributed/", "families/sm90", "plan/layout"},
     "softcap": {"mods", "problem/function_checks", "problem/softcap"},
     "alibi_slopes": {"families/tile_choice"},
-    "bias": {"distributed/", "families/sm90", "gpu/", "jit/params", "plan/specs", "testing"},
+    "bias": {"distributed/", "families/sm90", "jit/params", "plan/specs", "testing"},
     "wide_bias": {"jit/params"},
     "dbias": {*_RESULTS, "cpu/attention", "distributed/", "numerics/comparison"},
     "full_dbias": _RESULTS,

@@ -487,7 +487,7 @@ WRONG = {
     "args None": ({"mask_mod": mods.prefix_lm, "mask_args": None}, TypeError, "^mask_args: expected a tuple of arr"),
     "args list": (
         {"score_mod": mods.alibi(), "score_args": ([0.1] * 4,)}, TypeError,
-        r"^score_args\[0\]: expected a numpy.ndarray .* got builtins.list",
+        r"^score_args\[0\]: expected a numpy.ndarray .* got list",
     ),
     "args dtype": (
         {"score_mod": mods.alibi(), "score_args": (zeros(4, dtype="complex64"),)}, TypeError,

@@ -19,6 +19,7 @@ from types import MappingProxyType
 
 import numpy as np
 
+from ..families.choice import check_on_any_gpu
 from ..families.tile import requested_tile
 from ..problem.arguments import array_backend
 from ..problem.attention import AttentionProblem
@@ -26,7 +27,7 @@ from ..problem.checks import check_backward, check_delta, check_forward
 from ..problem.feature_checks import extra_gradients
 from ..problem.features import feature_arrays
 from ..problem.function_checks import function_arrays
-from ..problem.options import CallOptions, requested_method
+from ..problem.options import CallOptions
 from .results import results_for
 from .scores import BiasGradient
 from .tiles import Head, heads_of, rows, store
@@ -48,6 +49,7 @@ def forward(
     inputs = {"q": q, "k": k, "v": v}
     request = check_forward(inputs, options, keywords)
     problem = request.problem
+    check_on_any_gpu("forward", problem, options)
     tile = _tile_shape("forward", problem, options)
     heads = heads_of(problem, keywords)
     o, lse = results_for(request.results, out, inputs | _arrays(keywords))
@@ -92,8 +94,8 @@ def backward(
     array_backend(inputs, optional)
     request = check_backward(inputs | optional, options, keywords)
     problem = request.problem
-    method = requested_method(options.method, options.deterministic, with_atomics=False) or "single_pass"
-    one_pass = method == "single_pass"
+    check_on_any_gpu("backward", problem, options)
+    one_pass = options.method != "two_pass"
     operations = ("backward",) if one_pass else ("backward_dkdv", "backward_dq")
     tiles = [_tile_shape(operation, problem, options) for operation in operations]
     heads = heads_of(problem, keywords)

@@ -6,9 +6,10 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from ..families.registry import family_of_decode
 from ..problem.arguments import check_overlap
 from ..problem.attention import AttentionProblem, CacheShape
-from ..problem.decoding import cache_lengths, check_decode, check_pages
+from ..problem.decoding import cache_lengths, check_caches, check_decode, check_pages
 from ..problem.features import ARRAYS, feature_arrays
 from ..problem.options import CallOptions
 from .attention import forward
@@ -36,6 +37,9 @@ def decode(
     problem, results = check_decode({**caches, **others}, options, keywords)
     shape = problem.cache
     assert shape is not None, "decode has one"
+    family = family_of_decode(problem.dtype)
+    # Where NumPy's memory begins says nothing of CuPy's, which begins on 512 bytes.
+    check_caches(caches, problem, family.head_dim_step, family.row_alignment, (0, 0))
     given = {name: array for name, array in others.items() if array is not None} | feature_arrays(keywords)
     o, lse = results_for(results, out, given | caches)
     lengths = cache_lengths(cache_seqlens, shape)

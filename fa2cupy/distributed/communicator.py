@@ -5,16 +5,18 @@ from __future__ import annotations
 import contextlib
 import enum
 import json
+import numbers
 import os
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
 from ..numerics.arrays import is_on_host
+from ..problem.arguments import check_int
 from ..system.locks import new_lock
 from .transport.launch import launch_of
 from .transport.messages import CommunicationError, Transport, all_texts
 
-__all__ = ["Communicator", "Stage"]
+__all__ = ["Communicator", "Stage", "check_communicator"]
 
 _TIMEOUT_S = 600.0
 
@@ -118,6 +120,9 @@ class Communicator:
         ImportError
             mpi4py is missing.
         """
+        if not hasattr(communicator, "Dup"):
+            got = type(communicator).__name__
+            raise TypeError(f"communicator: expected one of mpi4py, such as MPI.COMM_WORLD, got {got}")
         try:
             from .transport.mpi import MpiTransport
 
@@ -286,19 +291,30 @@ class Communicator:
         return f"<Communicator: rank {self.rank} of {self.size}>"
 
 
+def check_communicator(comm: object) -> None:
+    """Raises TypeError unless it is a communicator."""
+    if not isinstance(comm, Communicator):
+        hint = "it comes before the arrays; " if hasattr(comm, "dtype") else ""
+        raise TypeError(
+            f"comm: expected a fa2cupy.distributed.Communicator, got {type(comm).__name__}; {hint}make it with "
+            "Communicator.from_env, from_mpi or from_nccl, or let fa2cupy.distributed.simulate(size, work) pass one "
+            "to work(comm) on each of its ranks"
+        )
+
+
 def check_timeout(timeout: object) -> float:
     """Raises TypeError or ValueError unless it is a positive number of seconds."""
-    if isinstance(timeout, bool) or not isinstance(timeout, int | float):
+    if isinstance(timeout, bool) or not isinstance(timeout, numbers.Real):
         raise TypeError(f"timeout: expected a number of seconds, got {type(timeout).__name__}")
-    if not timeout > 0:
+    seconds = float(timeout)
+    if not seconds > 0:
         raise ValueError(f"timeout: expected a positive number of seconds, got {timeout}")
-    return float(timeout)
+    return seconds
 
 
 def check_ranks_per_host(ranks_per_host: object, size: int) -> int:
     """Raises TypeError or ValueError unless the ranks can be divided among hosts."""
-    if isinstance(ranks_per_host, bool) or not isinstance(ranks_per_host, int):
-        raise TypeError(f"ranks_per_host: expected an int, got {type(ranks_per_host).__name__}")
-    if ranks_per_host < 1 or size % ranks_per_host:
-        raise ValueError(f"ranks_per_host: expected a divisor of the {size} ranks, got {ranks_per_host}")
-    return ranks_per_host
+    number = check_int("ranks_per_host", ranks_per_host)
+    if number < 1 or size % number:
+        raise ValueError(f"ranks_per_host: expected a divisor of the {size} ranks, got {number}")
+    return number

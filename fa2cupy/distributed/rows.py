@@ -5,12 +5,13 @@ from __future__ import annotations
 import numpy as np
 
 from ..numerics.arrays import array_module
-from ..problem.arguments import array_backend
+from ..problem.arguments import array_backend, check_int
 from ..problem.array_types import Array, ArrayT
+from ..problem.block_mask import check_length
 from ..problem.names import Order
 from .call.agreement import agree, collective, messages_of
 from .call.orders import RowOrder, check_order, divisor
-from .communicator import Communicator
+from .communicator import Communicator, check_communicator
 
 __all__ = ["pad", "padded_length", "positions", "shard", "unshard"]
 
@@ -30,9 +31,10 @@ def padded_length(comm: Communicator, seqlen: int, *, order: Order = "zigzag") -
     int
         A multiple of the number of ranks, in zigzag order of twice that.
     """
+    check_communicator(comm)
     comm.check()
     multiple = divisor(check_order(order), comm.size)
-    return -(-seqlen // multiple) * multiple
+    return -(-check_length("seqlen", seqlen) // multiple) * multiple
 
 
 def pad(comm: Communicator, x: ArrayT, *, axis: int = 1, value: float = 0, order: Order = "zigzag") -> ArrayT:
@@ -58,6 +60,7 @@ def pad(comm: Communicator, x: ArrayT, *, axis: int = 1, value: float = 0, order
     ndarray
         The array itself, if its length is right.
     """
+    check_communicator(comm)
     axis = _checked_axis(x, axis)
     length = padded_length(comm, x.shape[axis], order=order)
     if length == x.shape[axis]:
@@ -95,6 +98,7 @@ def positions(comm: Communicator, seqlen: int, *, order: Order = "zigzag") -> np
     >>> [positions(comm, 8).tolist() for comm in simulate(2, lambda comm: comm)]
     [[0, 1, 6, 7], [2, 3, 4, 5]]
     """
+    check_communicator(comm)
     comm.check()
     rows = _row_order("seqlen", comm, seqlen, order)
     return np.concatenate([np.arange(chunk.whole.start, chunk.whole.stop) for chunk in rows.chunks(comm.rank)])
@@ -123,6 +127,7 @@ def shard(comm: Communicator, x: ArrayT, *, axis: int = 1, order: Order = "zigza
     ValueError
         The ranks cannot divide the length.
     """
+    check_communicator(comm)
     comm.check()
     axis = _checked_axis(x, axis)
     rows = _row_order(f"x (axis {axis})", comm, x.shape[axis], order)
@@ -175,6 +180,7 @@ def unshard(comm: Communicator, x: ArrayT, *, axis: int = 1, order: Order = "zig
 
 def _row_order(name: str, comm: Communicator, seqlen: int, order: str) -> RowOrder:
     multiple = divisor(check_order(order), comm.size)
+    seqlen = check_length(name, seqlen)
     if seqlen % multiple:
         padded = -(-seqlen // multiple) * multiple
         raise ValueError(
@@ -186,6 +192,7 @@ def _row_order(name: str, comm: Communicator, seqlen: int, order: str) -> RowOrd
 
 def _checked_axis(x: Array, axis: int) -> int:
     array_backend({"x": x})
+    axis = check_int("axis", axis)
     if not -x.ndim <= axis < x.ndim:
         raise ValueError(f"axis: expected one of the {x.ndim} axes of x, got {axis}")
     return axis % x.ndim

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
+from ..problem.arguments import check_int
 from .communicator import Communicator, check_ranks_per_host, check_timeout
 from .transport.messages import CommunicationError
 from .transport.threads import ThreadTransport, World
@@ -57,10 +58,11 @@ def simulate(
     >>> simulate(3, lambda comm: comm.rank**2)
     [0, 1, 4]
     """
-    if isinstance(size, bool) or not isinstance(size, int):
-        raise TypeError(f"size: expected an int, got {type(size).__name__}")
+    size = check_int("size", size)
     if size < 1:
         raise ValueError(f"size: expected at least 1 rank, got {size}")
+    if not callable(work):
+        raise TypeError(f"work: expected a function of a communicator, got {type(work).__name__}")
     if ranks_per_host is not None:
         check_ranks_per_host(ranks_per_host, size)
     world = World(size, check_timeout(timeout))

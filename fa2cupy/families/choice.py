@@ -9,7 +9,7 @@ from ..errors import UnsupportedProblemError
 from ..problem.attention import AttentionProblem
 from ..problem.options import MAX_SPLITS, CallOptions, requested_method
 from ..problem.strides import AnyStrides
-from .device import DeviceInfo
+from .device import ARCHITECTURES, DeviceInfo
 from .estimate import Costs, backward_time, forward_splits, split_candidates
 from .family import Family
 from .operations import METHODS, OPERATIONS, TILED
@@ -18,7 +18,7 @@ from .simt import SIMT
 from .tile import TileConfig
 from .tile_choice import choose_tile, decode_tile, default_tile, why_not_map
 
-__all__ = ["Choice", "choose", "choose_with_copies"]
+__all__ = ["Choice", "check_on_any_gpu", "choose", "choose_with_copies"]
 
 _DEFAULTS = CallOptions()
 
@@ -124,7 +124,41 @@ def choose_with_copies(
         if choices:
             return _fastest(choices, problem, device)
         refusals += [f"family {family.public_name!r} {reason}" for reason in dict.fromkeys(reasons)]
-    raise UnsupportedProblemError("; ".join(refusals))
+    raise UnsupportedProblemError(f"{_at_fault(options)}{'; '.join(refusals)}")
+
+
+def _at_fault(options: CallOptions) -> str:
+    """The beginning of a refusal: the option without which other kernels would take the call."""
+    if (options.num_splits or 1) > 1:
+        return "num_splits: "
+    return "" if options.method is None else "method: "
+
+
+def check_on_any_gpu(call: str, problem: AttentionProblem, options: CallOptions) -> None:
+    """Raises the error of a call for which no GPU has kernels: calls on NumPy arrays do not take it either.
+
+    Parameters are those of `choose`. Arrays are taken to be contiguous, and tiles are those of the kernels: NumPy has
+    `config` for smaller ones, too.
+    """
+    layout = problem.settings.block_mask
+    is_given_map = layout is not None and layout.program is None
+    if (options.family, options.num_splits, options.precision) == (None, None, None) and not is_given_map:
+        return
+
+    def contiguous(family: Family) -> tuple[AttentionProblem, Mapping[str, AnyStrides]]:
+        padded = problem.padded(family.head_dim_step)
+        return padded, padded.contiguous_strides()
+
+    options = options._replace(config=None)
+    first: UnsupportedProblemError | None = None
+    for arch in sorted(ARCHITECTURES, key=lambda arch: arch != "sm_90"):
+        try:
+            choose_with_copies(call, problem, ARCHITECTURES[arch], contiguous, options, is_launched=False)
+            return
+        except UnsupportedProblemError as error:
+            first = first or error
+    assert first is not None, "there are GPUs"
+    raise first
 
 
 def _choices_of(
@@ -217,7 +251,7 @@ def _splits(choice: Choice, problem: AttentionProblem, device: DeviceInfo, optio
         return [choice]
     tile = choice.tiles[operation]
     if options.num_splits is not None:
-        numbers = [options.num_splits]
+        numbers = [int(options.num_splits)]
     elif choice.method is None:
         numbers = [forward_splits(_costs(choice), problem, device, tile, MAX_SPLITS)]
     else:
@@ -257,7 +291,7 @@ def _why_not_by_default(
 def _why_not_split(family: Family, operations: Sequence[str], options: CallOptions) -> str | None:
     """The reason why a family cannot share tiles as the caller requests, as the end of a sentence; None if it can."""
     if (options.num_splits or 1) > 1 and operations and set(operations).isdisjoint(family.split_operations):
-        return f"has no kernels for num_splits={options.num_splits}"
+        return f"has no kernels for num_splits={options.num_splits}, only for 1"
     return None
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from dataclasses import dataclass
 
 from ..errors import UnsupportedProblemError
@@ -79,10 +80,11 @@ class DeviceInfo:
     def named(cls, arch: str) -> DeviceInfo:
         """A typical GPU of an architecture (``"sm_80"``, ``"sm_90"``, ...), for work without such a GPU."""
         if not isinstance(arch, str):
-            raise TypeError(f"arch: expected a str such as 'sm_90', got {type(arch).__name__}")
+            raise TypeError(f"arch: expected a str such as 'sm_90', got {type(arch).__name__}{_meant(arch)}")
         name = arch.removesuffix("a")
         if name not in ARCHITECTURES:
-            raise UnsupportedProblemError(f"arch: {arch!r} is not known; known are {', '.join(ARCHITECTURES)}")
+            known = ", ".join(ARCHITECTURES)
+            raise UnsupportedProblemError(f"arch: {arch!r} is not known; known are {known}{_meant(arch)}")
         return ARCHITECTURES[name]
 
     def resident_blocks(self, threads: int, registers: int, shared_memory: int) -> int:
@@ -105,6 +107,15 @@ class DeviceInfo:
             self.shared_memory_per_multiprocessor // max(1, shared_memory + self.reserved_shared_memory),
             32,
         )
+
+
+def _meant(arch: object) -> str:
+    """The end of a message: the architecture that another spelling, a compute capability or a GPU's name stands for."""
+    text = str(arch).lower()
+    number = re.fullmatch(r"(?:sm|compute|cc)?[_ ]?(\d+)\.?(\d?)[af]?", text)
+    named = [one.arch for one in ARCHITECTURES.values() if len(text) > 1 and text in one.name.lower()]
+    found = [f"sm_{number[1]}{number[2]}"] if number else named
+    return f"; did you mean {found[0]!r}?" if found and found[0] in ARCHITECTURES else ""
 
 
 def device_count() -> int:

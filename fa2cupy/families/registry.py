@@ -13,7 +13,7 @@ from .sm80_float32 import SM80_FLOAT32
 from .sm90 import SM90
 from .sm90_float32 import SM90_FLOAT32
 
-__all__ = ["FAMILIES", "choose_family", "family_of_kernel", "supporting_families"]
+__all__ = ["FAMILIES", "choose_family", "family_of_decode", "family_of_kernel", "supporting_families"]
 
 #: The families in the order in which they are tried.
 FAMILIES: tuple[Family, ...] = (SM90, SM90_FLOAT32, SM80, SM80_FLOAT32, SIMT)
@@ -68,6 +68,11 @@ def family_of_kernel(
     raise UnsupportedProblemError(f"family {supporting[0].public_name!r} has no kernel of {operation} for {dtype}")
 
 
+def family_of_decode(dtype: str) -> Family:
+    """The family whose kernel of ``decode`` takes a dtype, on every GPU that has one."""
+    return next(one for one in FAMILIES if dtype in one.dtypes and "decode" in one.operations)
+
+
 def supporting_families(
     operation: str,
     dtype: str,
@@ -92,7 +97,7 @@ def supporting_families(
     candidates = [one for one in candidates if is_chosen or one.is_default_on(device)]
     supporting = [one for one in candidates if one.supports_call(operation, dtype, device, features)]
     if not supporting:
-        reason = _why_none(candidates, operation, dtype, device, family, features)
+        reason = _why_none(candidates, operation, dtype, device, family, features, precision)
         raise UnsupportedProblemError(f"{reason}. Families: {_listed_families()}")
     return supporting
 
@@ -117,10 +122,11 @@ def _why_none(
     device: DeviceInfo,
     family: str | None,
     features: tuple[str, ...],
+    precision: str | None,
 ) -> str:
     wanted = f"family {family!r}" if family else "no kernel family"
     if not rows:
-        return f"{wanted} has no kernels for {dtype}"
+        return f"{wanted} has no kernels for {dtype}{'' if precision is None else f' with precision={precision!r}'}"
     place = f"{device.name} ({device.arch})"
     if not any(one.supports_call(operation, dtype, device) for one in rows):
         if family:

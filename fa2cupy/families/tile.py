@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from ..problem.conversions import Absent, explains_absence
 from .operations import TILED
 
 __all__ = ["TileConfig", "requested_tile"]
@@ -42,8 +44,11 @@ class TileConfig:
     def __post_init__(self) -> None:
         for name in ("b_r", "b_c", "num_warps", "num_stages", "blocks_per_sm"):
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            if isinstance(value, Absent):
+                raise TypeError(value.text({}))
+            if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < 1:
                 raise ValueError(f"{name}: expected a positive int, got {value!r}")
+            object.__setattr__(self, name, int(value))
 
     @property
     def num_threads(self) -> int:
@@ -55,6 +60,9 @@ class TileConfig:
         return f"{self.b_r}x{self.b_c}, {self.num_warps} warps, {self.num_stages} stages{blocks}"
 
 
+explains_absence(TileConfig.__init__)
+
+
 def requested_tile(operation: str, config: object) -> TileConfig | None:
     """The caller's tile for one kernel; None if `config` has none for it.
 
@@ -63,11 +71,23 @@ def requested_tile(operation: str, config: object) -> TileConfig | None:
     TypeError, ValueError
         `config` is not None, a TileConfig, or a mapping from operations to them.
     """
-    if isinstance(config, Mapping):
-        unknown = [name for name in config if name not in TILED]
-        if unknown:
-            raise ValueError(f"config: {unknown} are no operations; those are {list(TILED)}")
-        config = config.get(operation)
-    if not isinstance(config, TileConfig | None):
-        raise TypeError(f"config: expected a TileConfig or a dict of them by operation, got {type(config).__name__}")
-    return config
+    if not isinstance(config, Mapping):
+        return _checked("config", config, "a TileConfig or a dict of them by operation")
+    unknown = [name for name in config if name not in TILED]
+    if unknown:
+        raise ValueError(f"config: {unknown} are no operations; those are {list(TILED)}")
+    tiles = {name: _checked(f"config[{name!r}]", tile, "a TileConfig") for name, tile in config.items()}
+    return tiles.get(operation)
+
+
+def _checked(name: str, tile: object, expected: str) -> TileConfig | None:
+    if not isinstance(tile, TileConfig | None):
+        raise TypeError(f"{name}: expected {expected}, got {type(tile).__name__}{_tile_of(tile)}")
+    return tile
+
+
+def _tile_of(value: object) -> str:
+    """The end of a message: the tile that a caller has written as a tuple."""
+    if not isinstance(value, tuple | list):
+        return ""
+    return f"; write fa2cupy.TileConfig({', '.join(map(repr, value))}{'' if len(value) > 2 else ', num_warps=4'})"

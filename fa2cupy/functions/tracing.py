@@ -48,6 +48,8 @@ _COSTS |= dict.fromkeys(("divide", "sqrt", "exp", "exp2", "log", "element"), 10)
 #: Kernels have the text of a pair so many times more often than that of a term.
 _SHARING = 4
 _differentiating = new_lock()
+#: The module of functions that users need not write.
+_READY_MADE = f"{__name__.partition('.')[0]}.mods"
 #: The most operations of a text that is repeated for each element of a fragment.
 _SHORT = 16
 
@@ -292,7 +294,7 @@ def trace(role: str, function: object, arguments: tuple[ArgumentKind, ...]) -> P
             raise TypeError(f"{role}: expected a function, got {function}, traced for other arguments")
         return function
     if not callable(function):
-        raise TypeError(f"{role}: expected a function or None, got {type(function).__name__}")
+        raise TypeError(f"{role}: expected a function or None, got {type(function).__name__}{_instead(role, function)}")
     state = state_of(function)
     if state is None:
         return _traced(role, function, arguments)
@@ -335,17 +337,50 @@ def _traced(role: str, function: Callable[..., Any], arguments: tuple[ArgumentKi
 
 def _parameters(role: str, function: Callable[..., Any], number: int) -> list[str]:
     """The names of a function's first parameters."""
-    expected = ", ".join((*_INPUTS[role], f"*{role.replace('mod', 'args')}"))
     try:
         signature = inspect.signature(function)
         signature.bind(*range(number))
     except ValueError:  # no signature, as some built-in functions have none
         return [f"argument {index}" for index in range(number)]
     except TypeError as error:
-        wanted = f"a function of {number} parameters ({expected})"
-        raise TypeError(f"{role}: expected {wanted}, got {signature}: {place_of_definition(function)}") from error
+        raise TypeError(_wrong_parameters(role, function, list(signature.parameters), number)) from error
     names = [one.name for one in signature.parameters.values() if one.kind is not one.VAR_POSITIONAL]
     return [*names, *(f"argument {index}" for index in range(len(names), number))][:number]
+
+
+def _instead(role: str, value: object) -> str:
+    """The end of the message for what is no function."""
+    if type(value).__name__ == "BlockMask":
+        return "; it is passed beside the function that it was made from, not in its place"
+    of_arrays = {"mask_mod": "; write mask= for an array", "score_mod": "; write bias= for an array"}
+    return of_arrays[role] if is_array(value) else ""
+
+
+def _wrong_parameters(role: str, function: Callable[..., Any], names: Sequence[str], number: int) -> str:
+    """The message for a function of parameters `names` that is to be called with `number` symbols."""
+    args, positions = role.replace("mod", "args"), ["b", "h", "q", "k"]
+    arrays = number - len(_INPUTS[role])
+    expected = ", ".join((*_INPUTS[role], *[f"{args}[{index}]" for index in range(arrays)]))
+    wanted = f"{role}: expected a function of {number} parameters ({expected})"
+    got, place = f"one of ({', '.join(names)})", f" ({place_of_definition(function)})"
+    is_maker = False
+    if getattr(function, "__module__", None) == _READY_MADE:
+        maker, _, inner = function.__qualname__.partition(".<locals>.")
+        got, place = f"mods.{maker}{'(...)' if inner else ''}", ""
+        is_maker = not {*positions} <= {*names}
+    if is_maker:
+        hint = f"; write {role}={got}(...), which makes the function"
+    elif role == "mask_mod" and names[1:5] == positions:
+        hint = "; write score_mod= for a function of scores"
+    elif role == "score_mod" and names[:4] == positions:
+        hint = "; write mask_mod= for a function of positions alone"
+    elif len(names) > number:
+        missing = names[number:]
+        passed = ", ".join((*["..."] * arrays, *missing)) + "," * (len(missing) + arrays == 1)
+        hint = f"; pass an array for {' and for '.join(missing)}, {args}=({passed})"
+    else:
+        hint = ""
+    return f"{wanted}, got {got}{hint}{place}"
 
 
 def _outside_values(function: Callable[..., Any]) -> Iterator[tuple[str, object]]:

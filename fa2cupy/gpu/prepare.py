@@ -9,14 +9,13 @@ from typing import Any, NamedTuple
 import cupy
 import numpy as np
 
-from ..errors import UnsupportedProblemError
 from ..families.choice import Choice, choose_with_copies
 from ..families.device import DeviceInfo
 from ..families.family import Family
 from ..plan.decode import plan_decode
 from ..plan.plans import plan_backward, plan_delta, plan_forward, plan_merge, plan_tile_states
 from ..plan.stages import Plan
-from ..problem.arguments import check_outputs
+from ..problem.arguments import check_outputs, takes_rows
 from ..problem.attention import AttentionProblem
 from ..problem.checks import (
     Request,
@@ -27,17 +26,22 @@ from ..problem.checks import (
     check_merge,
     check_tile_states,
 )
-from ..problem.decoding import check_decode
+from ..problem.decoding import CACHES, check_caches, check_decode
 from ..problem.features import OFFSETS
 from ..problem.options import CallOptions
-from ..problem.strides import AnyStrides, argument_layouts, contiguous_score_strides, feature_strides, score_strides
+from ..problem.strides import (
+    AnyStrides,
+    argument_layouts,
+    contiguous_score_strides,
+    feature_strides,
+    score_strides,
+)
 from .arguments import TENSORS, Arguments
 from .copies import CopyingCall
 from .prepared import KernelCall, overlap_check
 
 __all__ = ["prepare"]
 
-_CACHES = ("k_cache", "v_cache")
 _CONTIGUOUS = ("lse", "lse_parts", "delta", "dlse", "dsink", "cache_seqlens", "block_table", *OFFSETS)
 
 _Arrays = Mapping[str, Any]
@@ -71,14 +75,12 @@ def prepare(
     problem, results = request.problem, request.results
     ordinal, device = _device_of(arguments, named)
     check_outputs(results, arrays[len(arguments.inputs) :])
-    if options.deterministic:
-        _check_deterministic(problem, keywords)
     taken_by = functools.cache(functools.partial(_taken_by, arguments, named, request, keywords))
     choice = choose_with_copies(call, problem, device, lambda family: taken_by(family)[:2], options)
     taken = taken_by(choice.family)
     plan = _plan(call, named, taken, device, choice, options)
     given = [name for name in arguments.results if named[name] is not None]
-    written = _CACHES if problem.cache is not None and problem.cache.num_new else ()
+    written = CACHES if problem.cache is not None and problem.cache.num_new else ()
     check_overlap = overlap_check(arguments, arrays, written)
     if not taken.allocates:
         return KernelCall(plan, ordinal, arguments, results, given, check_overlap if given or written else None)
@@ -154,7 +156,7 @@ def _taken_by(
     alignment, step = family.row_alignment, family.head_dim_step
     is_padded = problem.head_dim_v is not None or problem.head_dim % step != 0
     if arguments.call == "decode":
-        _check_caches(named, problem, family)
+        check_caches(named, problem, step, alignment, [named[name].data.ptr for name in CACHES])
     elif arguments.call in ("merge", "tile_states") and is_padded:
         alignment, is_padded = 1, False  # their kernels take single elements then
     if is_padded:
@@ -190,19 +192,11 @@ def _must_be_copied(name: str, array: cupy.ndarray | None, alignment: int, *, is
     """True if the kernels cannot take the array as it is. None stands for an absent input or a result to allocate."""
     if name in TENSORS and is_padded:
         return True
-    if array is None or array.size == 0 or name in _CACHES:
+    if array is None or array.size == 0 or name in CACHES:
         return False
     if name in TENSORS:
-        return not _takes_rows(alignment, array)
+        return not takes_rows(alignment, array, array.data.ptr)
     return name in _CONTIGUOUS and not array.flags.c_contiguous
-
-
-def _takes_rows(step: int, array: cupy.ndarray) -> bool:
-    """True if the last axis of the array is contiguous and its rows start on multiples of `step` bytes."""
-    if array.shape[-1] > 1 and array.strides[-1] != array.itemsize:
-        return False
-    starts = (s for s, length in zip(array.strides[:-1], array.shape[:-1], strict=True) if length > 1)
-    return array.data.ptr % step == 0 and all(s % step == 0 for s in starts)
 
 
 def _inner_results(problem: AttentionProblem, results: tuple[Result, ...]) -> tuple[Result, ...]:
@@ -228,31 +222,3 @@ def _device_of(arguments: Arguments, named: _Arrays) -> tuple[int, DeviceInfo]:
             raise ValueError(f"{arguments.labels[name]}: expected an array on {like}, got device {ordinal}")
     with cupy.cuda.Device(first):
         return first, DeviceInfo.current()
-
-
-def _check_deterministic(problem: AttentionProblem, keywords: Mapping[str, Any]) -> None:
-    """Raises UnsupportedProblemError if the call returns gradients that its kernels add up in any order."""
-    settings = problem.settings
-    if settings.dbias and not settings.full_dbias:
-        raise UnsupportedProblemError(
-            f"return_dbias: for a bias that is broadcast, here {keywords['bias'].shape}, it is summed atomically; "
-            "not with deterministic"
-        )
-    if settings.dscore_args:
-        raise UnsupportedProblemError("return_dscore_args: they are summed atomically; not with deterministic")
-
-
-def _check_caches(named: _Arrays, problem: AttentionProblem, family: Family) -> None:
-    """Checks that kernels can take the caches as they are: a cache is written in place, and too large to copy."""
-    if problem.head_dim % family.head_dim_step:
-        raise UnsupportedProblemError(
-            f"k_cache: for {problem.dtype} a head_dim that is a multiple of {family.head_dim_step} is supported, "
-            f"got {problem.head_dim}"
-        )
-    for name in _CACHES:
-        array = named[name]
-        if array.size and not _takes_rows(family.row_alignment, array):
-            raise ValueError(
-                f"{name}: expected contiguous rows that start on {family.row_alignment} bytes, because a cache is not "
-                f"copied, got strides {array.strides} at {array.data.ptr:#x}"
-            )

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from ..functions.state import state_of
 from ..functions.tracing import Program
 from ..problem.arguments import array_backend
+from ..problem.features import ARRAYS
 from ..problem.function_checks import ARGUMENTS, program_of
 from ..problem.options import CallOptions
 from ..system.recent import RecentlyUsed
@@ -102,7 +103,7 @@ def _check_backend(arguments: Arguments, arrays: tuple[cupy.ndarray | None, ...]
     optional: dict[str, object] = {}
     for name, array in zip(arguments.names, arrays, strict=True):
         (optional if name in arguments.may_be_none else required)[arguments.labels[name]] = array
-    array_backend(required, optional)
+    array_backend(required, optional, ARRAYS)
 
 
 def _programs(keywords: Mapping[str, Any]) -> dict[str, Program]:
@@ -111,11 +112,7 @@ def _programs(keywords: Mapping[str, Any]) -> dict[str, Program]:
     for role, name in ARGUMENTS.items():
         function = keywords.get(role)
         if function is not None:
-            arrays = keywords.get(name, ())
-            for number, array in enumerate(arrays):
-                if array.size == 0:
-                    raise ValueError(f"{name}[{number}]: expected at least one element, got shape {array.shape}")
-            found[role] = program_of(role, function, arrays)
+            found[role] = program_of(role, function, keywords.get(name, ()))
     return found
 
 

@@ -13,6 +13,7 @@ from collections.abc import Collection, Mapping, Sequence
 import numpy as np
 
 from .array_types import Array
+from .conversions import NO_ROWS, Absent, ArrayRow, as_dtype, moved, refusal, scalar_of
 
 __all__ = [
     "OverlapCheck",
@@ -24,6 +25,7 @@ __all__ = [
     "check_overlap",
     "check_writable",
     "output_name",
+    "takes_rows",
     "unpack_out",
 ]
 
@@ -41,8 +43,14 @@ def output_name(name: str) -> str:
     return f"out ({name})"
 
 
-def array_backend(required: Mapping[str, object], optional: Mapping[str, object] | None = None) -> str:
+def array_backend(
+    required: Mapping[str, object],
+    optional: Mapping[str, object] | None = None,
+    rows: Mapping[str, ArrayRow] = NO_ROWS,
+) -> str:
     """The library of all these arrays: ``"numpy"`` or ``"cupy"``. Only those in `optional` may be None.
+
+    `rows` says what messages suggest for arrays of features.
 
     Raises
     ------
@@ -51,8 +59,8 @@ def array_backend(required: Mapping[str, object], optional: Mapping[str, object]
     """
     cupy = sys.modules.get("cupy")
     found: dict[str, str] = {}
-    given = {name: array for name, array in (optional or {}).items() if array is not None}
-    for name, array in {**required, **given}.items():
+    arrays = {**required, **{name: array for name, array in (optional or {}).items() if array is not None}}
+    for name, array in arrays.items():
         if isinstance(array, np.ma.MaskedArray):
             raise TypeError(f"{name}: {_MASKED}")
         if isinstance(array, np.ndarray):
@@ -60,36 +68,28 @@ def array_backend(required: Mapping[str, object], optional: Mapping[str, object]
         elif cupy is not None and isinstance(array, cupy.ndarray):
             found[name] = "cupy"
         else:
-            raise TypeError(f"{name}: expected a numpy.ndarray or cupy.ndarray, got {_kind_and_hint(name, array)}")
+            raise TypeError(refusal(name, array, arrays, rows))
     first, backend = next(iter(found.items()))
     for name, other in found.items():
         if other != backend:
-            raise TypeError(f"{name}: expected a {backend} array like {first}, got a {other} array")
+            hint = moved(name, backend)
+            raise TypeError(f"{name}: expected a {backend} array like {first}, got a {other} array{hint}")
     return backend
-
-
-def _kind_and_hint(name: str, array: object) -> str:
-    kind = f"{type(array).__module__}.{type(array).__qualname__}"
-    if array is None or not name.isidentifier():  # an element of `out`: results would go to a converted copy
-        return kind
-    if hasattr(array, "__cuda_array_interface__"):
-        return f"{kind}; convert it with cupy.asarray({name}), which copies nothing"
-    if hasattr(array, "__dlpack__"):
-        return f"{kind}; convert it with cupy.from_dlpack({name}) or numpy.from_dlpack({name}), which copy nothing"
-    return f"{kind}; convert it with numpy.asarray({name}) or cupy.asarray({name})"
 
 
 def check_bool(name: str, value: object) -> None:
     """Checks that an argument is a bool of Python or NumPy."""
     if not isinstance(value, bool | np.bool_):
-        hint = f"; write {name}={bool(value)}" if isinstance(value, int) else ""
+        hint = f"; write {name}={bool(value)}" if isinstance(value, int) else scalar_of(name, value, "bool")
         raise TypeError(f"{name}: expected a bool, got {type(value).__name__}{hint}")
 
 
 def check_int(name: str, value: object, wanted: str = "an int") -> int:
     """The value as an int of Python. Raises TypeError unless it is one of Python or NumPy; `wanted` is in its text."""
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
-        raise TypeError(f"{name}: expected {wanted}, got {type(value).__name__}")
+        if isinstance(value, Absent):
+            raise TypeError(value.text({}))
+        raise TypeError(f"{name}: expected {wanted}, got {type(value).__name__}{scalar_of(name, value, 'int')}")
     return int(value)
 
 
@@ -97,8 +97,18 @@ def check_array(name: str, array: Array, shape: tuple[int, ...], dtype: np.dtype
     """Checks that an array has the shape and dtype that follow from the arguments `like`."""
     if array.shape != shape:
         raise ValueError(f"{name}: expected shape {shape} to match {like}, got {array.shape}")
-    if array.dtype.name != getattr(dtype, "name", dtype):
-        raise TypeError(f"{name}: expected dtype {dtype} to match {like}, got {array.dtype}")
+    wanted = str(getattr(dtype, "name", dtype))
+    if array.dtype.name != wanted:
+        hint = as_dtype(name, array.dtype, wanted)
+        raise TypeError(f"{name}: expected dtype {dtype} to match {like}, got {array.dtype}{hint}")
+
+
+def takes_rows(step: int, array: Array, address: int = 0) -> bool:
+    """True if the last axis of an array at this address is contiguous and rows start on multiples of `step` bytes."""
+    if array.shape[-1] > 1 and array.strides[-1] != array.itemsize:
+        return False
+    starts = (s for s, length in zip(array.strides[:-1], array.shape[:-1], strict=True) if length > 1)
+    return address % step == 0 and all(s % step == 0 for s in starts)
 
 
 def unpack_out(out: object, names: tuple[str, ...]) -> tuple[Array | None, ...]:

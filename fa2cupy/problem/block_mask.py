@@ -10,6 +10,7 @@ import numpy as np
 from ..functions.tracing import Program
 from .arguments import array_backend, check_int
 from .array_types import AnyArray, Array
+from .conversions import explains_absence
 
 __all__ = [
     "DEFAULT_TILE",
@@ -122,9 +123,9 @@ class BlockMask:
     """
 
     def __init__(self, tiles: AnyArray, seqlen_q: int, seqlen_k: int, tile: tuple[int, int] = DEFAULT_TILE):
+        array_backend({"tiles": tiles})
         seqlen_q, seqlen_k = check_length("seqlen_q", seqlen_q), check_length("seqlen_k", seqlen_k)
         tile = check_tile(tile)
-        array_backend({"tiles": tiles})
         if tiles.dtype.kind != "b":
             raise TypeError(f"tiles: expected dtype bool, got {tiles.dtype}; write tiles != 0")
         wanted = tuple(-(-n // size) for n, size in zip((seqlen_q, seqlen_k), tile, strict=True))
@@ -247,6 +248,9 @@ class BlockMask:
         return "\n".join((self._summary(), *("".join(line).rstrip() for line in lines)))
 
 
+explains_absence(BlockMask.__init__)
+
+
 def check_block_mask(keywords: Mapping[str, Any], problem: object) -> dict[str, Any]:
     """``block_mask=``: a map, or the layout of one."""
     given = keywords.get("block_mask")
@@ -256,6 +260,8 @@ def check_block_mask(keywords: Mapping[str, Any], problem: object) -> dict[str, 
         return {"block_mask": given}
     if not isinstance(given, BlockMask):
         hint = "; write fa2cupy.BlockMask(tiles, seqlen_q, seqlen_k)" if hasattr(given, "dtype") else ""
+        if callable(given):
+            hint = "; pass the function as mask_mod, and the map that fa2cupy.block_mask makes of it as block_mask"
         raise TypeError(f"block_mask: expected a fa2cupy.BlockMask or None, got {type(given).__name__}{hint}")
     return {"block_mask": given.layout}
 
@@ -286,7 +292,8 @@ def check_length(name: str, value: object) -> int:
 def check_tile(tile: object) -> tuple[int, int]:
     """``tile=``: queries and keys. Raises TypeError or ValueError unless both are ints of at least 1."""
     if not isinstance(tile, tuple | list) or len(tile) != 2:
-        raise TypeError(f"tile: expected a tuple (queries, keys), got {tile!r}")
+        hint = f"; write tile=({tile}, {tile})" if isinstance(tile, int) else ""
+        raise TypeError(f"tile: expected a tuple (queries, keys), got {tile!r}{hint}")
     rows, columns = (check_length("tile", size) for size in tile)
     if not (rows and columns):
         raise ValueError(f"tile: expected at least 1 query and 1 key, got {tile}")

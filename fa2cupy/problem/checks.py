@@ -13,8 +13,9 @@ from .arguments import array_backend, check_array, check_bool
 from .array_types import Array
 from .attention import MAX_HEAD_DIM, MAX_SEQLEN, SOURCE_AXES, AttentionProblem, array_shape
 from .block_mask import BlockMask, check_map
+from .conversions import as_dtype
 from .dtypes import DTYPES
-from .feature_checks import extra_gradients, finite_number
+from .feature_checks import check_deterministic, extra_gradients, finite_number
 from .features import ARRAYS, FEATURES, FeatureKeywords, FeatureSettings, feature_arrays
 from .function_checks import bound_function, function_arrays
 from .keywords import check_keywords, takes
@@ -28,6 +29,7 @@ __all__ = [
     "check_delta",
     "check_forward",
     "check_heads",
+    "check_layout",
     "check_merge",
     "check_tile_states",
     "problem_from_arrays",
@@ -72,6 +74,11 @@ def check_backward(arrays: Mapping[str, Any], options: CallOptions, keywords: Ma
     """Checks a call of `fa2cupy.backward`: its arrays by name; delta and dlse may be None or missing."""
     problem = _problem(arrays, options, keywords)
     like = "q and v" if problem.head_dim_v else "q"
+    if arrays["lse"].shape == problem.o_shape or arrays["o"].shape == problem.lse_shape:
+        raise ValueError(
+            f"lse: expected shape {problem.lse_shape} to match q, got {arrays['lse'].shape}; the order of arguments is "
+            "q, k, v, o, lse, do"
+        )
     check_array("o", arrays["o"], problem.o_shape, problem.dtype, like)
     check_array("lse", arrays["lse"], problem.lse_shape, problem.accumulator_dtype, "q")
     check_array("do", arrays["do"], problem.o_shape, problem.dtype, like)
@@ -88,6 +95,8 @@ def check_backward(arrays: Mapping[str, Any], options: CallOptions, keywords: Ma
         wanted["dlse"] = arrays.get("dlse") is not None
         wanted["full_dbias"] = "dbias" in extra and is_full(extra["dbias"].shape, problem.score_shape)
         problem = problem.with_settings(dataclasses.replace(problem.settings, **wanted))
+        if options.deterministic:
+            check_deterministic(problem.settings, keywords)
     return Request(
         problem,
         (
@@ -181,7 +190,7 @@ def with_features(problem: AttentionProblem, q: Array, keywords: Mapping[str, An
     arrays = feature_arrays(keywords)
     given = keywords.get("block_mask")
     states = {"block_mask": given.states} if isinstance(given, BlockMask) else {}
-    array_backend({"q": q, **function_arrays(keywords), **states}, arrays)
+    array_backend({"q": q, **function_arrays(keywords), **states}, arrays, ARRAYS)
     settings: dict[str, Any] = {"arrays": tuple(arrays)}
     for feature in FEATURES.values():
         settings |= feature.check(keywords, problem)
@@ -224,13 +233,25 @@ def _sizes_like_q(name: str, array: Array, q: Array, layout: str) -> tuple[int, 
     if array.ndim != q.ndim:
         raise ValueError(f"{name}: expected {q.ndim} axes like q, got shape {array.shape}")
     if array.dtype != q.dtype:
-        raise TypeError(f"{name}: expected dtype {q.dtype} to match q, got {array.dtype}")
+        # A float64 q is most often an accident: NumPy makes float64 arrays unless told otherwise.
+        other = f", or {name}.astype(q.dtype)" if q.dtype == "float64" and array.dtype.name in DTYPES else ""
+        hint = as_dtype("q", q.dtype, array.dtype.name) if other else as_dtype(name, array.dtype, q.dtype.name)
+        raise TypeError(f"{name}: expected dtype {q.dtype} to match q, got {array.dtype}{hint}{other}")
     batch_q, _, _, head_dim_q = sizes_of("q", q, layout)
     batch, seqlen, heads, head_dim = sizes_of(name, array, layout)
     if name == "k" and (batch, head_dim) != (batch_q, head_dim_q):
         wanted = array_shape(layout, q.ndim, batch_q, "seqlen_k", "num_heads_kv", head_dim_q)
         raise ValueError(f"k: expected shape ({', '.join(map(str, wanted))}) to match q {q.shape}, got {array.shape}")
     return batch, seqlen, heads, head_dim
+
+
+def check_layout(layout: object) -> None:
+    """Raises ValueError unless it is an order of axes."""
+    if layout not in ("bshd", "bhsd"):
+        named = {"bshd": "bshd", "nhd": "bshd", "bhsd": "bhsd", "hnd": "bhsd"}
+        meant = named.get(layout.lower()) if isinstance(layout, str) else None
+        hint = f"; did you mean {meant!r}?" if meant else ""
+        raise ValueError(f"layout: expected 'bshd' or 'bhsd', got {layout!r}{hint}")
 
 
 def sizes_of(name: str, array: Array, layout: str) -> tuple[int, int, int, int]:
@@ -242,13 +263,14 @@ def _sizes_of_shape(
     name: str, shape: tuple[int, ...], dtype: np.dtype, layout: str, whose: str = ""
 ) -> tuple[int, int, int, int]:
     """The same for an array of this shape and dtype; `whose` follows the number of axes in messages."""
-    if layout not in ("bshd", "bhsd"):
-        raise ValueError(f"layout: expected 'bshd' or 'bhsd', got {layout!r}")
+    check_layout(layout)
     if len(shape) not in (2, 3, 4):
         wanted = "(batch, seqlen, heads, head_dim)" if layout == "bshd" else "(batch, heads, seqlen, head_dim)"
         raise ValueError(f"{name}: expected 2, 3 or 4 axes {whose}such as {wanted}, got shape {shape}")
     if dtype.name not in DTYPES:
-        raise TypeError(f"{name}: expected dtype {', '.join(DTYPES)}, got {dtype}")
+        *most, last = DTYPES
+        hint = as_dtype(name, dtype, "float32")
+        raise TypeError(f"{name}: expected dtype {', '.join(most)} or {last}, got {dtype}{hint}")
     batch, seqlen, heads, head_dim = (1 if axis is None else shape[axis] for axis in SOURCE_AXES[layout, len(shape)])
     if head_dim == 0:
         raise ValueError(f"{name}: head_dim must be at least 1, got shape {shape}")

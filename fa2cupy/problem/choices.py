@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -47,7 +48,10 @@ def check_dtype(dtype: Any) -> str:
     try:
         name = np.dtype(dtype).name
     except TypeError as error:
-        raise ValueError(f"{wanted}, got {dtype!r}") from error
+        short = re.fullmatch(r"(b?)f(?:p|loat)?_?(\d+)", str(dtype).lower())
+        meant = f"{short[1]}float{short[2]}" if short else ""
+        hint = f"; did you mean {meant!r}?" if meant in DTYPES else ""
+        raise ValueError(f"{wanted}, got {dtype!r}{hint}") from error
     if name not in DTYPES:
         raise UnsupportedProblemError(f"{wanted}, got {name}")
     return name

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from ..errors import UnsupportedProblemError
-from .arguments import array_backend, check_array, check_bool, check_writable
+from .arguments import array_backend, check_array, check_bool, check_writable, takes_rows
 from .array_types import Array
 from .attention import MAX_SEQLEN, AttentionProblem, CacheShape, array_shape
 from .checks import Request, Result, check_heads, sizes_of, with_features
+from .conversions import as_dtype
 from .feature_checks import finite_number
 from .options import CallOptions, check_options
 
-__all__ = ["PAGE_STEP", "cache_lengths", "check_decode", "check_pages"]
+__all__ = ["CACHES", "PAGE_STEP", "cache_lengths", "check_caches", "check_decode", "check_pages"]
+
+#: The arrays of a cache.
+CACHES = ("k_cache", "v_cache")
 
 #: Rows of a page are a multiple of this, so that no tile of keys of a warp crosses the end of a page.
 PAGE_STEP = 16
@@ -61,7 +65,8 @@ def _check_cache(arrays: Mapping[str, Any], batch: int, head_dim: int, layout: s
     q, k_cache, v_cache, table = (arrays[name] for name in ("q", "k_cache", "v_cache", "block_table"))
     for name in ("k_cache", "v_cache"):
         if arrays[name].dtype != q.dtype:
-            raise TypeError(f"{name}: expected dtype {q.dtype} to match q, got {arrays[name].dtype}")
+            hint = as_dtype("q", q.dtype, arrays[name].dtype.name)
+            raise TypeError(f"{name}: expected dtype {q.dtype} to match q, got {arrays[name].dtype}{hint}")
     first = "batch" if table is None else "pages"
     if k_cache.ndim != 4:
         raise ValueError(f"k_cache: expected 4 axes, {_axes(layout, first)}, got shape {k_cache.shape}")
@@ -92,6 +97,35 @@ def _check_cache(arrays: Mapping[str, Any], batch: int, head_dim: int, layout: s
         for name in ("k_cache", "v_cache"):
             check_writable(name, arrays[name], "new rows")
     return cache, num_heads_kv
+
+
+def check_caches(
+    arrays: Mapping[str, Any], problem: AttentionProblem, head_dim_step: int, alignment: int, addresses: Sequence[int]
+) -> None:
+    """Checks that kernels can take the caches as they are: a cache is written in place, and too large to copy.
+
+    Parameters
+    ----------
+    arrays : mapping
+        Those of `check_decode`.
+    problem : AttentionProblem
+    head_dim_step, alignment : int
+        What the kernels take: multiples of columns, and of bytes at which rows start.
+    addresses : sequence of int
+        Those of the caches.
+    """
+    if problem.head_dim % head_dim_step:
+        raise UnsupportedProblemError(
+            f"k_cache: for {problem.dtype} a head_dim that is a multiple of {head_dim_step} is supported, "
+            f"got {problem.head_dim}"
+        )
+    for name, address in zip(CACHES, addresses, strict=True):
+        array = arrays[name]
+        if array.size and not takes_rows(alignment, array, address):
+            raise ValueError(
+                f"{name}: expected contiguous rows that start on {alignment} bytes, because a cache is not copied, got "
+                f"strides {array.strides} at {address:#x}"
+            )
 
 
 def _check_new_rows(arrays: Mapping[str, Any], batch: int, num_heads_kv: int, head_dim: int, layout: str) -> int:
@@ -169,6 +203,6 @@ def _axes(layout: str, first: str = "batch") -> str:
 
 def _check_int32(name: str, array: Array, shape: tuple[int, ...]) -> None:
     if array.dtype.name != "int32":
-        raise TypeError(f'{name}: expected dtype int32, got {array.dtype}; write {name}.astype("int32")')
+        raise TypeError(f"{name}: expected dtype int32, got {array.dtype}{as_dtype(name, array.dtype, 'int32')}")
     if array.shape != shape:
         raise ValueError(f"{name}: expected shape {shape} to match q, got {array.shape}")

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, Protocol, TypeGuard
 
+from ..errors import UnsupportedProblemError
 from .arguments import check_bool, check_int
 from .array_types import Array
+from .conversions import as_dtype, scalar_of
 from .function_checks import floating_arguments
 
 __all__ = [
@@ -16,6 +18,7 @@ __all__ = [
     "Problem",
     "check_broadcast",
     "check_cap",
+    "check_deterministic",
     "check_dropout",
     "check_key_padding",
     "check_packed",
@@ -76,13 +79,13 @@ def extra_gradients(
     for name, source, wanted in (("dbias", "bias", return_dbias), ("dsink", "sink", return_dsink)):
         check_bool(f"return_{name}", wanted)
         if wanted and keywords.get(source) is None:
-            raise ValueError(f"return_{name}: there is no {source}")
+            raise ValueError(f"return_{name}: there is no {source}; pass that of the forward")
         if wanted:
             like[name] = keywords[source]
     check_bool("return_dscore_args", return_dscore_args)
     if return_dscore_args:
         if keywords.get("score_mod") is None:
-            raise ValueError("return_dscore_args: there is no score_mod")
+            raise ValueError("return_dscore_args: there is no score_mod; pass that of the forward")
         arrays = floating_arguments(keywords)
         if not arrays:
             raise ValueError("return_dscore_args: score_args has no floating-point array")
@@ -90,10 +93,25 @@ def extra_gradients(
     return like
 
 
+def check_deterministic(settings: Any, keywords: Mapping[str, Any]) -> None:
+    """Raises UnsupportedProblemError if kernels add up the gradients of a call's arrays in any order.
+
+    `settings` are the `FeatureSettings` of a backward, whose class imports this module.
+    """
+    if settings.dbias and not settings.full_dbias:
+        raise UnsupportedProblemError(
+            f"return_dbias: for a bias that is broadcast, here {keywords['bias'].shape}, GPUs sum it atomically; not "
+            "with deterministic"
+        )
+    if settings.dscore_args:
+        raise UnsupportedProblemError("return_dscore_args: GPUs sum them atomically; not with deterministic")
+
+
 def finite_number(name: str, value: object, wanted: str = "a finite number", or_none: bool = True) -> float:
     """A finite real number as float; `wanted` describes it in the error for a value that is not finite."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise TypeError(f"{name}: expected a real number{' or None' if or_none else ''}, got {type(value).__name__}")
+        expected = f"{name}: expected a real number{' or None' if or_none else ''}"
+        raise TypeError(f"{expected}, got {type(value).__name__}{scalar_of(name, value, 'float')}")
     try:
         number = float(value)
     except OverflowError:
@@ -113,10 +131,12 @@ def check_window(keywords: Mapping[str, Any], problem: Problem) -> dict[str, Any
         return {}
     if not isinstance(window, tuple | list) or len(window) != 2:
         got = f"{len(window)} elements" if isinstance(window, tuple | list) else type(window).__name__
-        raise TypeError(f"window: expected a tuple (left, right), got {got}")
+        hint = f"; write window=({window}, 0) for keys up to the query's own" if isinstance(window, int) else ""
+        raise TypeError(f"window: expected a tuple (left, right), got {got}{hint}")
     for side, limit in zip(("left", "right"), window, strict=True):
         if limit is not None and check_int(f"window ({side})", limit, "an int or None") < 0:
-            raise ValueError(f"window ({side}): expected at least 0, or None for no limit, got {limit}")
+            hint = "; write None where other libraries have -1" if limit == -1 else ""
+            raise ValueError(f"window ({side}): expected at least 0, or None for no limit, got {limit}{hint}")
     return {"window": tuple(None if limit is None else int(limit) for limit in window)}
 
 
@@ -212,7 +232,10 @@ def check_broadcast(name: str, array: Array, problem: Problem) -> None:
     )
     if not fits:
         wanted = f"a shape that can be broadcast to (batch, heads, seqlen_q, seqlen_k) = {shape}"
-        raise ValueError(f"{name}: expected {wanted}, got {array.shape}")
+        batch, _, seqlen_q, seqlen_k = shape
+        hints = {(batch, seqlen_q, seqlen_k): f"{name}[:, None]", (batch, seqlen_k): f"{name}[:, None, None]"}
+        hint = f"; write {hints[array.shape]} if its first axis is that of the batch" if array.shape in hints else ""
+        raise ValueError(f"{name}: expected {wanted}, got {array.shape}{hint}")
 
 
 def check_key_padding(name: str, array: Array, problem: Problem) -> None:
@@ -220,7 +243,11 @@ def check_key_padding(name: str, array: Array, problem: Problem) -> None:
     _check_dtype(name, array, ("bool",))
     batch, _, _, seqlen_k = problem.score_shape
     has_batch = problem.rank == 4 or problem.is_packed
-    _check_shape(name, array, (batch, seqlen_k) if has_batch else (seqlen_k,))
+    wanted = (batch, seqlen_k) if has_batch else (seqlen_k,)
+    if array.shape == (seqlen_k,) != wanted:
+        hint = f"; write mask={name} where all sequences have the same keys"
+        raise ValueError(f"{name}: expected shape {wanted} to match q and k, got {array.shape}{hint}")
+    _check_shape(name, array, wanted)
 
 
 def check_slopes(name: str, array: Array, problem: Problem) -> None:
@@ -242,7 +269,7 @@ def _check_dtype(name: str, array: Array, wanted: tuple[str, ...]) -> None:
         raise TypeError(f"{name}: expected dtype {' or '.join(wanted)}, got {array.dtype}{hint}")
 
 
-def _conversion(name: str, array: Array, wanted: Iterable[str]) -> str:
+def _conversion(name: str, array: Array, wanted: tuple[str, ...]) -> str:
     """The end of the message: an expression with the wanted dtype."""
     if name in OFFSETS and array.dtype.kind in "iu":
         return f'; write {name}.astype("int32") or cumsum(..., dtype="int32"), or make them with fa2cupy.cu_seqlens'
@@ -251,8 +278,7 @@ def _conversion(name: str, array: Array, wanted: Iterable[str]) -> str:
         return f"; write {name} != 0 where ones are visible keys{added}"
     if name == "bias" and array.dtype.kind == "b":
         return "; write mask=bias where True is a visible key"
-    *_, widest = wanted
-    return f'; write {name}.astype("{widest}")'
+    return as_dtype(name, array.dtype, wanted[-1])
 
 
 def _check_shape(name: str, array: Array, *wanted: tuple[int, ...]) -> None:

@@ -224,11 +224,14 @@ class FeatureArray(NamedTuple):
         For each number of axes that the array may have, the axes of the scores (batch, head, query, key) that its axes
         stand for: the array is broadcast over the scores, and the record has four strides of it, 0 along repeated axes.
         None if the array is not broadcast.
+    function : str
+        The keyword of a function that does the same, for messages.
     """
 
     kind: str
     check: Callable[[str, Array, Problem], None] | None = None
     axes: Mapping[int, tuple[int, ...]] | None = _LAST_AXES
+    function: str = ""
 
     def score_axes(self, rank: int) -> tuple[int, ...]:
         """The axes of the scores that an array of `rank` axes has; empty if it is not broadcast over the scores."""
@@ -411,7 +414,7 @@ FEATURES = {
     "bias": Feature(
         "kBias",
         _has("bias"),
-        arrays={"bias": FeatureArray("input", check_broadcast)},
+        arrays={"bias": FeatureArray("input", check_broadcast, function="score_mod")},
         registers=2,
         acts_on="scores",
         may_hide_rows=True,
@@ -426,7 +429,7 @@ FEATURES = {
     "mask": Feature(
         "kMask",
         _has("mask"),
-        arrays={"mask": FeatureArray("input_bool", check_broadcast)},
+        arrays={"mask": FeatureArray("input_bool", check_broadcast, function="mask_mod")},
         registers=2,
         acts_on="scores",
         may_hide_rows=True,

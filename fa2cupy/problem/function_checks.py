@@ -14,6 +14,7 @@ from ..functions.expressions import FLOAT
 from ..functions.tracing import BoundFunction, Program, argument_kind, trace
 from .arguments import array_backend
 from .array_types import Array
+from .conversions import Absent
 
 __all__ = [
     "ARGUMENTS",
@@ -69,6 +70,9 @@ def program_of(role: str, function: object, arrays: object) -> Program:
     named = {f"{name}[{number}]": array for number, array in enumerate(arrays)}
     if named:
         array_backend(named)
+    for one, array in named.items():
+        if array.size == 0:
+            raise ValueError(f"{one}: expected at least one element, got shape {array.shape}")
     program = trace(role, function, tuple(argument_kind(one, array) for one, array in named.items()))
     for one, array in named.items():
         _check_range(one, array)
@@ -114,8 +118,10 @@ def floating_arguments(keywords: Mapping[str, Any]) -> dict[str, Array]:
 
 def sequence_of(name: str, arrays: Any) -> Sequence[Any]:
     """The arrays of a function, under the name of their keyword. Raises TypeError unless they are a tuple or a list."""
+    if isinstance(arrays, Absent):
+        raise TypeError(arrays.text({}))
     if not isinstance(arrays, tuple | list):
-        hint = f"; write {name}=(array,)" if hasattr(arrays, "dtype") else ""
+        hint = f"; write {name}=(array,)" if hasattr(arrays, "dtype") else "; it is () for a function without arrays"
         raise TypeError(f"{name}: expected a tuple of arrays, got {type(arrays).__name__}{hint}")
     return arrays
 

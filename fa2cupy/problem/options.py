@@ -6,7 +6,7 @@ import functools
 from collections.abc import Mapping
 from typing import Any, NamedTuple, TypedDict, get_args
 
-from .arguments import check_bool
+from .arguments import check_bool, check_int
 from .names import Layout, Method, Precision
 
 __all__ = [
@@ -63,15 +63,11 @@ def check_options(options: CallOptions, dtype: str, most_splits: int = MAX_SPLIT
     """Raises TypeError or ValueError unless the options that need no kernels are legal for data of the dtype."""
     _check_num_splits(options.num_splits, most_splits)
     _check_precision(options.precision, dtype)
-    requested_method(options.method, options.deterministic, with_atomics=False)
+    requested_method(options.method, options.deterministic)
 
 
 def _check_num_splits(num_splits: object, most: int) -> None:
-    if num_splits is None:
-        return
-    if isinstance(num_splits, bool) or not isinstance(num_splits, int):
-        raise TypeError(f"num_splits: expected None or an int, got {type(num_splits).__name__}")
-    if not 1 <= num_splits <= most:
+    if num_splits is not None and not 1 <= check_int("num_splits", num_splits, "None or an int") <= most:
         numbers = f"1 to {most}" if most > 1 else "1"
         raise ValueError(f"num_splits: expected None or {numbers}, got {num_splits}")
 
@@ -85,15 +81,13 @@ def _check_precision(precision: object, dtype: str) -> None:
         raise ValueError(f"precision: it is a choice for float32, got {precision!r} for {dtype}")
 
 
-def requested_method(method: str | None, deterministic: bool, *, with_atomics: bool = True) -> str | None:
+def requested_method(method: str | None, deterministic: bool) -> str | None:
     """The method that the caller requests; None is the faster one.
 
     Parameters
     ----------
     method, deterministic
         As for `fa2cupy.backward`.
-    with_atomics : bool, optional
-        True if the order of ``single_pass``'s additions differs from run to run, as it does on GPUs.
 
     Raises
     ------
@@ -103,11 +97,11 @@ def requested_method(method: str | None, deterministic: bool, *, with_atomics: b
     if method not in (None, *METHOD_NAMES):
         raise ValueError(f"method: expected None, 'single_pass' or 'two_pass', got {method!r}")
     check_bool("deterministic", deterministic)
-    if not (deterministic and with_atomics):
+    if not deterministic:
         return method
     if method == "single_pass":
         raise ValueError(
-            "method: 'single_pass' adds atomically, so that it cannot be deterministic; use 'two_pass' or None"
+            "method: 'single_pass' adds atomically on GPUs, so that it cannot be deterministic; use 'two_pass' or None"
         )
     return "two_pass"
 

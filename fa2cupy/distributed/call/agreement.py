@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
 from ...problem.array_types import Array
-from ..communicator import Communicator, Stage
+from ..communicator import Communicator, Stage, check_communicator
 from ..local.lanes import is_captured
 from ..transport.messages import CommunicationError, Transport, head_of, without_text
 
@@ -28,9 +28,8 @@ def collective(function: _Function) -> _Function:
     """
 
     @functools.wraps(function)
-    def call(comm: Communicator, *arguments: Any, **keywords: Any) -> Any:
-        if not isinstance(comm, Communicator):
-            raise TypeError(f"comm: expected a fa2cupy.distributed.Communicator, got {type(comm).__name__}")
+    def call(comm: Any = None, *arguments: Any, **keywords: Any) -> Any:
+        check_communicator(comm)
         if comm.size == 1:
             return function(comm, *arguments, **keywords)
         if not comm.turn.acquire(blocking=False):

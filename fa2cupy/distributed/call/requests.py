@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from ...families.choice import check_on_any_gpu
 from ...families.tile import requested_tile
 from ...numerics.arrays import is_on_host
 from ...problem.arguments import OverlapCheck, array_backend, check_outputs, output_name, unpack_out
@@ -20,7 +21,7 @@ from ...problem.block_mask import BlockMask
 from ...problem.checks import Request as WholeRequest
 from ...problem.checks import Result, check_backward, check_forward, sizes_of
 from ...problem.feature_checks import extra_gradients, is_seed
-from ...problem.features import feature_arrays
+from ...problem.features import ARRAYS, feature_arrays
 from ...problem.function_checks import function_arrays, program_of
 from ...problem.options import CallOptions, requested_method
 from ..communicator import Communicator, Stage
@@ -127,7 +128,7 @@ def checked(comm: Communicator, arguments: CallArguments) -> Request:
             )
         comm.stage = Stage.TOGETHER
         return replace(known, keywords=arguments.keywords)
-    array_backend(arguments.given)
+    array_backend(arguments.given, rows=ARRAYS)
     request = _request(comm, arguments)
     description = _description(arguments) | {"ranks_per_host": str(comm.ranks_per_host)}
     request = replace(request, number=agree(comm, arguments.arrays["q"], description))
@@ -170,12 +171,13 @@ def _kind(value: Any) -> Hashable:
 def _request(comm: Communicator, arguments: CallArguments) -> Request:
     options, arrays = arguments.options, arguments.arrays
     order = check_order(arguments.order)
-    requested_method(options.method, options.deterministic, with_atomics=not is_on_host(arrays["q"]))
+    requested_method(options.method, options.deterministic)
     requested_tile("forward", options.config)
     shadows, rows = _shadows(comm.size, order, arguments)
     keywords = _whole_keywords(arguments, shadows)
     whole = _whole_request(arguments, shadows, keywords, comm.size)
     problem = whole.problem
+    check_on_any_gpu(arguments.call, problem, options)
     queries, keys = (RowOrder(order, comm.size, rows[name] * comm.size) for name in ("q", "k"))
     results = _own_results(whole.results, arguments)
     given = unpack_out(arguments.out, tuple(result.name for result in results))
