@@ -232,7 +232,7 @@ def forward(
     >>> o.shape, lse.shape
     ((2, 128, 4, 64), (2, 4, 128))
     """
-    options = options_of(forward, keywords)
+    options = options_of("fa2cupy.forward", keywords)
     return backend_of("q", q).forward(q, k, v, out, options, keywords)
 
 
@@ -367,7 +367,7 @@ def backward(
     constants are fitted to times on an H100 (``fa2cupy/families/estimate.py``). For float32 on tensor
     cores it is ``single_pass``.
     """
-    options = options_of(backward, keywords)
+    options = options_of("fa2cupy.backward", keywords)
     return backend_of("q", q).backward(q, k, v, o, lse, do, delta, dlse, out, options, keywords)
 
 

@@ -71,7 +71,7 @@ def attention(
     >>> dqkv = np.empty((1, 64, 3, 2, 32), "float32")  # the gradient of a packed array
     >>> _ = backprop(do, out=(dqkv[:, :, 0], dqkv[:, :, 1], dqkv[:, :, 2]))
     """
-    check_keywords(attention, keywords)
+    check_keywords("fa2cupy.attention", keywords)
     return with_backprop(forward, backward, (q, k, v), keywords, return_lse)
 
 

@@ -49,7 +49,7 @@ def forward(q: ArrayT, k: ArrayT, v: ArrayT, **keywords: Unpack[ScoreKeywords]) 
     o : ndarray of float64, shape of q, with the columns of v
     lse : ndarray of float64, shape (batch, num_heads, seqlen_q)
     """
-    check_keywords(forward, keywords)
+    check_keywords("fa2cupy.reference.forward", keywords)
     problem = problem_from_arrays(q, k, v, **keywords)
     with device_context(q):
         return Formulas(problem, keywords, q, "float64", "float64").forward(q, k, v)
@@ -104,7 +104,7 @@ def backward(
     dbias, dsink, *dscore_args : ndarray of float64, shapes of bias, sink and the floating-point score_args
         Only if asked for.
     """
-    check_keywords(backward, keywords)
+    check_keywords("fa2cupy.reference.backward", keywords)
     problem = problem_from_arrays(q, k, v, **keywords)
     array_backend({"q": q, "o": o, "lse": lse, "do": do}, {"dlse": dlse})
     for name, array, shape in (("o", o, problem.o_shape), ("lse", lse, problem.lse_shape), ("do", do, problem.o_shape)):
@@ -133,7 +133,7 @@ def baseline_forward(q: ArrayT, k: ArrayT, v: ArrayT, **keywords: Unpack[ScoreKe
     Matrix products, here and in `baseline_backward`, are summed in float32 (float64 for float64 data) and rounded to
     the dtype of q, and so are P and dS before they enter one. NumPy and CuPy differ by the order of sums only.
     """
-    check_keywords(baseline_forward, keywords)
+    check_keywords("fa2cupy.reference.baseline_forward", keywords)
     problem = problem_from_arrays(q, k, v, **keywords)
     with device_context(q):
         return Formulas(problem, keywords, q, problem.accumulator_dtype, q.dtype).forward(q, k, v)
@@ -166,7 +166,7 @@ def baseline_backward(
     dbias, dsink, *dscore_args : ndarray, shapes and dtypes of bias, sink and the floating-point score_args
         Only if asked for.
     """
-    check_keywords(baseline_backward, keywords)
+    check_keywords("fa2cupy.reference.baseline_backward", keywords)
     problem = problem_from_arrays(q, k, v, **keywords)
     extra = extra_gradients(keywords, return_dbias, return_dsink, return_dscore_args)
     with device_context(q):
@@ -207,7 +207,7 @@ def gradient_noise(
         ``"dq"`` and ``"dk"``, and those of ``"dbias"``, ``"dsink"`` and ``"dscore_args[0]"`` and so on that are asked
         for, in units of the machine epsilon of the sums.
     """
-    check_keywords(gradient_noise, keywords)
+    check_keywords("fa2cupy.reference.gradient_noise", keywords)
     problem = problem_from_arrays(q, k, v, **keywords)
     extra = extra_gradients(keywords, return_dbias, return_dsink, return_dscore_args)
     with device_context(q):

@@ -102,7 +102,7 @@ class Expectation:
         dlse: Array | None = None,
         **keywords: Unpack[ScoreKeywords],
     ):
-        check_keywords(Expectation, keywords)
+        check_keywords("fa2cupy.testing.Expectation", keywords)
         options: dict[str, Any] = {**keywords}
         self._inputs, self._do, self._options = (q, k, v), do, options
         self._gradient_options = options | {"dlse": dlse}

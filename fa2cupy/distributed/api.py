@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal, overload
 
@@ -152,7 +152,7 @@ def forward(
     >>> np.allclose(dist.simulate(4, work)[0], fa2cupy.forward(q, k, v, causal=True)[0], atol=1e-6)
     True
     """
-    return _results(comm, _arguments(forward, {"q": q, "k": k, "v": v}, out, keywords))
+    return _results(comm, _arguments("forward", {"q": q, "k": k, "v": v}, out, keywords))
 
 
 @takes(RankBackwardKeywords)
@@ -223,7 +223,7 @@ def backward(
     ``"hybrid"`` the sum of both levels, as in the forward.
     """
     arrays = {"q": q, "k": k, "v": v, "o": o, "lse": lse, "do": do, "delta": delta, "dlse": dlse}
-    return _results(comm, _arguments(backward, arrays, out, keywords))
+    return _results(comm, _arguments("backward", arrays, out, keywords))
 
 
 @overload
@@ -282,16 +282,15 @@ def attention(
     TypeError, ValueError, UnsupportedProblemError, CommunicationError
         As for `forward` and `backward`.
     """
-    check_keywords(attention, keywords)
+    check_keywords("fa2cupy.distributed.attention", keywords)
     return with_backprop(inspect.unwrap(forward), backward, (comm, q, k, v), keywords, return_lse)
 
 
-def _arguments(function: Callable[..., Any], arrays: Mapping[str, Any], out: Any, keywords: Any) -> CallArguments:
-    """The arguments of a call of `forward` or `backward`."""
-    options = options_of(function, keywords)
+def _arguments(call: str, arrays: Mapping[str, Any], out: Any, keywords: Any) -> CallArguments:
+    options = options_of(f"fa2cupy.distributed.{call}", keywords)
     of_ranks = {name: keywords.pop(name) for name in RankKeywords.__annotations__ if name in keywords}
     given = {name: value for name, value in keywords.items() if value is not None}
-    return CallArguments(function.__name__, arrays, out, options, given, **of_ranks)
+    return CallArguments(call, arrays, out, options, given, **of_ranks)
 
 
 def _results(comm: Communicator, arguments: CallArguments) -> Any:

@@ -156,7 +156,7 @@ def problem_from_arrays(
 ) -> AttentionProblem:
     """The problem of q, k, v, options and keywords of features (see `FeatureKeywords`), checked against each other."""
     if keywords:
-        check_keywords(problem_from_arrays, keywords)
+        check_keywords("fa2cupy.problem.checks.problem_from_arrays", keywords)
     check_bool("causal", causal)
     array_backend({"q": q, "k": k, "v": v})
     batch, seqlen_q, num_heads, head_dim = sizes_of("q", q, layout)

@@ -11,7 +11,7 @@ import difflib
 import inspect
 import re
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from .features import FEATURES, KEYWORD_DEFAULTS, FeatureKeywords
 from .options import CallOptions, ScoreOptions, call_options, hashable_config, kept_options
@@ -51,8 +51,16 @@ _ELSEWHERE = {
 }
 
 
-#: For each function the keywords that it takes as ``**keywords``, and those of them that are options.
-_tables: dict[Callable[..., Any], tuple[frozenset[str], frozenset[str]]] = {}
+class _Table(NamedTuple):
+    """The keywords that a function takes as ``**keywords``, those of them that are options, and all in order."""
+
+    keywords: frozenset[str]
+    options: frozenset[str]
+    listed: tuple[str, ...]
+
+
+#: By public names, such as ``fa2cupy.forward``: a test or a profiler may put another function in a function's place.
+_tables: dict[str, _Table] = {}
 
 
 def takes(table: Any) -> Callable[[_Function], _Function]:
@@ -76,14 +84,18 @@ def takes(table: Any) -> Callable[[_Function], _Function]:
         parameters = [*own[: len(own) - len(last)], *options, *last, *features]
         described: Any = function
         described.__signature__ = signature.replace(parameters=parameters)
-        _tables[function] = (frozenset(keywords), frozenset(keywords) & _OPTIONS)
+        listed = tuple(one.name for one in parameters if one.kind is one.KEYWORD_ONLY)
+        name = f"{re.sub(r'[.](api|closure)$', '', function.__module__)}.{function.__qualname__}"
+        _tables[name] = _Table(frozenset(keywords), frozenset(keywords) & _OPTIONS, listed)
         return function
 
     return with_signature
 
 
-def options_of(function: Callable[..., Any], keywords: Any) -> CallOptions:
-    """Checks the ``**keywords`` of a call and takes its options out of them; those of features are left.
+def options_of(function: str, keywords: Any) -> CallOptions:
+    """Checks the ``**keywords`` of a call of a function, by its public name, and takes its options out of them.
+
+    The keywords of features are left.
 
     Raises
     ------
@@ -92,7 +104,7 @@ def options_of(function: Callable[..., Any], keywords: Any) -> CallOptions:
     """
     if not keywords:
         return _NO_OPTIONS
-    known, options = _tables[function]
+    known, options, _ = _tables[function]
     if options.issuperset(keywords):  # most calls have no features
         try:
             found = kept_options(**keywords)
@@ -111,7 +123,7 @@ def options_of(function: Callable[..., Any], keywords: Any) -> CallOptions:
     return call_options(**given)
 
 
-def check_keywords(function: Callable[..., Any], given: Mapping[str, object]) -> None:
+def check_keywords(function: str, given: Mapping[str, object]) -> None:
     """Checks that all of `given`, the ``**keywords`` of a function, are keywords of its table.
 
     Raises
@@ -119,13 +131,12 @@ def check_keywords(function: Callable[..., Any], given: Mapping[str, object]) ->
     TypeError
         One is not; the text suggests a replacement and lists all keywords of the function.
     """
-    known, _ = _tables[function]
-    if given.keys() <= known:
+    table = _tables[function]
+    if given.keys() <= table.keywords:
         return
-    unknown = next(name for name in given if name not in known)
-    keywords = _keywords(function)
-    hint = _hint(function, unknown, given[unknown], keywords)
-    all_of_them = f"The keywords of {_public_name(function)} are {', '.join(keywords)}"
+    unknown = next(name for name in given if name not in table.keywords)
+    hint = _hint(function, unknown, given[unknown])
+    all_of_them = f"The keywords of {function} are {', '.join(table.listed)}"
     raise TypeError(f"unexpected keyword argument {unknown!r}{hint} {all_of_them}")
 
 
@@ -140,28 +151,18 @@ def similar(name: str, known: Iterable[str]) -> str | None:
     return next(iter(difflib.get_close_matches(lower, known, 1)), None)
 
 
-def _keywords(function: Callable[..., Any]) -> list[str]:
-    return [name for name, one in inspect.signature(function).parameters.items() if one.kind is one.KEYWORD_ONLY]
-
-
-def _public_module(function: Callable[..., Any]) -> str:
-    return re.sub(r"\.(api|closure)$", "", function.__module__)
-
-
-def _public_name(function: Callable[..., Any]) -> str:
-    return f"{_public_module(function)}.{function.__qualname__}"
-
-
-def _hint(function: Callable[..., Any], name: str, value: object, keywords: list[str]) -> str:
+def _hint(function: str, name: str, value: object) -> str:
     """The suggestion that ends the sentence about an unknown keyword."""
+    keywords = _tables[function].listed
     if name in _RETURN_LSE and "return_lse" in keywords:
         return "; did you mean 'return_lse'?"
     if name.lower() in _ELSEWHERE:
         return f"; write {_converted(name.lower(), value) or _ELSEWHERE[name.lower()]}."
-    beside = [one for one in _tables if _public_module(one) == _public_module(function)]
-    others = [one for one in beside if name in _keywords(one)]
+    module = function.rpartition(".")[0]
+    beside = {other: table for other, table in _tables.items() if other.rpartition(".")[0] == module}
+    others = [other for other, table in beside.items() if name in table.listed]
     if others:
-        return f": it is one of {' and '.join(map(_public_name, others))}."
+        return f": it is one of {' and '.join(others)}."
     close = similar(name, keywords)
     if close:
         return f"; did you mean {close!r}?"
