@@ -5,12 +5,13 @@ from __future__ import annotations
 from fa2cupy import TileConfig
 
 from .mutant import Mutant
-from .problems import HOPPER_COLUMNS, HOPPER_TRANSPOSED, Problem
+from .problems import HOPPER_COLUMNS, HOPPER_TRANSPOSED, Problem, without_keys
 
 # Like HOPPER_COLUMNS and HOPPER_TRANSPOSED, these are ragged and long enough that every buffer is used again. In ROWS
 # each group has its own keys, and dQ is by rows. In DIVIDED the groups are divided between dK and dV.
 HOPPER_ROWS = Problem(lengths=(600, 150), causal=False, hopper_tile=TileConfig(128, 128, 12, 2))
 HOPPER_DIVIDED = Problem(head_dim=256, lengths=(310, 100), hopper_tile=TileConfig(64, 64, 12, 2))
+HOPPER_WITHOUT_KEYS = without_keys(lengths=(200, 150), causal=False, hopper_tile=TileConfig(128, 128, 12, 2))
 
 MUTANTS = (
     # sm90: the backward's barriers
@@ -173,12 +174,12 @@ MUTANTS = (
         HOPPER_TRANSPOSED,
     ),
     Mutant(
-        "rows past the end with an infinite P",
+        "a row without a key is not known by its statistic",
         "backward_dkdv",
         "x[i] = kLse && x[i] == -common::infinity<float>() ? x[i] : x[i] * factor;",
         "x[i] = x[i] * factor;",
         "numbers",
-        HOPPER_ROWS,
+        HOPPER_WITHOUT_KEYS,
     ),
     Mutant(
         "tiles without the mask",
