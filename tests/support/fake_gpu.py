@@ -20,36 +20,13 @@ from fa2cupy.families.device import DeviceInfo
 from fa2cupy.gpu import calls, copies, device_memory, prepare, prepared, signatures
 from fa2cupy.gpu.launch import ABSENT
 from fa2cupy.plan.stages import Plan, Stage
-from fa2cupy.problem.options import call_options, hashable_config
+from fa2cupy.problem.options import CallOptions, call_options, hashable_config
 from fa2cupy.system.recent import RecentlyUsed
 
 
-def forward(
-    q,
-    k,
-    v,
-    *,
-    causal=False,
-    scale=None,
-    layout="bshd",
-    out=None,
-    config=None,
-    family=None,
-    num_splits=None,
-    precision=None,
-    **features,
-):
+def forward(q, k, v, *, out=None, **keywords):
     """Calls `fa2cupy.gpu.calls.forward` by keyword."""
-    options = call_options(
-        causal=causal,
-        softmax_scale=scale,
-        layout=layout,
-        config=hashable_config(config),
-        family=family,
-        num_splits=num_splits,
-        precision=precision,
-    )
-    return calls.forward(q, k, v, out, options, features)
+    return calls.forward(q, k, v, out, _options(keywords), keywords)
 
 
 def delta(o, do, *, layout="bshd", out=None):
@@ -57,26 +34,10 @@ def delta(o, do, *, layout="bshd", out=None):
     return calls.delta(o, do, out, call_options(layout=layout))
 
 
-def decode(
-    q,
-    k_cache,
-    v_cache,
-    cache_seqlens,
-    *,
-    k=None,
-    v=None,
-    block_table=None,
-    causal=True,
-    scale=None,
-    layout="bshd",
-    out=None,
-    family=None,
-    num_splits=None,
-    **features,
-):
+def decode(q, k_cache, v_cache, cache_seqlens, *, k=None, v=None, block_table=None, out=None, **keywords):
     """Calls `fa2cupy.gpu.calls.decode` by keyword."""
-    options = call_options(causal=causal, softmax_scale=scale, layout=layout, family=family, num_splits=num_splits)
-    return calls.decode(q, k_cache, v_cache, cache_seqlens, k, v, block_table, out, options, features)
+    keywords = {"causal": True, **keywords}
+    return calls.decode(q, k_cache, v_cache, cache_seqlens, k, v, block_table, out, _options(keywords), keywords)
 
 
 def merge(o_parts, lse_parts, *, layout="bshd", out=None):
@@ -84,47 +45,19 @@ def merge(o_parts, lse_parts, *, layout="bshd", out=None):
     return calls.merge(o_parts, lse_parts, out, call_options(layout=layout))
 
 
-def backward(
-    q,
-    k,
-    v,
-    o,
-    lse,
-    do,
-    *,
-    causal=False,
-    scale=None,
-    delta=None,
-    method=None,
-    deterministic=False,
-    layout="bshd",
-    out=None,
-    config=None,
-    family=None,
-    dlse=None,
-    return_dbias=False,
-    return_dsink=False,
-    num_splits=None,
-    precision=None,
-    return_dscore_args=False,
-    **features,
-):
+def backward(q, k, v, o, lse, do, *, delta=None, dlse=None, out=None, **keywords):
     """Calls `fa2cupy.gpu.calls.backward` by keyword."""
-    options = call_options(
-        causal=causal,
-        softmax_scale=scale,
-        layout=layout,
-        config=hashable_config(config),
-        family=family,
-        method=method,
-        deterministic=deterministic,
-        return_dbias=return_dbias,
-        return_dsink=return_dsink,
-        num_splits=num_splits,
-        precision=precision,
-        return_dscore_args=return_dscore_args,
-    )
-    return calls.backward(q, k, v, o, lse, do, delta, dlse, out, options, features)
+    return calls.backward(q, k, v, o, lse, do, delta, dlse, out, _options(keywords), keywords)
+
+
+#: Options by the keywords of these functions.
+_OPTIONS = {"scale": "softmax_scale", **{name: name for name in CallOptions._fields}}
+
+
+def _options(keywords: dict) -> CallOptions:
+    """Takes the options out of the keywords of a call; those of features are left."""
+    given = {_OPTIONS[name]: keywords.pop(name) for name in tuple(keywords) if name in _OPTIONS}
+    return call_options(**given | {"config": hashable_config(given.get("config"))})
 
 
 @contextlib.contextmanager
