@@ -66,27 +66,30 @@ _tables: dict[str, _Table] = {}
 def takes(table: Any) -> Callable[[_Function], _Function]:
     """Makes the signature of a function, or of a class, have the keywords of a TypedDict in place of ``**keywords``.
 
-    Those of features come last, behind the parameters that the function declares itself.
+    Its options stand before the keywords that the function declares itself, and features behind them.
     """
+
+    def place(one: inspect.Parameter) -> int:
+        if one.kind is not one.KEYWORD_ONLY:
+            return 0
+        return 3 if one.name in FeatureKeywords.__annotations__ else 1 if one.name in table.__annotations__ else 2
 
     def with_signature(function: _Function) -> _Function:
         signature = inspect.signature(function)
-        own = list(signature.parameters.values())[:-1]
-        keywords = {
-            name: inspect.Parameter(
+        *own, _ = signature.parameters.values()
+        taken = [
+            inspect.Parameter(
                 name, inspect.Parameter.KEYWORD_ONLY, default=_DEFAULTS.get(name), annotation=hint.__forward_arg__
             )
             for name, hint in table.__annotations__.items()
-        }
-        options = [one for name, one in keywords.items() if name not in FeatureKeywords.__annotations__]
-        features = [one for name, one in keywords.items() if name in FeatureKeywords.__annotations__]
-        last = [one for one in own if one.kind is one.KEYWORD_ONLY]
-        parameters = [*own[: len(own) - len(last)], *options, *last, *features]
+        ]
+        parameters = sorted([*own, *taken], key=place)
         described: Any = function
         described.__signature__ = signature.replace(parameters=parameters)
+        keywords = frozenset(table.__annotations__)
         listed = tuple(one.name for one in parameters if one.kind is one.KEYWORD_ONLY)
         name = f"{re.sub(r'[.](api|closure)$', '', function.__module__)}.{function.__qualname__}"
-        _tables[name] = _Table(frozenset(keywords), frozenset(keywords) & _OPTIONS, listed)
+        _tables[name] = _Table(keywords, keywords & _OPTIONS, listed)
         return function
 
     return with_signature
