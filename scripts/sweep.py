@@ -4,12 +4,13 @@
     python scripts/sweep.py --operation backward --head-dim 64 --causal --save  the winner becomes this GPU's default
     python scripts/sweep.py --operation forward --head-dim 64 --arch sm_86      without a GPU: the compiler's report
     python scripts/sweep.py --operation backward_dq --b-r 64 128 --warps 4      only some
+    python scripts/sweep.py --plot-only CSV                                     the table and picture of an earlier one
 
 ``backward`` is the kernel of ``single_pass``; ``backward_dq`` and ``backward_dkdv`` are those of ``two_pass``. Only
 that kernel is timed, without Delta or the conversion of dQ, and its TFLOP/s count the matrix products it really does.
 A result is checked, one head against float64, at a length that is no multiple of any tile. Then all tiles are timed
 once, and the best of them again in rounds. `fa2cupy.compile_report` gives the compiler's part of the table to your own
-scripts. Writes sweep-<kernel>.csv and .png.
+scripts. Writes sweep-<kernel>.csv and .png, where the fastest tile and the present default are marked.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import datetime
 import random
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,11 +34,13 @@ from common.measure import (
     find_gpu,
     format_bytes,
     milliseconds,
+    plots_folder,
     positive_int,
     progress,
     results_folder,
     rotating,
     rotating_inputs,
+    show_earlier,
     supported_head_dim,
     time_in_rounds,
     write_csv,
@@ -50,6 +53,7 @@ from fa2cupy.cli import run_command
 from fa2cupy.families.choice import choose
 from fa2cupy.families.device import DeviceInfo
 from fa2cupy.families.operations import TILED
+from fa2cupy.families.registry import family_of_kernel
 from fa2cupy.families.tile import TileConfig
 from fa2cupy.families.tile_choice import choose_tile
 from fa2cupy.families.tuning import save_tuned_tile
@@ -107,6 +111,12 @@ def choose_tiles(options: argparse.Namespace) -> list[TileConfig]:
     if options.max_configs and len(tiles) > options.max_configs:
         tiles = [tiles[i * len(tiles) // options.max_configs] for i in range(options.max_configs)]
     return tiles
+
+
+def problem_of(kernel: KernelSpec, seqlen: int) -> Problem:
+    """Returns the problem on which a kernel is timed."""
+    batch, num_heads = max(1, TOKENS[kernel.dtype] // seqlen), max(1, MODEL_DIM // kernel.head_dim)
+    return Problem(kernel.dtype, kernel.head_dim, seqlen, batch, num_heads, kernel.causal)
 
 
 def default_of(kernel: KernelSpec, device: DeviceInfo) -> TileConfig | None:
@@ -220,6 +230,38 @@ def as_record(row: Row, problem: Problem, stamp: dict[str, object]) -> dict[str,
     return record
 
 
+def row_of(record: Mapping[str, str]) -> Row:
+    """Returns the row that `as_record` wrote to a CSV."""
+    device = DeviceInfo.named(record["arch"])
+    family = family_of_kernel(record["operation"], record["dtype"], device, record["family"])
+    tile = TileConfig(*(int(record[field.name]) for field in dataclasses.fields(TileConfig)))
+    numbers = (record["dtype"], int(record["head_dim"]), bool(int(record["causal"])))
+    kernel = KernelSpec(record["operation"], family, record["arch"], *numbers, tile)
+    registers, spilled, shared = (int(record[name]) for name in ("registers", "spill_bytes", "shared_bytes"))
+    blocks = device.resident_blocks(tile.num_threads, registers, shared) if registers else 0
+    failure = "" if registers else record["status"]
+    resources = (registers, spilled, shared, blocks, float(record["occupancy"]))
+    report = TileReport(tile, *resources, float(record["compile_s"]), failure, kernel)
+    return Row(report, record["status"], (float(record["ms_median"]),) if record["ms_median"] else ())
+
+
+def show(rows: Sequence[Row], seqlen: int, path: Path, device: DeviceInfo) -> None:
+    """Prints the table and draws the picture."""
+    kernel = rows[0].report.kernel
+    problem, default = problem_of(kernel, seqlen), default_of(kernel, device)
+    print(f"family {kernel.family_name}: {problem}; the default tile is {default}")
+    print(*table(rows, problem, default), sep="\n")
+    if can_plot():
+        plot(rows, problem, path, device, default)
+
+
+def show_records(records: Sequence[Mapping[str, str]], path: Path) -> None:
+    """Shows an earlier sweep."""
+    device = DeviceInfo.named(records[0]["arch"])
+    device = dataclasses.replace(device, name=records[0]["gpu"] or device.name)
+    show([row_of(record) for record in records], int(records[0]["seqlen"]), path, device)
+
+
 def table(rows: Sequence[Row], problem: Problem, default: TileConfig | None = None) -> list[str]:
     """Returns the printed table: the fastest tiles first, or by tile if none was timed."""
     ordered = sorted(rows, key=lambda row: row.ms if row.samples else float("inf"))
@@ -274,7 +316,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     """Parses the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--operation", choices=TILED, required=True, help="the kernel")
+    add("--operation", choices=TILED, help="the kernel")
     add("--dtype", choices=DTYPES, default="float16", help="default: %(default)s")
     add("--head-dim", type=supported_head_dim, default=128, metavar="N", help="default: %(default)s")
     add("--seqlen", type=positive_int, default=4096, metavar="N", help="of the timed calls; default: %(default)s")
@@ -295,7 +337,10 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     )
     add("--save", action="store_true", help="write the winner to the user's tuning file")
     add("--out", metavar="DIR", help="default: scripts/results/<gpu or arch>")
+    add("--plot-only", metavar="CSV", help="show an earlier sweep; needs no GPU")
     options = parser.parse_args(arguments)
+    if not options.operation and not options.plot_only:
+        parser.error(f"--operation: name the kernel, one of {', '.join(TILED)}")
     if options.save and options.arch:
         parser.error("--save: nothing is timed with --arch, so there is no winner")
     return options
@@ -304,6 +349,10 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
 def main(arguments: Sequence[str] | None = None) -> int:
     """Returns 1 if not a single tile works."""
     options = parse_arguments(arguments)
+    if options.plot_only:
+        source, chosen = Path(options.plot_only), options.out
+        picture = f"{source.stem}.png"
+        return show_earlier(source, lambda records: show_records(records, plots_folder(source, chosen) / picture))
     gpu = None if options.arch else find_gpu("; or name an architecture to compile for, such as --arch sm_80")
     if gpu is None and not options.arch:
         return 2
@@ -321,10 +370,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"sweep.py: {error}", file=sys.stderr)
         return 2
     rows = [Row(report, report.failure or "compiled") for report in reports]
-    kernel = reports[0].kernel
-    default, head_dim = default_of(kernel, device), kernel.head_dim
-    batch = max(1, TOKENS[options.dtype] // options.seqlen)
-    problem = Problem(options.dtype, head_dim, options.seqlen, batch, max(1, MODEL_DIM // head_dim), options.causal)
+    problem = problem_of(reports[0].kernel, options.seqlen)
     stamp = {"gpu": device.name if gpu else "", "date": datetime.date.today().isoformat()}
     name = f"sweep-{options.operation}-{options.dtype}-d{problem.head_dim}-s{problem.seqlen}"
     path = (
@@ -337,10 +383,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     finally:
         records = [as_record(row, problem, stamp) for row in rows]
         write_csv(path, list(records[0]), records)
-    print(f"family {kernel.family_name}: {problem}; the default tile is {default}")
-    print(*table(rows, problem, default), f"written to {path}", sep="\n")
-    if can_plot():
-        plot(rows, problem, path.with_suffix(".png"), device, default)
+    show(rows, problem.seqlen, path.with_suffix(".png"), device)
+    print(f"written to {path}")
     if not gpu:
         return 0 if any(not row.report.failure for row in rows) else 1
     timed = [row for row in rows if row.samples]

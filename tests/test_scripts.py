@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 import same_code
 import sweep
-from common import ROOT, SCRIPTS
+from common import ROOT, SCRIPTS, measure
 from support.fake_timing import HAS_MATPLOTLIB
 
 WITHOUT_SITE = (sys.executable, "-S")  # without site-packages, where fa2cupy may be installed
@@ -53,7 +53,9 @@ def test_scripts_find_the_package_of_a_bare_checkout_from_anywhere(script, envir
 
 @pytest.mark.skipif(not HAS_MATPLOTLIB, reason="plots need matplotlib")
 @pytest.mark.parametrize(
-    ("script", "option"), [(benchmark, "--plot-only"), (methods, "--show")], ids=["benchmark", "methods"]
+    ("script", "option"),
+    [(benchmark, "--plot-only"), (methods, "--show"), (sweep, "--plot-only")],
+    ids=["benchmark", "methods", "sweep"],
 )
 @pytest.mark.parametrize(
     ("content", "reason"),
@@ -108,18 +110,28 @@ PLOTTING = [path.stem for path in sorted(SCRIPTS.glob("*.py")) if '"--plot-only"
 def test_plot_only_draws_beside_the_csv_or_where_it_is_told_to(name, tmp_path, monkeypatch):
     script = importlib.import_module(name)
     drawn = []
-    for draw in {"bar_panels", "line_panels"} & vars(script).keys():
+    for draw in {"bar_panels", "heat_map", "line_panels"} & vars(script).keys():
         monkeypatch.setattr(script, draw, lambda path, *_: drawn.append(path.relative_to(tmp_path)))
     monkeypatch.setattr(script, "can_plot", lambda: True)
-    source = tmp_path / "earlier" / f"{name}.csv"
+    measured = min((SCRIPTS / "results" / "h100-80gb-hbm3").glob(f"{name}*.csv"))
+    source = tmp_path / "earlier" / measured.name
     source.parent.mkdir()
-    shutil.copy(SCRIPTS / "results" / "h100-80gb-hbm3" / source.name, source)
+    shutil.copy(measured, source)
     assert script.main(["--plot-only", str(source)]) == 0
     beside, drawn[:] = list(drawn), []
     assert beside and {path.parent.name for path in beside} == {"earlier"}
     assert script.main(["--plot-only", str(source), "--out", str(tmp_path / "new" / "out")]) == 0
     assert drawn == [Path("new", "out", path.name) for path in beside]
     assert (tmp_path / "new" / "out").is_dir()
+
+
+def test_a_closed_pipe_is_no_fault_of_the_csv():
+    def show(rows):
+        raise BrokenPipeError
+
+    source = SCRIPTS / "results" / "h100-80gb-hbm3" / "models.csv"
+    with pytest.raises(BrokenPipeError):
+        measure.show_earlier(source, show)
 
 
 def test_there_are_scripts_that_plot():

@@ -65,7 +65,9 @@ def kernel_with(b_r: int, b_c: int = 64, num_warps: int = 4) -> KernelSpec:
 
 
 def row_of(kernel: KernelSpec, *samples: float, failure: str = "", registers: int = 128) -> sweep.Row:
-    report = TileReport(kernel.tile, registers, 0, kernel.shared_memory_bytes, 2, 0.25, 1.5, failure, kernel)
+    shared, device = kernel.shared_memory_bytes, DeviceInfo.named("sm_80")
+    blocks = device.resident_blocks(kernel.tile.num_threads, registers, shared) if registers else 0
+    report = TileReport(kernel.tile, registers, 0, shared, blocks, 0.25, 1.5, failure, kernel)
     return sweep.Row(report, failure or "compiled", samples)
 
 
@@ -89,6 +91,18 @@ def test_filters(capsys):
     assert len(some) == 5 and {tile.num_warps for tile in some} == {4}
     assert sweep.main([*base, "--b-r", "7"]) == 1
     assert "no legal tile is left" in capsys.readouterr().err
+
+
+def test_a_row_is_read_as_it_was_written():
+    tried = [
+        row_of(kernel_with(64), 2.0),
+        row_of(kernel_with(128)),
+        row_of(kernel_with(64, 32), failure="refused", registers=0),
+    ]
+    for row in tried:
+        record = {name: str(value) for name, value in sweep.as_record(row, PROBLEM, {}).items()}
+        found = sweep.row_of(record)
+        assert (found.status, found.samples, found.report) == (row.status, row.samples, row.report)
 
 
 @pytest.mark.parametrize("default", [TileConfig(128, 64, 8), TileConfig(256, 32, 8), None])

@@ -448,6 +448,8 @@ def show_earlier(
         if not rows:
             raise ValueError("it has no rows")
         show(rows)
+    except BrokenPipeError:  # of stdout, which `run_command` handles
+        raise
     except (OSError, csv.Error, KeyError, TypeError, ValueError) as error:
         reason = f"it has no {error}" if isinstance(error, KeyError) else error
         print(f"{option}: {source} cannot be shown as the CSV of an earlier run ({reason})", file=sys.stderr)
