@@ -51,6 +51,7 @@ if __name__ == "__main__" and "OMP_NUM_THREADS" not in os.environ:
         os.environ.setdefault(name, "1")
 
 import numpy as np
+from common.plots import can_plot
 from common.ranks import communicator, free_ports
 from language_model.arrays import Arrays, NumpyArrays, SetupError, select_arrays
 from language_model.data import Corpus, load_corpus, zlib_bits_per_byte
@@ -335,9 +336,7 @@ def run(options: argparse.Namespace, ranks: OneRank) -> int:
     print(*report_lines(list(results.values()), line, arrays.memory_meaning), sep="\n")
     first = next(iter(results))
     name = first if len(results) == 1 else first.removesuffix("-fused")
-    if importlib.util.find_spec("matplotlib") is None:
-        print("no picture of the curves: matplotlib is not installed (pip install matplotlib)")
-    else:
+    if can_plot():
         title = f"Byte-level GPT on Python's standard library: {name} on {arrays.device}"
         plot_curves(folder / f"{name}.png", title, list(results.values()), line)
     print(f"written to {folder}")

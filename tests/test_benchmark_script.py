@@ -228,8 +228,8 @@ def test_plot_only(tmp_path, capsys):
 @pytest.mark.skipif(not HAS_MATPLOTLIB, reason="plots need matplotlib")
 def test_panels_are_in_the_order_of_numbers_and_none_is_empty(tmp_path, monkeypatch):
     figures = []
-    new_figure = plots._new_figure
-    monkeypatch.setattr(plots, "_new_figure", lambda *size: figures.append(new_figure(*size)) or figures[-1])
+    new_figure = plots.new_figure
+    monkeypatch.setattr(plots, "new_figure", lambda *size: figures.append(new_figure(*size)) or figures[-1])
     head_dims = (32, 64, 128, 256, 96)  # in any order, as in a file; float32 has only some
     rows = [
         {

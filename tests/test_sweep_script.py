@@ -126,7 +126,7 @@ def test_the_winner_and_the_default_are_marked(default, monkeypatch, tmp_path):
 @pytest.mark.skipif(not HAS_MATPLOTLIB, reason="plots need matplotlib")
 def test_marks_of_cells_that_exist_are_drawn(tmp_path, monkeypatch):
     legends = []
-    figure = plots._new_figure(1, 1)
+    figure = plots.new_figure(1, 1)
     monkeypatch.setattr(type(figure), "legend", lambda self, **_: legends.append(self.axes[0].patches))
     cells = {(64, 64): (1.0, "4w"), (128, 64): (2.0, "8w")}
     plots.heat_map(tmp_path / "a.png", "title", "unit", cells, {"default": (256, 64)})

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-__all__ = ["bar_panels", "can_plot", "heat_map", "length_name", "line_panels", "titled_bars"]
+__all__ = ["bar_panels", "can_plot", "heat_map", "length_name", "line_panels", "new_figure", "titled_bars"]
 
 
 def can_plot() -> bool:
@@ -20,7 +20,8 @@ def can_plot() -> bool:
     return False
 
 
-def _new_figure(width: float, height: float):
+def new_figure(width: float, height: float):
+    """Returns a figure of matplotlib, of this size in inches."""
     # pyplot is avoided, because it looks for a window system and keeps global state.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -87,7 +88,7 @@ def titled_bars(
     panels: Mapping[str, Mapping[str, Mapping[str, float]]],
 ) -> None:
     """Draws two panels a line with grouped bars: `panels` maps titles to series of bars by their labels."""
-    figure = _new_figure(10, 1.2 + 1.2 * len(panels))
+    figure = new_figure(10, 1.2 + 1.2 * len(panels))
     figure.suptitle(title, fontsize=12)
     for axis, (name, series) in zip(figure.subplots(-(-len(panels) // 2), 2).flat, panels.items(), strict=True):
         _grouped_bars(axis, colors, series)
@@ -100,7 +101,7 @@ def titled_bars(
 def _panels(path: Path, title: str, unit: str, panels: Mapping, draw: Callable, order: tuple[str, ...] = ()) -> None:
     lines = _lines_of(panels)
     width, height = 1.0 + 3.3 * max(map(len, lines)), 1.2 + 2.3 * len(lines)
-    figure = _new_figure(width, height)
+    figure = new_figure(width, height)
     figure.suptitle(title, fontsize=13)
     parts = math.lcm(*map(len, lines))
     grid = figure.add_gridspec(len(lines), parts)
@@ -184,7 +185,7 @@ def heat_map(
     from matplotlib.patches import Rectangle
 
     rows, columns = sorted({r for r, _ in cells}), sorted({c for _, c in cells})
-    figure = _new_figure(2.0 + 1.5 * len(columns), 1.6 + 0.9 * len(rows))
+    figure = new_figure(2.0 + 1.5 * len(columns), 1.6 + 0.9 * len(rows))
     axis = figure.subplots()
     nothing = float("nan")
     values = [[cells.get((r, c), (nothing, ""))[0] for c in columns] for r in rows]

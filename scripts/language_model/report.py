@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from common.plots import new_figure
 from language_model.training import LOG_EVERY, Curve, Settings
 
 __all__ = ["Result", "curve_difference", "plot_curves", "report_lines"]
@@ -90,12 +91,7 @@ def curve_difference(a: Curve, b: Curve) -> tuple[float, float]:
 
 def plot_curves(path: Path, title: str, results: Sequence[Result], line: float) -> None:
     """Plots training and held-out curves by bytes seen and by time, with zlib's line. Needs matplotlib."""
-    # pyplot is avoided, because it looks for a window system and keeps global state.
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(11, 4.6), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(11, 4.6)
     figure.suptitle(title, fontsize=12)
     by_tokens, by_time = figure.subplots(1, 2, sharey=True)
     for place, r in enumerate(results):
