@@ -8,7 +8,6 @@ chunks, rank ``r`` has chunk ``r``.
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
 from typing import NamedTuple
 
 __all__ = ["ORDERS", "Chunk", "RowOrder", "check_order", "divisor", "length"]
@@ -43,8 +42,7 @@ def divisor(order: str, size: int) -> int:
     return 2 * size if order == "zigzag" and size > 1 else size
 
 
-@dataclass(frozen=True)
-class RowOrder:
+class RowOrder(NamedTuple):
     """The rows of all ranks.
 
     Attributes

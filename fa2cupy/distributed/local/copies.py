@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from typing import Any, TypeAlias
 
@@ -14,7 +15,7 @@ __all__ = ["Copy", "copy", "copy_parts", "matrices_with_addresses", "part_of", "
 
 #: A copy of a part of an array to a part of another one, of one dtype and number of axes: (target, the first element
 #: of its part, source, the first element of its part, shape of both parts).
-Copy: TypeAlias = "tuple[Array, tuple[int, ...], Array, tuple[int, ...], tuple[int, ...]]"
+Copy: TypeAlias = "tuple[Any, tuple[int, ...], Any, tuple[int, ...], tuple[int, ...]]"
 
 _WORD, _DTYPE = 8, "uint64"
 #: A copy of fewer bytes takes less time than making the views that would speed it up.
@@ -31,34 +32,33 @@ def copy(target: Array, source: Array) -> None:
 def copy_parts(copies: Sequence[Copy]) -> None:
     """Makes copies between arrays of one library. On a GPU, one kernel makes all those that are a few matrices each."""
     on_host = bool(copies) and is_on_host(copies[0][0])
-    matrices: list[Matrix] = []
-    for target, target_start, source, source_start, shape in copies:
-        if 0 in shape:
-            continue
-        if on_host or not is_few(shape, target.strides, target.itemsize, source.strides):
+    together: list[Copy] = []
+    for one in copies:
+        target, target_start, source, source_start, shape = one
+        if not on_host and is_few(shape, target.strides, target.itemsize, source.strides):
+            together.append(one)
+        elif 0 not in shape:
             copy(part_of(target, target_start, shape), part_of(source, source_start, shape))
-        else:
-            matrices += _matrices(target, target_start, source, source_start, shape)
-    if matrices:
-        copy_matrices(matrices)
+    if together:
+        copy_matrices(matrices_with_addresses(together))
 
 
 def part_of(array: Array, start: tuple[int, ...], shape: tuple[int, ...]) -> Array:
     """A view of a part."""
-    return array[tuple(slice(first, first + length) for first, length in zip(start, shape, strict=True))]
+    return array[tuple(map(slice, start, map(operator.add, start, shape)))]
 
 
 def matrices_with_addresses(copies: Sequence[Copy]) -> list[Matrix]:
     """The matrices of copies between arrays on GPUs."""
-    return [matrix for one in copies if 0 not in one[-1] for matrix in _matrices(*one)]
-
-
-def _matrices(
-    target: Any, target_start: tuple[int, ...], source: Any, source_start: tuple[int, ...], shape: tuple[int, ...]
-) -> list[Matrix]:
-    found = matrices_of(shape, target.strides, source.strides, target.itemsize, target_start, source_start)
-    to, of = target.data.ptr, source.data.ptr
-    return [Matrix(to + a, a_pitch, of + b, b_pitch, width, height) for a, a_pitch, b, b_pitch, width, height in found]
+    found = []
+    for target, target_start, source, source_start, shape in copies:
+        if 0 in shape:
+            continue
+        to, of = target.data.ptr, source.data.ptr
+        parts = matrices_of(shape, target.strides, source.strides, target.itemsize, target_start, source_start)
+        for a, a_pitch, b, b_pitch, width, height in parts:
+            found.append(Matrix(to + a, a_pitch, of + b, b_pitch, width, height))
+    return found
 
 
 def _in_words(*arrays: Any) -> Sequence[Any]:

@@ -7,6 +7,7 @@ the same rank are one message. Both ranks know from the shapes alone which parts
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any, TypeAlias
@@ -76,7 +77,7 @@ class ByMessages(Mover):
             if 0 in shape:
                 continue
             part = (source, source_start, shape) if is_sent else (memory.place, start, shape)
-            if not memory.is_result and _is_contiguous(memory.shape, shape):
+            if memory.place is memory.own and _is_contiguous(memory.shape, shape):
                 in_place.append([part])
             else:
                 together.setdefault(part[0].dtype, []).append(part)
@@ -85,11 +86,9 @@ class ByMessages(Mover):
             if len(parts) == 1 and (view := part_of(*parts[0])).flags.c_contiguous:
                 messages.append((view, peer))
                 continue
-            count = sum(math.prod(shape) for _, _, shape in parts)
-            message = self._buffer((is_sent, peer, number), count, parts[0][0].dtype)
-            end = 0
-            for array, start, shape in parts:
-                begin, end = end, end + math.prod(shape)
+            ends = list(itertools.accumulate([math.prod(shape) for _, _, shape in parts], initial=0))
+            message = self._buffer((is_sent, peer, number), ends[-1], parts[0][0].dtype)
+            for (array, start, shape), begin, end in zip(parts, ends, ends[1:], strict=False):
                 piece, zeros = message[begin:end].reshape(shape), (0,) * len(shape)
                 copies.append((piece, zeros, array, start, shape) if is_sent else (array, start, piece, zeros, shape))
             messages.append((message, peer))
@@ -99,7 +98,7 @@ class ByMessages(Mover):
         found = self._buffers.get(key)
         if found is None or len(found) < count or found.dtype != dtype:
             found = self._buffers[key] = self.own.empty((count,), dtype)
-        return found[:count]
+        return found if len(found) == count else found[:count]
 
     def arrived(self, lane: Lane, kind: Signal, step: int) -> None:
         """See `Mover`."""

@@ -67,11 +67,6 @@ class Memory(NamedTuple):
     place: Any
     by_rank: Sequence[Array] = ()
 
-    @property
-    def is_result(self) -> bool:
-        """True if what arrives is for one of the caller's arrays."""
-        return self.place is not self.own
-
 
 #: A part of an array that goes to a part of another rank's memory: (memory, the first element of its part, source, the
 #: first element of its part, shape of both parts). The rank that receives it needs no source.

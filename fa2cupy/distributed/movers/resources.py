@@ -101,7 +101,8 @@ class Resources:
 
     def exchange(self, sends: Messages, recvs: Messages) -> None:
         """Queues a group of messages."""
-        sends, recvs = ([(array, self._peers[rank]) for array, rank in messages] for messages in (sends, recvs))
+        peers = self._peers
+        sends, recvs = [(x, peers[rank]) for x, rank in sends], [(x, peers[rank]) for x, rank in recvs]
         self.comm(self._transport.exchange, sends, recvs)
 
     def finish(self) -> None:
