@@ -113,10 +113,10 @@ def test_sums_of_many_axes_and_of_large_arrays_are_several(monkeypatch):
     apart = whole[:, :2, ::-1, :, ::-1, :2]
     assert [words for _, words, _ in sums.launches_of(apart, [apart])] == [8] * 4
     monkeypatch.setattr(sums, "_MOST_WORDS", 100)
-    sums._layouts.cache_clear()
+    sums._layout.cache_clear()
     assert [words for _, words, _ in sums.launches_of(whole, [whole])] == [48] * 2
     assert list(sums.launches_of(whole[:0], [whole[:0]])) == []
-    sums._layouts.cache_clear()
+    sums._layout.cache_clear()
 
 
 def test_records_have_room_for_all_that_a_launch_takes():

@@ -6,8 +6,8 @@ import functools
 import math
 import operator
 import struct
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -21,10 +21,6 @@ __all__ = ["clear", "launches_of", "subtract", "sum_into"]
 
 #: A launch takes at most so many shares (a record has at most 4 KiB), fewer words than this, and so many axes.
 _MOST_SHARES, _MOST_WORDS, _AXES = 64, 1 << 31, 4
-#: A launch: the elements of a word, the number of words, the lengths of the axes, and for each array the offset of its
-#: first element and its strides.
-_Layout: TypeAlias = "tuple[int, int, tuple[int, ...], Sequence[int]]"
-_Layouts: TypeAlias = "tuple[_Layout, ...]"
 
 
 def clear(target: Array) -> None:
@@ -64,28 +60,30 @@ def launches_of(target: Any, shares: Sequence[Any]) -> Iterator[tuple[int, int, 
     """Yields for each launch the elements of a word, the number of words and the front of the record."""
     arrays = (target, *shares)
     addresses = [array.data.ptr for array in arrays]
-    is_aligned = not functools.reduce(operator.or_, addresses) % LONGEST_WORD
-    strides = tuple([array.strides for array in arrays])
-    for items, words, lengths, places in _layouts(target.shape, strides, target.itemsize, is_aligned):
-        own = _moved(places, addresses)
-        yield items, words, struct.pack(f"<6I{len(own)}q", len(shares), words, *lengths, *own)
+    is_aligned = functools.reduce(operator.or_, addresses) % LONGEST_WORD == 0
+    layout = _layout(target.shape, tuple([array.strides for array in arrays]), target.itemsize, is_aligned)
+    if layout is None:
+        for index in range(len(target)):
+            yield from launches_of(target[index], [share[index] for share in shares])
+        return
+    items, words, lengths, strides = layout
+    if not words:
+        return
+    values = [n for address, own in zip(addresses, strides, strict=True) for n in (address, *own)]
+    yield items, words, struct.pack(f"<6I{len(values)}q", len(shares), words, *lengths, *values)
 
 
 @functools.lru_cache(maxsize=4096)
-def _layouts(shape: tuple[int, ...], strides: tuple[tuple[int, ...], ...], itemsize: int, is_aligned: bool) -> _Layouts:
-    """The launches for arrays of a shape with these strides. `is_aligned` says that all begin where words may."""
+def _layout(
+    shape: tuple[int, ...], strides: tuple[tuple[int, ...], ...], itemsize: int, is_aligned: bool
+) -> tuple[int, int, list[int], list[list[int]]] | None:
+    """The elements of a word, the number of words, the lengths of the axes, and the strides of each array.
+
+    None if a launch does not take so many words or axes. `is_aligned` says that all arrays begin where words may.
+    """
     axes, size = _merged(shape, strides), math.prod(shape)
-    if size == 0:
-        return ()
     if size >= _MOST_WORDS or len(axes) > _AXES:
-        found: list[_Layout] = []
-        inner = tuple(own[1:] for own in strides)
-        for index in range(shape[0]):
-            offsets = [index * own[0] for own in strides]
-            is_part_aligned = is_aligned and not any(offset % LONGEST_WORD for offset in offsets)
-            parts = _layouts(shape[1:], inner, itemsize, is_part_aligned)
-            found += [(items, words, lengths, _moved(places, offsets)) for items, words, lengths, places in parts]
-        return tuple(found)
+        return None
     length, *steps = axes[-1]
     items = LONGEST_WORD // itemsize
     others = [length * itemsize, *(stride for _, *own in axes[:-1] for stride in own)]
@@ -93,15 +91,8 @@ def _layouts(shape: tuple[int, ...], strides: tuple[tuple[int, ...], ...], items
         items = 1
     axes = [(1, *[0] * len(strides))] * (_AXES - len(axes)) + axes[:-1]
     axes.append((length // items, *[items * step for step in steps]))
-    places = [n for number in range(len(strides)) for n in (0, *(axis[1 + number] for axis in axes))]
-    return ((items, size // items, tuple(axis[0] for axis in axes), places),)
-
-
-def _moved(places: Sequence[int], offsets: Iterable[int]) -> list[int]:
-    """Arrays, each an address and its strides, that begin so much later."""
-    moved = list(places)
-    moved[:: 1 + _AXES] = map(operator.add, moved[:: 1 + _AXES], offsets)
-    return moved
+    lengths, *own = map(list, zip(*axes, strict=True))
+    return items, size // items, lengths, own
 
 
 def _merged(shape: tuple[int, ...], strides: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
