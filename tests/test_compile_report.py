@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import os
 import time
 
@@ -66,6 +67,11 @@ def test_the_tiles_are_those_that_can_be_fast(compiled):
         if shared[tile] * tile.blocks_per_sm <= room and room // shared[tile] * tile.num_warps >= 4
     ]
     assert 0 < len(promising) < len(legal)
+
+
+def test_the_numbers_of_tiles_are_those_of_the_docstring():
+    numbers = [len(legal_configs("forward", head_dim=64, arch="sm_80", promising=one)) for one in (True, False)]
+    assert "{} of {} tiles".format(*numbers) in inspect.getdoc(legal_configs)
 
 
 @pytest.mark.parametrize("operation", ["forward", "backward", "backward_dq", "backward_dkdv"])
