@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import time
+import types
 from pathlib import Path
 
 import pytest
@@ -196,7 +197,7 @@ def test_the_others_hear_of_a_process_that_ends(mpiexec, tmp_path):
 def test_without_mpi4py_the_message_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "mpi4py", None)
     with pytest.raises(ImportError, match="needs mpi4py: pip install mpi4py mpich"):
-        Communicator.from_mpi(object())
+        Communicator.from_mpi(types.SimpleNamespace(Dup=None))
 
 
 class TestEnvironment:

@@ -9,6 +9,7 @@ import threading
 import time
 import types
 from collections import defaultdict
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -59,6 +60,32 @@ def test_results_are_those_of_the_whole_sequence(scheme, dtype, gpus):
     tolerance = 1e-2 if dtype == "bfloat16" else 2e-3
     for found, wanted in zip((dk, dv), backprop(wide[3])[1:], strict=True):
         assert np.abs(found.astype("float64") - wanted).max() < tolerance * np.abs(wanted).max()
+
+
+@pytest.mark.parametrize(("scheme", "most"), [("heads", 740), ("gather", 720)])
+def test_a_warm_backward_makes_few_python_calls(scheme, most, gpus):
+    """Counts those in ``fa2cupy/distributed``. GPUs wait for the host if calls are short."""
+    _, _, nccl = gpus
+    inputs = make_inputs("float16", seqlen_q=64, num_heads=8, num_heads_kv=4, head_dim=16)
+    folder, calls = str(Path(dist.__file__).parent), []
+
+    def note(frame, event: str, argument: object) -> None:
+        if event == "call" and frame.f_code.co_filename.startswith(folder):
+            calls.append(frame.f_code.co_name)
+
+    def work(comm):
+        q, k, v, do = shards(comm, inputs)
+        _, backprop = dist.attention(comm, q, k, v, scheme=scheme, causal=True)
+        backprop(do)
+        if comm.rank == 0:
+            sys.setprofile(note)
+        try:
+            backprop(do)
+        finally:
+            sys.setprofile(None)
+
+    run_all(nccl, work)
+    assert 200 < len(calls) <= most
 
 
 @pytest.mark.parametrize("scheme", ["heads", "gather", "hybrid"])

@@ -119,6 +119,13 @@ def test_sums_of_many_axes_and_of_large_arrays_are_several(monkeypatch):
     sums._layout.cache_clear()
 
 
+def test_a_sum_is_laid_out_once_for_arrays_of_the_same_strides():
+    sums._layout.cache_clear()
+    first, second = (list(sums.launches_of(*arrays)) for arrays in ([x, [x]] for x in np.zeros((2, 3, 8)).view(Placed)))
+    assert first[0][:2] == second[0][:2] and first != second
+    assert sums._layout.cache_info()[:2] == (1, 1)
+
+
 def test_records_have_room_for_all_that_a_launch_takes():
     assert copy_spec("sm_80", 16).params.nbytes == 8 + copy_kernel._MOST_MATRICES * 48 <= 4096
     assert sum_spec("sm_80", "float16", 1).params.nbytes == 24 + (1 + sums._MOST_SHARES) * 40 <= 4096

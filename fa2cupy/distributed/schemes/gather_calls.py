@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import functools
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from ...problem.array_types import Array
 from ..call.choice import is_positional
 from ..call.operands import Operands
-from ..call.orders import length
+from ..call.orders import RowOrder, length
 from ..call.parts import Part, needs_place, of_part, over_scores, part_keywords
 from ..call.run import Run
 from ..local.lanes import Lane
@@ -16,7 +17,7 @@ from ..local.sums import clear
 from ..movers.move import Move, Mover, Shape
 from ..transport.windows import Signal
 
-__all__ = ["Call", "Gather", "OfHeads", "Seen"]
+__all__ = ["Call", "Gather", "OfHeads", "Seen", "seen_by"]
 
 #: If a call has so many rows, over all query heads of a K/V head, q, do and dq do not stay in the L2 cache.
 _UNCACHED_ROWS = 1 << 16
@@ -66,6 +67,66 @@ class Seen(NamedTuple):
     place: tuple[int, int]
 
 
+class Sight(NamedTuple):
+    """All that decides which keys the queries of a rank see.
+
+    Attributes
+    ----------
+    queries, keys : RowOrder
+    band : tuple of (int or None)
+        Number of visible keys left and right of the diagonal; None is no limit.
+    is_positional : bool
+        False if results do not depend on the positions of queries.
+    """
+
+    queries: RowOrder
+    keys: RowOrder
+    band: tuple[int | None, int | None]
+    is_positional: bool
+
+
+@functools.lru_cache(maxsize=4096)
+def calls_of(sight: Sight, rank: int) -> tuple[Call, ...]:
+    """The calls of any rank: all ranks know what the others need."""
+    queries, seqlen_k = sight.queries, sight.keys.seqlen
+    if not sight.is_positional:
+        return (Call(slice(0, queries.local), slice(0, queries.seqlen), slice(0, seqlen_k)),)
+    diagonal = seqlen_k - queries.seqlen
+    left, right = sight.band
+    calls = []
+    for local, rows in queries.chunks(rank):
+        stop, start = seqlen_k, 0
+        if right is not None:
+            stop = min(max(0, rows.stop + diagonal + right), stop)
+        if left is not None:
+            start = min(max(0, rows.start + diagonal - left), stop)
+        calls.append(Call(local, rows, slice(start, stop)))
+    return tuple(calls)
+
+
+@functools.lru_cache(maxsize=4096)
+def seen_by(sight: Sight, rank: int, owner: int) -> tuple[Seen, ...]:
+    """What the calls of a rank see of the keys of an owner."""
+    found = []
+    for i, call in enumerate(calls_of(sight, rank)):
+        for j, chunk in enumerate(sight.keys.chunks(owner)):
+            keys, shift = call.seen(chunk.whole), chunk.whole.start - chunk.local.start
+            if length(keys):
+                found.append(Seen(call, keys, slice(keys.start - shift, keys.stop - shift), (i, j)))
+    return tuple(found)
+
+
+@functools.lru_cache(maxsize=4096)
+def share_places(sight: Sight) -> tuple[tuple[int, tuple[int, int]], ...]:
+    """All shares that go to another rank: the rank that computes them, and the numbers of the call and the chunk."""
+    ranks = range(sight.keys.size)
+    return tuple(
+        (rank, place)
+        for rank in ranks
+        for place in sorted({one.place for owner in ranks if owner != rank for one in seen_by(sight, rank, owner)})
+    )
+
+
 class OfHeads(NamedTuple):
     """Which heads `Operands` have, if these are some of all heads, and what belongs to them.
 
@@ -105,10 +166,13 @@ class Gather:
         The number of K/V heads that each slot has room for.
     slots, landings : list of list of Memory
         k and v of each slot, and its shares of dk and dv for each of `share_places`.
-    seen_here : list of list of Seen
+    sight : Sight
+    calls : tuple of Call
+        Those of this rank.
+    seen_here : list of tuple of Seen
         What the calls of each rank see of this rank's keys, in a backward.
-    share_places : list of (int, (int, int))
-        All shares that go to another rank: the rank that computes them, and the numbers of the call and the chunk.
+    share_places : tuple of (int, (int, int))
+        Those of `share_places`, in a backward.
     """
 
     def __init__(self, run: Run, mover: Mover, operands: Operands, of_heads: OfHeads | None, has_shares: bool = False):
@@ -118,45 +182,28 @@ class Gather:
         self.groups = request.groups
         self.count = len(self.groups)
         self.ratio = operands.q.shape[2] // operands.k.shape[2]
-        self.calls = [self.calls_of(rank) for rank in range(run.size)]
+        problem = request.problem
+        self.sight = Sight(request.queries, request.keys, problem.band, is_positional(problem))
+        self.calls = calls_of(self.sight, run.rank)
         self.widths = [max(self.groups[first::2]) for first in range(min(2, self.count))]
         self._sources = [mover.source(x) for x in (operands.k, operands.v)]
-        self.share_places = list(self._share_places()) if has_shares else []
-        self.seen_here = [self.seen(rank, run.rank) for rank in range(run.size)] if has_shares else []
+        self.share_places = share_places(self.sight) if has_shares else ()
+        self.seen_here = [seen_by(self.sight, rank, run.rank) for rank in range(run.size)] if has_shares else []
         shapes = [shape for kind in (self._keys, self._landings) for heads in self.widths for shape in kind(heads)]
         memories = iter(mover.begin(shapes, (), self.count)[0])
         self.slots = [[next(memories) for _ in range(2)] for _ in self.widths]
         self.landings = [[next(memories) for _ in range(2 * len(self.share_places))] for _ in self.widths]
         # Some keys are not sent because no row sees them. Kernels read them beside others: they must be finite.
-        has_gaps = request.problem.band[0] is not None
+        has_gaps = problem.band[0] is not None
         for memory in (memory for slot in self.slots for memory in slot if has_gaps):
             run.main(clear, memory.own)
         self.free: list[list[Any]] = [[] for _ in self.slots]
         self.places: dict[tuple[int, int], Array] = {}
         if needs_place(request.keywords, has_all_queries=False):
-            for call in self.calls[run.rank]:
+            for call in self.calls:
                 for group in range(self.count):
                     self.places[group, call.queries.start] = run.place((self.first_head(group), call.queries.start))
         mover.enter(run.back, cleared=has_gaps)
-
-    def calls_of(self, rank: int) -> list[Call]:
-        """The calls of any rank: all ranks know what the others need."""
-        request = self.run.request
-        problem, queries = request.problem, request.queries
-        everything = slice(0, problem.seqlen_k)
-        if not is_positional(problem):
-            return [Call(slice(0, queries.local), slice(0, problem.seqlen_q), everything)]
-        diagonal = problem.seqlen_k - problem.seqlen_q
-        left, right = problem.band
-        calls = []
-        for local, rows in queries.chunks(rank):
-            stop, start = problem.seqlen_k, 0
-            if right is not None:
-                stop = min(max(0, rows.stop + diagonal + right), stop)
-            if left is not None:
-                start = min(max(0, rows.start + diagonal - left), stop)
-            calls.append(Call(local, rows, slice(start, stop)))
-        return calls
 
     def _keys(self, heads: int) -> list[Shape]:
         """Shapes and dtypes of the keys and values of some heads."""
@@ -174,26 +221,6 @@ class Gather:
             for x in arrays
         ]
 
-    def _share_places(self) -> Iterator[tuple[int, tuple[int, int]]]:
-        """Yields the elements of `share_places`."""
-        size, keys = self.run.size, self.run.request.keys
-        for rank, calls in enumerate(self.calls):
-            for i, call in enumerate(calls):
-                for j in range(len(keys.chunks(0))):
-                    owned = [keys.chunks(owner)[j].whole for owner in range(size) if owner != rank]
-                    if any(length(call.seen(rows)) for rows in owned):
-                        yield rank, (i, j)
-
-    def seen(self, rank: int, owner: int) -> list[Seen]:
-        """What the calls of a rank see of the keys of an owner."""
-        found = []
-        for i, call in enumerate(self.calls[rank]):
-            for j, chunk in enumerate(self.run.request.keys.chunks(owner)):
-                keys, shift = call.seen(chunk.whole), chunk.whole.start - chunk.local.start
-                if length(keys):
-                    found.append(Seen(call, keys, slice(keys.start - shift, keys.stop - shift), (i, j)))
-        return found
-
     def kv_heads(self, group: int) -> slice:
         """The K/V heads of a group."""
         first = sum(self.groups[:group])
@@ -210,7 +237,7 @@ class Gather:
 
     def own_calls(self) -> list[tuple[Call, Lane]]:
         """The calls of this rank with their lanes: the one with the most keys comes first, on the caller's lane."""
-        calls = sorted(self.calls[self.run.rank], key=lambda call: -call.keys.stop)
+        calls = sorted(self.calls, key=lambda call: -call.keys.stop)
         return list(zip(calls, (self.run.main, self.run.side), strict=False))
 
     def own_backward_calls(self) -> list[tuple[Call, Lane]]:
@@ -242,7 +269,8 @@ class Gather:
     def _moves(self, source: int, target: int, group: int) -> list[Move]:
         """The moves of the keys of `source` that `target` sees."""
         heads, slot = self.kv_heads(group), self.slots[group % len(self.slots)]
-        seen = [chunk for chunk in self.run.request.keys.chunks(source) if self._sees(target, chunk.whole)]
+        numbers = {number for *_, (_, number) in seen_by(self.sight, target, source)}
+        seen = [chunk for number, chunk in enumerate(self.sight.keys.chunks(source)) if number in numbers]
         return [
             (
                 memory,
@@ -254,10 +282,6 @@ class Gather:
             for memory, array in zip(slot, self._sources, strict=True)
             for chunk in seen
         ]
-
-    def _sees(self, rank: int, rows: slice) -> bool:
-        """True if a rank sees some of the keys of a chunk."""
-        return any(length(call.seen(rows)) for call in self.calls[rank])
 
     def keys(self, group: int, call: Call) -> tuple[Array, Array]:
         """The keys and values of a group for a call."""

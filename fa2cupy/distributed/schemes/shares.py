@@ -13,7 +13,7 @@ from ..call.run import Run
 from ..local.sums import clear, sum_into
 from ..movers.move import Move
 from ..transport.windows import Signal
-from .gather_calls import Call, Gather, Seen
+from .gather_calls import Call, Gather, Seen, seen_by
 
 __all__ = ["ExtraShares", "Shares"]
 
@@ -45,7 +45,7 @@ class Shares:
         self.shapes = [(len(x), gather.widths[slot], x.shape[3]) for x in (operands.k, operands.v)]
         self.own = {
             call.queries.start: [run.empty((b, call.keys.stop, h, d), operands.k.dtype) for b, h, d in self.shapes]
-            for call in gather.calls[run.rank]
+            for call in gather.calls
         }
         memories = iter(gather.landings[slot])
         self._places = {place: [next(memories) for _ in range(2)] for place in gather.share_places}
@@ -98,7 +98,7 @@ class Shares:
                 (0, seen.keys.start, 0, 0),
                 (memory.shape[0], length(seen.keys), heads, memory.shape[3]),
             )
-            for seen in self.gather.seen(source, target)
+            for seen in seen_by(self.gather.sight, source, target)
             for number, memory in enumerate(self._places[source, seen.place])
         ]
 
