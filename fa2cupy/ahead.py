@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy.typing as npt
 
@@ -23,15 +23,22 @@ from .plan.specs import OF_BACKWARD, decode_specs, default_specs, merge_spec
 from .problem.arguments import check_bool
 from .problem.array_types import AnyArray
 from .problem.choices import check_dtype, check_head_dim, check_jobs, check_method, feature_combinations, one_or_many
+from .problem.conversions import explains_absence
 from .problem.dtypes import ACCUMULATOR
 from .problem.feature_checks import extra_gradients
 from .problem.features import FeatureKeywords
+from .problem.keywords import NoKeywords, check_keywords, takes
 from .problem.names import Method
 from .system.progress import progress as progress_bar
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 __all__ = ["precompile"]
 
 
+@takes(NoKeywords)
+@explains_absence
 def precompile(
     archs: str | Iterable[str] | None = None,
     *,
@@ -52,6 +59,7 @@ def precompile(
     distributed: bool = False,
     jobs: int | None = None,
     progress: bool = False,
+    **unknown: Unpack[NoKeywords],
 ) -> list[CompiledKernel]:
     """Compiles the kernels of calls into the disk cache, so that the calls need not wait for them. Needs no GPU.
 
@@ -124,6 +132,7 @@ def precompile(
     >>> kernel.registers, kernel.spill_bytes  # doctest: +SKIP
     (143, 0)
     """
+    check_keywords("fa2cupy.precompile", unknown)
     here = archs is None
     devices = [current_device("archs='sm_90'")] if here else [DeviceInfo.named(arch) for arch in one_or_many(archs)]
     dtypes = [check_dtype(dtype) for dtype in one_or_many(dtypes)]

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 from .backends import backend_of
 from .numerics.arrays import stacked
 from .problem.array_types import ArrayT
-from .problem.keywords import options_of, takes
+from .problem.conversions import explains_absence
+from .problem.keywords import NoKeywords, check_keywords, options_of, takes
 from .problem.names import Layout
 from .problem.options import call_options
 from .typing import BackwardKeywords, ForwardKeywords
@@ -20,6 +21,7 @@ __all__ = ["backward", "decode", "delta", "forward", "merge"]
 
 
 @takes(ForwardKeywords)
+@explains_absence
 def forward(
     q: ArrayT,
     k: ArrayT,
@@ -236,6 +238,7 @@ def forward(
     return backend_of("q", q).forward(q, k, v, out, options, keywords)
 
 
+@explains_absence
 def delta(o: ArrayT, do: ArrayT, *, layout: Layout = "bshd", out: ArrayT | None = None) -> ArrayT:
     """Row sums of ``do * o``, which the gradient of the softmax subtracts from ``do v^T``.
 
@@ -262,6 +265,7 @@ def delta(o: ArrayT, do: ArrayT, *, layout: Layout = "bshd", out: ArrayT | None 
 
 
 @takes(BackwardKeywords)
+@explains_absence
 def backward(
     q: ArrayT,
     k: ArrayT,
@@ -371,6 +375,7 @@ def backward(
     return backend_of("q", q).backward(q, k, v, o, lse, do, delta, dlse, out, options, keywords)
 
 
+@explains_absence
 def merge(
     o_parts: ArrayT | Sequence[ArrayT],
     lse_parts: ArrayT | Sequence[ArrayT],
@@ -427,6 +432,8 @@ def merge(
     return backend_of("o_parts", o_stack).merge(o_stack, lse_stack, out, call_options(layout=layout))
 
 
+@takes(NoKeywords)
+@explains_absence
 def decode(
     q: ArrayT,
     k_cache: ArrayT,
@@ -445,6 +452,7 @@ def decode(
     layout: Layout = "bshd",
     out: tuple[ArrayT | None, ...] | None = None,
     num_splits: int | None = None,
+    **unknown: Unpack[NoKeywords],
 ) -> tuple[ArrayT, ArrayT]:
     """Attention of a few new queries to a cache of keys and values, as in generation.
 
@@ -530,6 +538,8 @@ def decode(
     >>> np.array_equal(k_cache[1, 17], k[1, 0])
     True
     """
+    if unknown:
+        check_keywords("fa2cupy.decode", unknown)
     given: dict[str, Any] = {}
     if not (window is None and softcap is None and alibi_slopes is None and sink is None):
         keywords = {"window": window, "softcap": softcap, "alibi_slopes": alibi_slopes, "sink": sink}

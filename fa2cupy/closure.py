@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 from .api import backward, forward
 from .problem.arguments import check_bool
 from .problem.array_types import ArrayT
+from .problem.conversions import explains_absence
 from .problem.feature_checks import extra_gradients
 from .problem.function_checks import traced_now
 from .problem.keywords import check_keywords, takes
@@ -29,6 +30,7 @@ def attention(
     q: ArrayT, k: ArrayT, v: ArrayT, *, return_lse: Literal[True], **keywords: Unpack[BackwardKeywords]
 ) -> tuple[ArrayT, ArrayT, Backprop[ArrayT]]: ...
 @takes(BackwardKeywords)
+@explains_absence
 def attention(
     q: ArrayT, k: ArrayT, v: ArrayT, *, return_lse: bool = False, **keywords: Unpack[BackwardKeywords]
 ) -> tuple[Any, ...]:

@@ -27,17 +27,23 @@ from .plan.specs import layout_of_kernel
 from .problem.arguments import check_bool
 from .problem.array_types import AnyArray
 from .problem.choices import check_dtype, check_head_dim, check_jobs, feature_combinations, one_or_many
+from .problem.conversions import explains_absence
 from .problem.features import FeatureKeywords
+from .problem.keywords import NoKeywords, check_keywords, takes
 from .problem.names import Operation
 from .settings import tuning_file
 from .system.progress import progress as progress_bar
 
 if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
     from .jit.processes import Report
 
 __all__ = ["TileReport", "compile_report", "info", "legal_configs"]
 
 
+@takes(NoKeywords)
+@explains_absence
 def legal_configs(
     operation: Operation,
     *,
@@ -46,6 +52,7 @@ def legal_configs(
     arch: str | None = None,
     family: str | None = None,
     promising: bool = False,
+    **unknown: Unpack[NoKeywords],
 ) -> list[TileConfig]:
     """The legal tiles of a kernel on a device.
 
@@ -85,6 +92,7 @@ def legal_configs(
     >>> len(legal_configs("forward", head_dim=64, arch="sm_90")) > 10
     True
     """
+    check_keywords("fa2cupy.legal_configs", unknown)
     dtype, head_dim, device = _checked(operation, dtype, head_dim, arch)
     check_bool("promising", promising)
     kernels = family_of_kernel(operation, dtype, device, family)
@@ -148,6 +156,8 @@ class TileReport:
     kernel: KernelSpec = field(repr=False)
 
 
+@takes(NoKeywords)
+@explains_absence
 def compile_report(
     operation: Operation,
     *,
@@ -164,6 +174,7 @@ def compile_report(
     configs: TileConfig | Iterable[TileConfig] | None = None,
     jobs: int | None = None,
     progress: bool = False,
+    **unknown: Unpack[NoKeywords],
 ) -> list[TileReport]:
     """Compiles a kernel with many tiles, and reports what each one takes of a multiprocessor. Needs no GPU.
 
@@ -221,6 +232,7 @@ def compile_report(
     >>> rows = compile_report("forward", head_dim=64, arch="sm_80", progress=True)  # doctest: +SKIP
     >>> [row.tile for row in rows if row.spill_bytes == 0 and row.occupancy >= 0.25]  # doctest: +SKIP
     """
+    check_keywords("fa2cupy.compile_report", unknown)
     dtype, head_dim, device = _checked(operation, dtype, head_dim, arch)
     check_bool("causal", causal)
     check_bool("progress", progress)

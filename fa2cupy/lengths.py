@@ -53,14 +53,11 @@ def cu_seqlens(lengths: Any) -> tuple[Any, int]:
     >>> offsets, longest
     (array([0, 3, 3, 8], dtype=int32), 5)
     """
-    if isinstance(lengths, list | tuple):
-        if len({len(one) if isinstance(one, list | tuple) else None for one in lengths}) > 1:
-            raise ValueError("lengths: expected shape (batch,), got sequences of several lengths")
-    elif (not hasattr(lengths, "dtype") and not isinstance(lengths, Sequence)) or isinstance(lengths, str):
-        raise TypeError(_refusal(lengths))
     if isinstance(lengths, np.ma.MaskedArray):
         raise TypeError("lengths: expected an array without a mask of its own, got a numpy.ma.MaskedArray")
     xp = array_module(lengths)
+    if xp is np:
+        _check_sequence(lengths)
     host = np.asarray(lengths if xp is np else lengths.get())
     if host.ndim != 1:
         hint = "; of a mask, write mask.sum(axis=1)" if host.ndim == 2 and host.dtype.kind == "b" else ""
@@ -86,11 +83,15 @@ def cu_seqlens(lengths: Any) -> tuple[Any, int]:
         return xp.asarray(offsets), longest
 
 
-def _refusal(lengths: object) -> str:
-    """The message for what is neither a sequence nor an array."""
+def _check_sequence(lengths: object) -> None:
+    """Raises TypeError or ValueError for what NumPy would make an array of no axis of, or none at all."""
     if isinstance(lengths, Absent):
-        return lengths.text({})
-    hint = f"; write [{lengths}]" if isinstance(lengths, int) else ""
-    if isinstance(lengths, Iterable) and not isinstance(lengths, str):
-        hint = "; write list(lengths)"
-    return f"lengths: expected a sequence of ints or an ndarray, got {type(lengths).__name__}{hint}"
+        raise TypeError(lengths.text({}))
+    if isinstance(lengths, str) or not (isinstance(lengths, Sequence) or hasattr(lengths, "dtype")):
+        hint = f"; write [{lengths}]" if isinstance(lengths, int) else ""
+        if isinstance(lengths, Iterable) and not isinstance(lengths, str):
+            hint = "; write list(lengths)"
+        raise TypeError(f"lengths: expected a sequence of ints or an ndarray, got {type(lengths).__name__}{hint}")
+    lists = lengths if type(lengths) is list else []
+    if len({len(one) if isinstance(one, list | tuple) else None for one in lists}) > 1:
+        raise ValueError("lengths: expected shape (batch,), got sequences of several lengths")

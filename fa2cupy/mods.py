@@ -12,10 +12,14 @@ from __future__ import annotations
 
 import bisect
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any, TypeAlias, TypeVar, cast
 
 import numpy as np
+
+from .problem.arguments import check_bool, check_int
+from .problem.feature_checks import finite_number
 
 __all__ = [
     "alibi",
@@ -34,12 +38,51 @@ Mod: TypeAlias = Callable[..., Any]
 _Maker = TypeVar("_Maker", bound=Callable[..., Mod])
 
 
-def _kept(maker: _Maker) -> _Maker:
-    """Makes calls with equal arguments return one function: calls of attention then trace it once."""
-    return cast(_Maker, functools.lru_cache(maxsize=None)(maker))
+def _kept(**least: int) -> Callable[[_Maker], _Maker]:
+    """Makes calls with equal numbers return one function: calls of attention then trace it once.
+
+    The numbers are checked: their types, which are those of the annotations, and the least values that are given.
+    """
+
+    def with_checks(maker: _Maker) -> _Maker:
+        signature, kinds = inspect.signature(maker), maker.__annotations__
+
+        def checked(*given: Any, **named: Any) -> Mod:
+            bound = signature.bind(*given, **named)
+            for name, value in bound.arguments.items():
+                bound.arguments[name] = _number(name, value, kinds[name], least.get(name))
+            return maker(*bound.args, **bound.kwargs)
+
+        kept = functools.lru_cache(maxsize=None)(checked)
+
+        @functools.wraps(maker)
+        def make(*given: Any, **named: Any) -> Mod:
+            try:
+                return kept(*given, **named)
+            except TypeError as error:
+                for name, value in signature.bind(*given, **named).arguments.items():
+                    if type(value).__hash__ is None:
+                        hint = "arrays are passed as score_args or mask_args"
+                        raise TypeError(f"{name}: expected a number, got {type(value).__name__}; {hint}") from error
+                raise
+
+        return cast(_Maker, make)
+
+    return with_checks
 
 
-@_kept
+def _number(name: str, value: Any, kind: str, least: int | None) -> Any:
+    """A number of one of the kinds int, float and bool, as one of Python."""
+    if kind == "bool":
+        check_bool(name, value)
+        return bool(value)
+    number = check_int(name, value) if kind == "int" else finite_number(name, value, or_none=False)
+    if least is not None and number < least:
+        raise ValueError(f"{name}: expected at least {least}, got {number}")
+    return number
+
+
+@_kept()
 def causal(diagonal: int = 0) -> Mod:
     """The mask of ``causal=True``: a query sees the keys up to the one that it is aligned with.
 
@@ -55,7 +98,7 @@ def causal(diagonal: int = 0) -> Mod:
     return mask
 
 
-@_kept
+@_kept(left=0, right=0)
 def sliding_window(left: int, right: int = 0, diagonal: int = 0) -> Mod:
     """The mask of ``window=(left, right)`` (Beltagy et al. 2020, Longformer).
 
@@ -73,7 +116,7 @@ def sliding_window(left: int, right: int = 0, diagonal: int = 0) -> Mod:
     return mask
 
 
-@_kept
+@_kept(reach=0, dilation=1)
 def dilated_window(reach: int, dilation: int) -> Mod:
     """The mask of a causal window with gaps (Beltagy et al. 2020): every `dilation`-th of the last keys.
 
@@ -91,7 +134,7 @@ def dilated_window(reach: int, dilation: int) -> Mod:
     return mask
 
 
-@_kept
+@_kept(width=1, radius=0)
 def neighborhood_2d(width: int, radius: int) -> Mod:
     """The mask of neighbourhood attention on an image (Hassani et al. 2023), cut off at the image's borders.
 
@@ -136,7 +179,7 @@ def document(b: Any, h: Any, q: Any, k: Any, ids: Any) -> Any:
     return ids[b, q] == ids[b, k]
 
 
-@_kept
+@_kept()
 def softcap(cap: float) -> Mod:
     """The scores of ``softcap=cap`` (Gemma Team 2024, Gemma 2).
 
@@ -144,6 +187,8 @@ def softcap(cap: float) -> Mod:
     ----------
     cap : float
     """
+    if cap == 0:
+        raise ValueError(f"cap: expected a number other than 0, got {cap}")
 
     def score_mod(score: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
         return cap * np.tanh(score / cap)
@@ -151,7 +196,7 @@ def softcap(cap: float) -> Mod:
     return score_mod
 
 
-@_kept
+@_kept()
 def alibi(diagonal: int = 0) -> Mod:
     """The scores of ``alibi_slopes=slopes`` (Press et al. 2022), here with a gradient for the slopes.
 
@@ -171,7 +216,7 @@ def alibi(diagonal: int = 0) -> Mod:
     return score_mod
 
 
-@_kept
+@_kept()
 def t5_relative(num_buckets: int = 32, max_distance: int = 128, bidirectional: bool = True) -> Mod:
     """The learned relative positions of T5 (Raffel et al. 2020).
 
@@ -192,6 +237,11 @@ def t5_relative(num_buckets: int = 32, max_distance: int = 128, bidirectional: b
     side = num_buckets // 2 if bidirectional else num_buckets
     exact = side // 2
     steps = side - exact
+    if exact < 1:
+        raise ValueError(f"num_buckets: expected at least {4 if bidirectional else 2}, got {num_buckets}")
+    if max_distance <= exact:
+        wanted = f"more than {exact}, the distances that have buckets of their own"
+        raise ValueError(f"max_distance: expected {wanted}, got {max_distance}")
     # Bucket exact + i begins at the smallest distance d with log(d / exact) / log(max_distance / exact) >= i / steps.
     distances = range(exact, max_distance + 1)
     first = [

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -13,10 +13,15 @@ from .problem.array_types import AnyArray
 from .problem.block_mask import DEFAULT_TILE, BlockMask, MapLayout, check_length, check_tile
 from .problem.conversions import explains_absence
 from .problem.function_checks import check_positions, program_of
+from .problem.keywords import NoKeywords, check_keywords, takes
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 __all__ = ["block_mask"]
 
 
+@takes(NoKeywords)
 @explains_absence
 def block_mask(
     mask_mod: Callable[..., Any],
@@ -28,6 +33,7 @@ def block_mask(
     *,
     tile: tuple[int, int] = DEFAULT_TILE,
     like: AnyArray | None = None,
+    **unknown: Unpack[NoKeywords],
 ) -> BlockMask:
     """The sparse map of a mask function, for ``block_mask=`` of `fa2cupy.forward` and `fa2cupy.backward`.
 
@@ -79,6 +85,7 @@ def block_mask(
     +++
      +++
     """
+    check_keywords("fa2cupy.block_mask", unknown)
     program = program_of("mask_mod", mask_mod, mask_args)
     lengths = check_length("seqlen_q", seqlen_q), check_length("seqlen_k", seqlen_k)
     batch, num_heads = check_length("batch", batch), check_length("num_heads", num_heads)

@@ -78,7 +78,7 @@ def test_a_misspelt_keyword_and_all_that_the_function_has(name, arguments):
         ({"output": None}, "write out, a tuple of an array or None for each result."),
         ({"padding_mask": None}, "write key_padding_mask, of bools"),
         ({"s_aux": None}, "write sink."),
-        ({"block_table": None}, "write something else: fa2cupy.decode takes a cache of keys and values."),
+        ({"block_table": None}, "write something else: fa2cupy.decode takes the pages of a cache as block_table."),
         ({"method": "two_pass"}, "it is one of fa2cupy.backward and fa2cupy.attention."),
         ({"dlse": None}, "it is one of fa2cupy.backward."),
     ],

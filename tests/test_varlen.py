@@ -262,7 +262,7 @@ def test_no_lengths_are_no_sequences(lengths):
         ([True, False], TypeError, "^lengths: expected integers, got dtype bool"),
         (["1"], TypeError, "^lengths: expected integers, got dtype <U1"),
         ([[1, 2]], ValueError, r"^lengths: expected shape \(batch,\), got \(1, 2\)"),
-        (5, ValueError, r"^lengths: expected shape \(batch,\), got \(\)"),
+        (5, TypeError, r"^lengths: expected a sequence of ints or an ndarray, got int; write \[5\]"),
         (np.ma.array([1, 2]), TypeError, "^lengths: expected an array without a mask of its own"),
     ],
 )

@@ -12,6 +12,7 @@ from ..closure import with_backprop
 from ..numerics.arrays import array_module
 from ..problem.arguments import unpack_out
 from ..problem.array_types import Array, ArrayT
+from ..problem.conversions import explains_absence
 from ..problem.keywords import check_keywords, options_of, takes
 from ..typing import Backprop, RankBackwardKeywords, RankForwardKeywords, RankKeywords
 from .call.agreement import collective
@@ -33,6 +34,7 @@ _SCHEMES: dict[str, ModuleType] = {"heads": heads, "gather": gather, "hybrid": h
 
 @takes(RankForwardKeywords)
 @collective
+@explains_absence
 def forward(
     comm: Communicator,
     q: ArrayT,
@@ -157,6 +159,7 @@ def forward(
 
 @takes(RankBackwardKeywords)
 @collective
+@explains_absence
 def backward(
     comm: Communicator,
     q: ArrayT,
@@ -248,6 +251,7 @@ def attention(
 ) -> tuple[ArrayT, ArrayT, Backprop[ArrayT]]: ...
 @takes(RankBackwardKeywords)
 @collective
+@explains_absence
 def attention(
     comm: Communicator,
     q: ArrayT,

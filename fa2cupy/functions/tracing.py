@@ -360,9 +360,9 @@ def _wrong_parameters(role: str, function: Callable[..., Any], names: Sequence[s
     """The message for a function of parameters `names` that is to be called with `number` symbols."""
     args, positions = role.replace("mod", "args"), ["b", "h", "q", "k"]
     arrays = number - len(_INPUTS[role])
-    expected = ", ".join((*_INPUTS[role], *[f"{args}[{index}]" for index in range(arrays)]))
+    expected = ", ".join((*_INPUTS[role], f"*{args}"))
     wanted = f"{role}: expected a function of {number} parameters ({expected})"
-    got, place = f"one of ({', '.join(names)})", f" ({place_of_definition(function)})"
+    got, place = f"({', '.join(names)})", f" ({place_of_definition(function)})"
     is_maker = False
     if getattr(function, "__module__", None) == _READY_MADE:
         maker, _, inner = function.__qualname__.partition(".<locals>.")

@@ -224,7 +224,13 @@ def problem_from_parts(o_parts: Array, lse_parts: Array, *, layout: str = "bshd"
     batch, seqlen_q, num_heads, head_dim = _sizes_of_shape("o_parts", shape, o_parts.dtype, layout, "of each part ")
     sizes = (batch, seqlen_q, 0, num_heads, num_heads, head_dim)
     problem = AttentionProblem(o_parts.dtype.name, *sizes, False, 1.0, layout, len(shape))
-    check_array("lse_parts", lse_parts, (num_parts, *problem.lse_shape), problem.accumulator_dtype, "o_parts")
+    expected = (num_parts, *problem.lse_shape)
+    if lse_parts.shape != expected and o_parts.ndim < 5:
+        hint = "; o_parts has an axis of parts in front of those of o, which a single result has not"
+        raise ValueError(
+            f"lse_parts: expected shape {expected} to match o_parts {o_parts.shape}, got {lse_parts.shape}{hint}"
+        )
+    check_array("lse_parts", lse_parts, expected, problem.accumulator_dtype, "o_parts")
     return problem
 
 

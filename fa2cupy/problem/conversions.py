@@ -132,13 +132,15 @@ def _hint(name: str, value: object, given: Mapping[str, object], rows: Mapping[s
     """The end of the message; empty if there is none."""
     if value is None:
         return _ORIGINS.get(name, "")
-    if _is_of_a_tape(value):
+    if any(one.__name__ in _TAPES for one in type(value).__mro__) or _attribute(value, "requires_grad") is True:
         return _wrapped(name, value)
     device = _dlpack_device(value)
     if device is not None or _has(value, "__dlpack__"):
         return _without_copy(name, value, device)
     if _has(value, "__cuda_array_interface__"):
         return f"convert it with cupy.asarray({name}), which copies nothing"
+    if any(_is_array(_attribute(value, one)) for one in _HELD_IN):
+        return _wrapped(name, value)
     library, dtype = _kind_of_array(name, given, rows)
     libraries = (library,) if any(map(_is_array, given.values())) else ("numpy", "cupy")
     is_free = name == "x" or name.startswith(("score_args", "mask_args"))
@@ -193,15 +195,8 @@ def _without_copy(name: str, value: Any, device: tuple[int, int] | None) -> str:
     return f"convert it with numpy.from_dlpack({name}), which copies nothing"
 
 
-def _is_of_a_tape(value: object) -> bool:
-    """True for an object that records the operations on an array, or stands for one."""
-    if any(one.__name__ in _TAPES for one in type(value).__mro__) or _attribute(value, "requires_grad") is True:
-        return True
-    return any(_is_array(_attribute(value, name)) for name in _HELD_IN)
-
-
 def _wrapped(name: str, value: object) -> str:
-    plain = ""
+    """What to write for an object that records the operations on an array, or stands for one."""
     if _attribute(value, "requires_grad") is True and _has(value, "__dlpack__"):
         plain = _without_copy(f"{name}.detach()", value, _dlpack_device(value)).removeprefix("convert it with ")
     else:

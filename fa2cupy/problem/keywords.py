@@ -11,12 +11,16 @@ import difflib
 import inspect
 import re
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypedDict, TypeVar
 
 from .features import FEATURES, KEYWORD_DEFAULTS, FeatureKeywords
 from .options import CallOptions, ScoreOptions, call_options, hashable_config, kept_options
 
-__all__ = ["ScoreKeywords", "check_keywords", "options_of", "similar", "takes"]
+__all__ = ["NoKeywords", "ScoreKeywords", "check_keywords", "options_of", "similar", "takes"]
+
+
+class NoKeywords(TypedDict):
+    """No keywords but those that a function declares: `check_keywords` has an error for others."""
 
 
 class ScoreKeywords(ScoreOptions, FeatureKeywords, total=False):
@@ -43,20 +47,28 @@ _ELSEWHERE = {
     ),
     **dict.fromkeys(("output", "outs", "outputs", "result"), "out, a tuple of an array or None for each result"),
     **dict.fromkeys(("tensor_layout", "input_layout", "qkv_layout", "qkv_format"), "layout, 'bshd' or 'bhsd'"),
-    **dict.fromkeys(
-        ("block_table", "page_table", "cache_seqlens", "k_cache", "v_cache"),
-        "something else: fa2cupy.decode takes a cache of keys and values",
-    ),
+    **{
+        name: f"something else: fa2cupy.decode takes {what}"
+        for what, names in {
+            "the pages of a cache as block_table": ("block_table", "page_table", "block_tables"),
+            "lengths in a cache as cache_seqlens": ("cache_seqlens", "cache_lens", "kv_lens", "context_lens"),
+            "a cache as k_cache and v_cache": ("k_cache", "v_cache", "kv_cache", "past_key_values"),
+        }.items()
+        for name in names
+    },
     **dict.fromkeys(("q_descale", "k_descale", "v_descale"), "something else: there is no float8"),
 }
 
 
 class _Table(NamedTuple):
-    """The keywords that a function takes as ``**keywords``, those of them that are options, and all in order."""
+    """The keywords that a function takes as ``**keywords``, and those of them that are options; all that it takes by
+    keyword alone, and all of its parameters, in order.
+    """
 
     keywords: frozenset[str]
     options: frozenset[str]
     listed: tuple[str, ...]
+    parameters: tuple[str, ...]
 
 
 #: By public names, such as ``fa2cupy.forward``: a test or a profiler may put another function in a function's place.
@@ -88,8 +100,9 @@ def takes(table: Any) -> Callable[[_Function], _Function]:
         described.__signature__ = signature.replace(parameters=parameters)
         keywords = frozenset(table.__annotations__)
         listed = tuple(one.name for one in parameters if one.kind is one.KEYWORD_ONLY)
-        name = f"{re.sub(r'[.](api|closure)$', '', function.__module__)}.{function.__qualname__}"
-        _tables[name] = _Table(keywords, keywords & _OPTIONS, listed)
+        module = re.sub(r"[.](api|closure|ahead|inspection|sparse)$", "", function.__module__)
+        all_names = tuple(one.name for one in parameters)
+        _tables[f"{module}.{function.__qualname__}"] = _Table(keywords, keywords & _OPTIONS, listed, all_names)
         return function
 
     return with_signature
@@ -107,7 +120,7 @@ def options_of(function: str, keywords: Any) -> CallOptions:
     """
     if not keywords:
         return _NO_OPTIONS
-    known, options, _ = _tables[function]
+    known, options, *_ = _tables[function]
     if options.issuperset(keywords):  # most calls have no features
         try:
             found = kept_options(**keywords)
@@ -162,11 +175,12 @@ def _hint(function: str, name: str, value: object) -> str:
     if name.lower() in _ELSEWHERE:
         return f"; write {_converted(name.lower(), value) or _ELSEWHERE[name.lower()]}."
     module = function.rpartition(".")[0]
-    beside = {other: table for other, table in _tables.items() if other.rpartition(".")[0] == module}
-    others = [other for other, table in beside.items() if name in table.listed]
+    of_attention = {other: table for other, table in _tables.items() if table.keywords}
+    others = [one for one, of in of_attention.items() if one.rpartition(".")[0] == module and name in of.listed]
     if others:
-        return f": it is one of {' and '.join(others)}."
-    close = similar(name, keywords)
+        *most, last = others
+        return f": it is one of {', '.join(most)}{' and ' * bool(most)}{last}."
+    close = similar(name, _tables[function].parameters)
     if close:
         return f"; did you mean {close!r}?"
     close = similar(name, _ELSEWHERE)
