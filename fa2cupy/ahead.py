@@ -23,7 +23,6 @@ from .plan.specs import OF_BACKWARD, decode_specs, default_specs, merge_spec
 from .problem.arguments import check_bool
 from .problem.array_types import AnyArray
 from .problem.choices import check_dtype, check_head_dim, check_jobs, check_method, feature_combinations, one_or_many
-from .problem.conversions import explains_absence
 from .problem.dtypes import ACCUMULATOR
 from .problem.feature_checks import extra_gradients
 from .problem.features import FeatureKeywords
@@ -38,7 +37,6 @@ __all__ = ["precompile"]
 
 
 @takes(NoKeywords)
-@explains_absence
 def precompile(
     archs: str | Iterable[str] | None = None,
     *,

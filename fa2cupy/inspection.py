@@ -27,7 +27,6 @@ from .plan.specs import layout_of_kernel
 from .problem.arguments import check_bool
 from .problem.array_types import AnyArray
 from .problem.choices import check_dtype, check_head_dim, check_jobs, feature_combinations, one_or_many
-from .problem.conversions import explains_absence
 from .problem.features import FeatureKeywords
 from .problem.keywords import NoKeywords, check_keywords, takes
 from .problem.names import Operation
@@ -43,7 +42,6 @@ __all__ = ["TileReport", "compile_report", "info", "legal_configs"]
 
 
 @takes(NoKeywords)
-@explains_absence
 def legal_configs(
     operation: Operation,
     *,
@@ -157,7 +155,6 @@ class TileReport:
 
 
 @takes(NoKeywords)
-@explains_absence
 def compile_report(
     operation: Operation,
     *,

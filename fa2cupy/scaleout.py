@@ -85,7 +85,15 @@ def run_scaleout(
         Length of the whole sequence; 32768 on GPUs and 512 on NumPy by default.
     heads, heads_kv : int, optional
         Query heads and K/V heads.
+
+    Raises
+    ------
+    ValueError
+        A number is below 1, or does not fit the others.
     """
+    for name, number in (("ranks", ranks), ("rows", rows), ("heads", heads), ("heads-kv", heads_kv)):
+        if number is not None and number < 1:
+            raise ValueError(f"--{name}: expected at least 1, got {number}")
     count = 0 if device == "cpu" else device_count()
     if device == "gpu" and count < 2:
         print(f"It needs at least two GPUs, and there {'is one' if count else 'is none'}.")

@@ -124,14 +124,8 @@ def choose_with_copies(
         if choices:
             return _fastest(choices, problem, device)
         refusals += [f"family {family.public_name!r} {reason}" for reason in dict.fromkeys(reasons)]
-    raise UnsupportedProblemError(f"{_at_fault(options)}{'; '.join(refusals)}")
-
-
-def _at_fault(options: CallOptions) -> str:
-    """The beginning of a refusal: the option without which other kernels would take the call."""
-    if (options.num_splits or 1) > 1:
-        return "num_splits: "
-    return "" if options.method is None else "method: "
+    option = "num_splits: " if (options.num_splits or 1) > 1 else ""
+    raise UnsupportedProblemError(f"{option}{'; '.join(refusals)}")
 
 
 def check_on_any_gpu(call: str, problem: AttentionProblem, options: CallOptions) -> None:

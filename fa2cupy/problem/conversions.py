@@ -45,6 +45,8 @@ _OF_NUMBER = {
     "cache_seqlens": 'full(batch, {}, "{}")',
     "x": "asarray({})",
 }
+#: The same for arrays of features: those of lse's dtype have a number for each head.
+_OF_KIND = {"input": 'asarray({}, "{}")', "input_accum": 'full(num_heads, {}, "{}")'}
 #: The kinds of memory by the numbers of DLPack that NumPy and CuPy read.
 _HOST_MEMORY, _DEVICE_MEMORY = (1, 3), (2, 13)
 #: Classes whose objects stand for arrays while a library records or traces what is computed with them.
@@ -162,9 +164,10 @@ def _of_scalar(name: str, value: Any, library: str, dtype: str, rows: Mapping[st
     if isinstance(value, int | float | np.generic) and not isinstance(value, bool):
         if name.startswith(("score_args", "mask_args")):
             return f"write {library}asarray({value}), or the number in the function"
-        if row is not None and row.kind == "input":
-            return f'write {library}asarray({value}, "{dtype}")'
-        return f"write {library}{_OF_NUMBER[name].format(value, dtype)}" if name in _OF_NUMBER else ""
+        written = _OF_NUMBER.get(name, "" if row is None else _OF_KIND.get(row.kind, ""))
+        return f"write {library}{written.format(value, dtype)}" if written else ""
+    if value == "causal":
+        return "write causal=True"
     if _has(value, "__next__"):
         return f"write list({name})"
     return f'convert it with {library}asarray({name}, "{dtype}")' if _has(value, "__array__") else ""

@@ -61,9 +61,7 @@ _ELSEWHERE = {
 
 
 class _Table(NamedTuple):
-    """The keywords that a function takes as ``**keywords``, and those of them that are options; all that it takes by
-    keyword alone, and all of its parameters, in order.
-    """
+    """What a function takes: as ``**keywords``, and the options among these; by keyword alone; and all, in order."""
 
     keywords: frozenset[str]
     options: frozenset[str]
