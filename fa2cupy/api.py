@@ -37,7 +37,7 @@ def forward(
     q : ndarray, shape (batch, seqlen_q, num_heads, head_dim)
         Queries: a NumPy or CuPy array of float16, bfloat16 (``ml_dtypes.bfloat16``), float32 or float64, head_dim up to
         256. The first axes may be omitted: (seqlen_q, num_heads, head_dim) and (seqlen_q, head_dim) give results of the
-        same rank.
+        same rank. An array (batch * heads, seqlen, head_dim) of other libraries is one of many rows and heads here.
     k, v : ndarray, shape (batch, seqlen_k, num_heads_kv, head_dim)
         Keys and values, of q's dtype and device. num_heads must be a multiple of num_heads_kv: query head ``h``
         reads K/V head ``h // (num_heads // num_heads_kv)`` (multi-head, grouped-query and multi-query attention). v
@@ -49,19 +49,20 @@ def forward(
     softmax_scale : float, optional
         Factor of the scores, any finite number; ``head_dim ** -0.5`` by default.
     layout : {"bshd", "bhsd"}, optional
-        Order of the axes of inputs and results; ``"bhsd"`` is (batch, heads, seqlen, head_dim).
+        Order of the axes of inputs and results; ``"bhsd"`` is (batch, heads, seqlen, head_dim). Arrays in the other
+        order fit, too: heads are then taken for rows.
     out : tuple of (ndarray or None), optional
         Arrays ``(o, lse)`` to write the results to. They must not overlap each other or an input.
     config : TileConfig, or dict of TileConfig by operation, optional
         Tile of the kernel instead of the default; see `legal_configs`. NumPy uses its ``b_r`` and ``b_c``.
     family : str, optional
         Kernel family (``"sm90"``, ``"sm80"``, ``"simt"``) instead of the best one for the device, dtype and strides;
-        for tests and sweeps. NumPy ignores it.
+        for tests and sweeps. NumPy refuses one that no GPU has for the call.
     num_splits : int, optional
         Number of blocks that share the work on a tile, 1 to 16, instead of the one that a model finds fastest. Several
         fill the GPU where tiles are few; their partial results are combined in a fixed order. With 1, the bits of a
         sequence's results do not depend on the sequences beside it; the model's number does. For float32 and float64,
-        1 is the only number. NumPy ignores it.
+        1 is the only number. NumPy checks it, and computes the same with each.
     precision : {None, "ieee", "split"}, optional
         Arithmetic of float32 data on the GPU. None multiplies on tensor cores where these have kernels, are faster and
         are as accurate as float32 arithmetic (see Notes), and elsewhere on CUDA cores. ``"ieee"`` always multiplies on
@@ -210,6 +211,10 @@ def forward(
     tiles, once for all heads or sequences that share a map, and in `backward` once for each query head of a group.
     float32 data are then multiplied on CUDA cores.
 
+    Hidden keys have the weight 0, and 0 times NaN is NaN: NaN or infinities in k and v of hidden keys reach o, dq and
+    dk of the rows that share a tile with them. Clear such rows, as of padding. Rows outside packed sequences, and rows
+    of a cache behind its lengths, are not read.
+
     All features can be combined. Sources: windows, Beltagy et al. 2020 (Longformer); soft caps, Gemma Team 2024 (Gemma
     2); ALiBi, Press et al. 2022; sinks, Xiao et al. 2024 and OpenAI 2025 (gpt-oss); dropout, Srivastava et al. 2014,
     with the Philox generator of Salmon et al. 2011.
@@ -284,9 +289,10 @@ def backward(
     Parameters
     ----------
     q, k, v : ndarray
-        The arguments of `forward`. `causal`, `softmax_scale`, `layout` and features must be the same, too.
+        The arguments of `forward`. `causal`, `softmax_scale`, `layout` and features must be the same, too: gradients
+        are wrong where they differ, or where an array has changed since.
     o, lse : ndarray
-        The results of `forward`.
+        The results of that call. Those of another one fit, and give wrong gradients.
     do : ndarray, shape of o
         Gradient for o.
     causal, softmax_scale, layout, **keywords
@@ -304,8 +310,9 @@ def backward(
         ``"two_pass"`` computes every tile twice, for dq and for dk and dv, without atomics or a workspace. None is the
         faster one.
     deterministic : bool, optional
-        Allows only methods whose results have the same bits from run to run. With ``num_splits=1`` the bits of a
-        sequence's results do not depend on the sequences beside it, either.
+        Allows only methods whose results have the same bits from run to run. NumPy refuses the others, too, although
+        its own always have. With ``num_splits=1`` the bits of a sequence's results do not depend on the sequences
+        beside it, either.
     out : tuple of (ndarray or None), optional
         Arrays ``(dq, dk, dv)``, and dbias, dsink and dscore_args if requested, to write the results to. They must not
         overlap each other or an input; views such as ``dqkv[:, :, 0]`` and ``dqkv[:, :, 1]`` of a packed array do not
@@ -319,7 +326,7 @@ def backward(
         Number of blocks that share the work on a tile of keys, 1 to 16: the query heads of its group, and ranges of
         queries. None is the one that a model finds fastest. Their dk and dv are summed in float32, in ``two_pass`` in a
         fixed order, in ``single_pass`` by atomic additions. For float32 and float64, 1 is the only number. NumPy
-        ignores it.
+        checks it, and computes the same with each.
     precision : {None, "ieee", "split"}, optional
         As for `forward`, and the same as there: weights of one arithmetic do not sum to 1 with the lse of another.
 
@@ -329,9 +336,9 @@ def backward(
         Gradients in q's dtype. With fewer K/V heads than query heads, dk and dv are summed over the group in float32
         (float64 for float64 data).
     dbias, dsink : ndarray, shapes and dtypes of bias, sink
-        The requested ones. dbias is summed over broadcast axes in lse's dtype, on the GPU with atomics; without such
-        axes it has the same bits from run to run. On the GPU, dbias implies ``"two_pass"`` in all families but
-        ``"simt"``.
+        The requested ones. dbias is summed over broadcast axes in lse's dtype, on the GPU with atomics, which
+        `deterministic` refuses; without such axes it has the same bits from run to run. On the GPU, dbias implies
+        ``"two_pass"`` in all families but ``"simt"``.
     *dscore_args : ndarray, shapes and dtypes of the floating-point arrays in score_args
         If requested, one result for each of them, summed in lse's dtype (on NumPy in float64). On the GPU they are
         summed with atomics, which `deterministic` refuses, and imply ``"two_pass"`` in all families but ``"simt"``.
@@ -390,7 +397,7 @@ def merge(
     o_parts : ndarray, shape (num_parts, batch, seqlen_q, num_heads, head_dim), or sequence of ndarray
         Results ``o`` of `forward` or `decode`, each over keys of its own: one array with an axis of parts in front, or
         a list or tuple of arrays, which are copied into one. As for `forward`, the axes of batch and heads may be
-        omitted.
+        omitted: that of sequences in a single result, ``merge(*forward(q, k, v))``, is taken for one of parts.
     lse_parts : ndarray, shape (num_parts, batch, num_heads, seqlen_q), or sequence of ndarray
         Their ``lse``. Where it is ``-inf``, the part has no key of the row, and its o is ignored, NaN included.
     layout : {"bshd", "bhsd"}, optional

@@ -54,8 +54,9 @@ def attention(
     backprop : callable
         ``backprop(do, dlse=None, *, out=None)`` returns the results of `backward`, ``(dq, dk, dv)`` and the other
         requested gradients, for the gradients of o and lse; `out` is a tuple of arrays to write them to, as there. It
-        keeps q, k, v, o, lse and the arrays of features alive. Numbers that `score_mod` and `mask_mod` read elsewhere
-        are those of the forward.
+        keeps q, k, v, o, lse and the arrays of features alive: the arrays, not copies. A change of one in place, such
+        as of k in a cache, gives wrong gradients. Numbers that `score_mod` and `mask_mod` read elsewhere are those of
+        the forward.
 
     Raises
     ------

@@ -23,12 +23,6 @@ class OnlyDlpack:
         raise RuntimeError("not to be called")
 
 
-class OnlyCudaArrayInterface:
-    @property
-    def __cuda_array_interface__(self):
-        return {"shape": (2, 6, 4, 8), "typestr": "<f4", "data": (0, False), "version": 3}
-
-
 def arguments(dtype: str = "float32") -> dict:
     """Returns legal arrays for `backward`; `forward` and `delta` take some of them."""
     q, k, v, do = make_inputs(dtype, **SIZES)
@@ -127,21 +121,11 @@ def test_lengths_that_tiles_cannot_count_are_not_supported(side):
         problem(longest + 1)
 
 
-@pytest.mark.parametrize(
-    ("other", "hint"),
-    [
-        ([[1.0, 2.0]], r"got list; convert it with numpy\.asarray"),
-        (3.5, r"got float"),
-        (OnlyDlpack(), r"got .*\.OnlyDlpack; convert it with cupy\.from_dlpack\(.*\) or numpy\.from_dlpack"),
-        (OnlyCudaArrayInterface(), r"got .*\.OnlyCudaArrayInterface; convert it with cupy\.asarray"),
-    ],
-    ids=["list", "number", "dlpack", "cuda"],
-)
 @pytest.mark.parametrize("operation", ["forward", "delta", "backward"])
-def test_other_kinds_of_objects(operation, other, hint):
+def test_lists_are_no_arrays(operation):
     for name in READS[operation]:
-        match = f"^{name}: expected a numpy.ndarray or cupy.ndarray, {hint}"
-        assert_refused(operation, TypeError, match, **{name: other})
+        match = rf"^{name}: expected a numpy.ndarray or cupy.ndarray, got list; convert it with numpy\.asarray"
+        assert_refused(operation, TypeError, match, **{name: [[1.0, 2.0]]})
 
 
 @pytest.mark.parametrize("operation", ["forward", "delta", "backward"])

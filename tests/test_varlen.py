@@ -254,15 +254,12 @@ def test_no_lengths_are_no_sequences(lengths):
 @pytest.mark.parametrize(
     ("lengths", "error", "match"),
     [
-        ([3, -1], ValueError, "^lengths: expected at least 0, got -1"),
         ([2**30, 2**30], ValueError, r"^lengths: expected a sum below 2\*\*31, .*, got 2147483648"),
         (np.full(4, 2**62), ValueError, rf"^lengths: expected a sum below 2\*\*31, .*, got {2**64}"),
         (np.full(3, 2**63, "uint64"), ValueError, r"^lengths: expected a sum below 2\*\*31"),
-        ([1.0, 2.0], TypeError, "^lengths: expected integers, got dtype float64"),
         ([True, False], TypeError, "^lengths: expected integers, got dtype bool"),
         (["1"], TypeError, "^lengths: expected integers, got dtype <U1"),
         ([[1, 2]], ValueError, r"^lengths: expected shape \(batch,\), got \(1, 2\)"),
-        (5, TypeError, r"^lengths: expected a sequence of ints or an ndarray, got int; write \[5\]"),
         (np.ma.array([1, 2]), TypeError, "^lengths: expected an array without a mask of its own"),
     ],
 )
