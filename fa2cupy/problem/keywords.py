@@ -93,7 +93,7 @@ def takes(table: Any) -> Callable[[_Function], _Function]:
             )
             for name, hint in table.__annotations__.items()
         ]
-        parameters = sorted([*own, *taken], key=place)
+        parameters = sorted([*own, *taken], key=place) if taken else own
         described: Any = function
         described.__signature__ = signature.replace(parameters=parameters)
         keywords = frozenset(table.__annotations__)
