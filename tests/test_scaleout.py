@@ -46,7 +46,7 @@ def test_a_wrong_result_is_reported(capsys, monkeypatch):
     ("arguments", "message"),
     [
         (["--ranks", "4", "--rows", "99"], "multiple of 8, for 4 ranks in zigzag order, got 99; pad it to 104"),
-        (["--ranks", "-1"], "size: expected at least 1 rank, got -1"),
+        (["--ranks", "-1"], "--ranks: expected at least 1, got -1"),
     ],
 )
 def test_numbers_that_do_not_fit(arguments, message, capsys):

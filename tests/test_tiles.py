@@ -582,13 +582,13 @@ def test_without_a_tuning_file_nothing_is_said(tuning_folder):
         ({"forward": TileConfig(64, 24, 4)}, ValueError, "b_c=24"),
         ({"sideways": TUNED}, ValueError, "sideways"),
         ((64, 64, 4), TypeError, "config: expected a TileConfig"),
-        ({"forward": 64}, TypeError, "config: expected a TileConfig"),
+        ({"forward": 64}, TypeError, r"config\['forward'\]: expected a TileConfig"),
     ],
 )
 def test_a_config_that_does_not_fit_is_refused_by_name(config, error, text):
     with pytest.raises(error, match=text) as caught:
         choose_tile("forward", "sm80", problem(), H100, config)
-    assert str(caught.value).startswith("config: ")
+    assert str(caught.value).startswith("config")
 
 
 def test_the_operation_the_dtype_and_the_device_call_for_the_family():

@@ -71,7 +71,7 @@ def program_of(role: str, function: object, arrays: object) -> Program:
     if named:
         array_backend(named)
     for one, array in named.items():
-        if array.size == 0:
+        if 0 in array.shape:
             raise ValueError(f"{one}: expected at least one element, got shape {array.shape}")
     program = trace(role, function, tuple(argument_kind(one, array) for one, array in named.items()))
     for one, array in named.items():
