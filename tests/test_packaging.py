@@ -159,7 +159,7 @@ def test_tests_of_an_sdist_find_what_they_import(unpacked_sdist):
 
 
 def test_requirements_are_those_that_the_readme_promises(requirements):
-    assert requirements[""] == {"numpy", "jinja2", "ml-dtypes"}
+    assert requirements[""] == {"numpy", "jinja2", "ml-dtypes", "threadpoolctl"}
     assert requirements["cuda12"] == {
         "cupy-cuda12x",
         "nvidia-cuda-nvrtc-cu12",

@@ -14,7 +14,7 @@ Memory beyond inputs and results is one head's rows in the accumulators' dtype a
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
 import numpy as np
@@ -30,7 +30,8 @@ from ..problem.function_checks import function_arrays
 from ..problem.options import CallOptions
 from .results import results_for
 from .scores import BiasGradient
-from .tiles import Head, heads_of, rows, store
+from .threads import in_threads
+from .tiles import Head, heads_of, multiplications, rows, store
 
 __all__ = ["backward", "default_tile", "delta", "forward"]
 
@@ -54,12 +55,14 @@ def forward(
     heads = heads_of(problem, keywords)
     o, lse = results_for(request.results, out, inputs | _arrays(keywords))
     _fill_unused(problem, (o, 0), (lse, -np.inf))
-    with np.errstate(all="ignore"):
-        for head in heads:
-            q_rows, k_rows, v_rows = rows(head.queries(q)), rows(head.keys(k)), rows(head.keys(v))
-            o_rows, lse_rows = _online_softmax(head, q_rows * problem.softmax_scale, k_rows, v_rows, *tile)
-            store(o_rows, head.queries(o))
-            store(lse_rows, head.statistics(lse))
+
+    def of_head(head: Head) -> None:
+        q_rows, k_rows, v_rows = rows(head.queries(q)), rows(head.keys(k)), rows(head.keys(v))
+        o_rows, lse_rows = _online_softmax(head, q_rows * problem.softmax_scale, k_rows, v_rows, *tile)
+        store(o_rows, head.queries(o))
+        store(lse_rows, head.statistics(lse))
+
+    in_threads(of_head, heads, multiplications(heads))
     return o, lse
 
 
@@ -68,10 +71,12 @@ def delta(o: np.ndarray, do: np.ndarray, out: np.ndarray | None, options: CallOp
     inputs = {"o": o, "do": do}
     request = check_delta(inputs, options)
     (result,) = results_for(request.results, (out,), inputs)
-    with np.errstate(all="ignore"):
-        for head in heads_of(request.problem, _NOTHING):
-            delta_rows = np.einsum("ij,ij->i", rows(head.queries(do)), rows(head.queries(o)))
-            store(delta_rows, head.statistics(result))
+
+    def of_head(head: Head) -> None:
+        store(_row_sums(rows(head.queries(do)), rows(head.queries(o))), head.statistics(result))
+
+    heads = heads_of(request.problem, _NOTHING)
+    in_threads(of_head, heads, sum(head.queries(do).size for head in heads))
     return result
 
 
@@ -104,11 +109,11 @@ def backward(
     dq, dk, dv = (named[name] for name in ("dq", "dk", "dv"))
     _fill_unused(problem, (dq, 0), (dk, 0), (dv, 0))
     extra = extra_gradients(keywords, options.return_dbias, options.return_dsink, options.return_dscore_args)
-    sums = _Sums(extra, problem)
-    row_delta = delta(o, do, None, CallOptions(layout=options.layout)) if given_delta is None else given_delta
-    with np.errstate(all="ignore"):
-        for head in heads:
-            gradient = _Gradient(head, q, k, v, lse, do, row_delta, dlse, sums)
+
+    def of_share(share: Sequence[Head]) -> _Sums:
+        sums = _Sums(extra, problem)
+        for head in share:
+            gradient = _Gradient(head, q, k, v, o, lse, do, given_delta, dlse, sums)
             gradient.by_key_tiles(*tiles[0], with_dq=one_pass)
             if not one_pass:
                 gradient.by_query_tiles(*tiles[1])
@@ -116,18 +121,26 @@ def backward(
             store(gradient.dq * problem.softmax_scale, head.queries(dq))
             store(gradient.dk, head.keys(dk))
             store(gradient.dv, head.keys(dv))
-        if sums.bias is not None:
-            store(sums.bias.sums, named["dbias"])
-        if sums.sink is not None:
-            store(sums.sink, named["dsink"])
-        for name, total in sums.arguments.items():
-            named[name][...] = total
+        return sums
+
+    shares = _shares(heads) if extra else [[head] for head in heads]
+    found = in_threads(of_share, shares, multiplications(heads))
+    for name in extra:
+        if name == "dbias":
+            BiasGradient.store([sums.bias for sums in found if sums.bias is not None], named[name])
+        else:
+            named[name][...] = sum(sums.others[name] for sums in found)
     return tuple(results)
 
 
 def _arrays(keywords: Mapping[str, object]) -> dict[str, np.ndarray]:
     """All arrays of features, which no result may overlap."""
     return feature_arrays(keywords) | function_arrays(keywords)
+
+
+def _row_sums(do: np.ndarray, o: np.ndarray) -> np.ndarray:
+    """Delta of rows, as a column."""
+    return np.einsum("ij,ij->i", do, o)[:, None]
 
 
 def _online_softmax(
@@ -145,7 +158,7 @@ def _online_softmax(
             shift = np.where(new_max == -np.inf, 0, new_max)
             p = np.exp(np.subtract(s, shift, out=s), out=s)
             rescale = np.exp(row_max - shift)
-            row_sum = row_sum * rescale + p.sum(axis=1, keepdims=True)
+            row_sum = row_sum * rescale + p @ np.ones((p.shape[1], 1), p.dtype)  # faster than p.sum
             keep = head.terms.keep(queries, keys, p.dtype) if head.terms else None
             if keep is not None:
                 p *= keep
@@ -167,24 +180,40 @@ def _start(head: Head, num_rows: int, dtype: np.dtype) -> tuple[np.ndarray, np.n
     return row_max, np.exp(row_max - np.where(row_max == -np.inf, 0, row_max))
 
 
+#: Shares of the heads that have sums of their own: each takes as much memory as the results.
+_SHARES = 8
+
+
+def _shares(heads: Sequence[Head]) -> list[Sequence[Head]]:
+    """The heads in shares, so that sums are in an order that does not depend on the number of threads.
+
+    The same head of several sequences is in as few shares as possible, since a bias is often the same for all of them.
+    """
+    ordered = sorted(heads, key=lambda head: head.index)
+    size = -(-len(heads) // _SHARES)
+    return [ordered[start : start + size] for start in range(0, len(heads), size)] if heads else []
+
+
 class _Sums:
-    """Gradients that are summed over heads.
+    """Gradients that are summed over the heads of a share.
 
     Attributes
     ----------
     bias : BiasGradient or None
         None if it is not requested.
-    sink : ndarray or None
-    arguments : dict of ndarray
-        Those of the arrays of `score_mod`, by names such as ``"dscore_args[0]"``, in float64: an element of a table may
-        be the sum of as many numbers as there are scores.
+    others : dict of ndarray
+        dsink, and those of the arrays of `score_mod`, by names such as ``"dscore_args[0]"``. These are in float64: an
+        element of a table may be the sum of as many numbers as there are scores.
     """
 
     def __init__(self, extra: Mapping[str, np.ndarray], problem: AttentionProblem):
         accumulator = problem.accumulator_dtype
         self.bias = BiasGradient(extra["dbias"].shape, accumulator) if "dbias" in extra else None
-        self.sink = np.zeros(extra["dsink"].shape, accumulator) if "dsink" in extra else None
-        self.arguments = {name: np.zeros(like.shape) for name, like in extra.items() if name not in ("dbias", "dsink")}
+        self.others = {
+            name: np.zeros(like.shape, accumulator if name == "dsink" else "float64")
+            for name, like in extra.items()
+            if name != "dbias"
+        }
 
 
 class _Gradient:
@@ -196,9 +225,10 @@ class _Gradient:
         q: np.ndarray,
         k: np.ndarray,
         v: np.ndarray,
+        o: np.ndarray,
         lse: np.ndarray,
         do: np.ndarray,
-        delta: np.ndarray,
+        delta: np.ndarray | None,
         dlse: np.ndarray | None,
         sums: _Sums,
     ):
@@ -208,7 +238,7 @@ class _Gradient:
         self.k = rows(head.keys(k))
         self.v = rows(head.keys(v))
         self.do = rows(head.queries(do))
-        self.delta = rows(head.statistics(delta))
+        self.delta = _row_sums(self.do, rows(head.queries(o))) if delta is None else rows(head.statistics(delta))
         if dlse is not None:
             self.delta = self.delta - rows(head.statistics(dlse))
         lse = rows(head.statistics(lse))
@@ -240,18 +270,19 @@ class _Gradient:
     def sum_sink(self) -> None:
         """Adds dsink: minus the sum over the rows of the sink's share of the softmax times delta."""
         terms = self.head.terms
-        if self.sums.sink is not None and terms is not None and terms.sink is not None:
+        if "dsink" in self.sums.others and terms is not None and terms.sink is not None:
             sinks = terms.sink
             shares = np.exp(np.minimum(sinks - self.lse.reshape(-1, len(sinks)), 0))
-            self.sums.sink[self.head.group] -= (shares * self.delta.reshape(shares.shape)).sum(axis=0)
+            self.sums.others["dsink"][self.head.group] -= (shares * self.delta.reshape(shares.shape)).sum(axis=0)
 
     def _score_gradients(self, queries: slice, keys: slice, sums: _Sums | None = None) -> tuple[np.ndarray, np.ndarray]:
         """P after dropout, for dV, and the gradient of the scaled products. Gradients of features are added to sums."""
         terms = self.head.terms
         s, slopes = self.head.scores(self.q, self.k, queries, keys)
         s -= self.lse[queries]
-        # Scores may exceed an lse that has lost its last bits.
-        p = np.exp(np.minimum(s, 0, out=s), out=s)
+        if not s.max() <= 0:  # scores may exceed an lse that has lost its last bits
+            np.minimum(s, 0, out=s)
+        p = np.exp(s, out=s)
         ds = self.do[queries] @ self.v[keys].T
         keep = terms.keep(queries, keys, p.dtype) if terms else None
         if keep is not None:
@@ -261,7 +292,7 @@ class _Gradient:
         if terms is not None:
             if sums is not None and sums.bias is not None:
                 sums.bias.add(ds, terms, queries, keys)
-            slopes.apply(ds, p, {} if sums is None else sums.arguments)
+            slopes.apply(ds, p, {} if sums is None else sums.others)
         if keep is not None:
             p *= keep
         return p, ds

@@ -6,7 +6,8 @@ Tiles have a row for each (position, head of the group) and a column for each ke
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -192,22 +193,41 @@ class HeadTerms:
 
 
 class BiasGradient:
-    """Sums tiles of dS into an array of the bias's shape, so that dS is never held for all scores.
+    """Sums tiles of dS into arrays of the bias's shape, so that dS is never held for all scores.
 
-    Attributes
+    Parameters
     ----------
-    sums : ndarray, shape of the bias with axes of length 1 in front, up to four axes
+    shape : tuple of int
+        Shape of the bias.
+    dtype : dtype
+        Dtype of sums.
     """
 
     def __init__(self, shape: tuple[int, ...], dtype: str):
-        self.sums = np.zeros((1,) * (4 - len(shape)) + shape, dtype)
+        self._shape, self._dtype = (1,) * (4 - len(shape)) + shape, dtype
+        # By sequence and first head, arrays of the axes (head, query, key).
+        self._parts: dict[tuple[int, int], np.ndarray] = {}
 
     def add(self, ds: np.ndarray, terms: HeadTerms, queries: slice, keys: slice) -> None:
         """Adds a tile of dS of one head."""
         tile = ds.reshape(-1, terms.size, ds.shape[1]).transpose(1, 0, 2)
-        parts = (terms.group, terms.positions(queries), keys)
-        repeated = [length == 1 for length in self.sums.shape]
-        tile = tile.sum(axis=tuple(axis for axis in range(3) if repeated[1 + axis]), keepdims=True)
-        places = [slice(0, 1) if once else part for once, part in zip(repeated[1:], parts, strict=True)]
-        place = (0 if repeated[0] else terms.sequence.number, *places)
-        self.sums[place] += tile
+        repeated = [length == 1 for length in self._shape]
+        if any(repeated[1:]):
+            tile = tile.sum(axis=tuple(axis for axis in range(3) if repeated[1 + axis]), keepdims=True)
+        place = (0 if repeated[0] else terms.sequence.number, 0 if repeated[1] else terms.group.start)
+        if place not in self._parts:
+            self._parts[place] = np.zeros((len(tile), *self._shape[2:]), self._dtype)
+        rows, columns = (
+            slice(0, 1) if once else part
+            for once, part in zip(repeated[2:], (terms.positions(queries), keys), strict=True)
+        )
+        self._parts[place][:, rows, columns] += tile
+
+    @staticmethod
+    def store(sums: Collection[BiasGradient], dbias: np.ndarray) -> None:
+        """Writes the sum of several, in their order."""
+        whole = dbias[(None,) * (4 - dbias.ndim)]
+        whole[...] = 0
+        for sequence, head in {place: None for one in sums for place in one._parts}:
+            parts = [one._parts[sequence, head] for one in sums if (sequence, head) in one._parts]
+            whole[sequence, head : head + len(parts[0])] = functools.reduce(np.add, parts)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,7 +12,7 @@ from ..problem.features import FEATURES
 from ..problem.sequences import Sequence, sequences_of
 from .scores import NO_SLOPES, HeadTerms, ScoreTerms, Slopes
 
-__all__ = ["Head", "heads_of", "rows", "store"]
+__all__ = ["Head", "heads_of", "multiplications", "rows", "store"]
 
 
 @dataclass(frozen=True)
@@ -96,6 +96,8 @@ class Head:
         # Only pairs of tiles that an edge of the band crosses need a mask.
         group, diagonal = self.problem.heads_per_group, self.sequence.diagonal
         left, right = self.problem.band
+        if left is None and right is None:
+            return
         aligned = np.arange(queries.start, queries.stop)[:, None] // group + diagonal
         if right is not None and keys.stop - 1 > queries.start // group + diagonal + right:
             np.copyto(s, -np.inf, where=np.arange(keys.start, keys.stop) > aligned + right)
@@ -113,6 +115,14 @@ def heads_of(problem: AttentionProblem, keywords: Mapping[str, object]) -> list[
         for sequence in sequences
         for index in range(problem.num_heads_kv)
     ]
+
+
+def multiplications(heads: Iterable[Head]) -> int:
+    """The multiplications of a product of the heads' queries and keys."""
+    return sum(
+        head.problem.heads_per_group * head.sequence.seqlen_q * head.sequence.seqlen_k * head.problem.head_dim
+        for head in heads
+    )
 
 
 def _group(problem: AttentionProblem, index: int) -> slice:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
+from ..cpu.threads import BLAS
 from ..problem.arguments import check_int
 from .communicator import Communicator, check_ranks_per_host, check_timeout
 from .transport.messages import CommunicationError
@@ -51,7 +52,7 @@ def simulate(
 
     Notes
     -----
-    Where BLAS has threads of its own, ranks wait for each other's: set ``OPENBLAS_NUM_THREADS=1`` for more speed.
+    Until all ranks have ended, BLAS has one thread for the matrix products of each.
 
     Examples
     --------
@@ -78,14 +79,15 @@ def simulate(
 
     # Daemons do not delay the end of the process.
     threads = [threading.Thread(target=body, args=(rank,), name=f"rank {rank}", daemon=True) for rank in range(size)]
-    try:
-        for thread in threads:
-            thread.start()
-        _join(threads, math.inf)
-    except BaseException as error:
-        world.fail(None, type(error).__name__)
-        _join(threads, time.monotonic() + _PATIENCE_S)
-        raise
+    with BLAS:
+        try:
+            for thread in threads:
+                thread.start()
+            _join(threads, math.inf)
+        except BaseException as error:
+            world.fail(None, type(error).__name__)
+            _join(threads, time.monotonic() + _PATIENCE_S)
+            raise
     if errors:
         # Ranks that only waited for one that failed say less than that one.
         raise next((error for error in errors if not isinstance(error, CommunicationError)), errors[0])

@@ -163,8 +163,13 @@ def reduced(tile: Any, indices: Sequence[Any]) -> Any:
 
 def add_elements(total: Any, indices: tuple[Any, ...], tile: Any, xp: ModuleType) -> None:
     """Adds a tile, which has been reduced, to the elements of an array at indices."""
-    shape = np.broadcast_shapes(tile.shape, *(index.shape for index in indices)) if indices else ()
     if not indices:
         total[...] += tile.sum()
+        return
+    shape = np.broadcast_shapes(tile.shape, *(index.shape for index in indices))
+    indices, tile = tuple(xp.broadcast_to(index, shape) for index in indices), xp.broadcast_to(tile, shape)
+    if xp is np:  # np.add.at takes several times as long
+        places = np.ravel_multi_index(indices, total.shape).ravel()
+        total += np.bincount(places, tile.ravel(), total.size).reshape(total.shape).astype(total.dtype, copy=False)
     else:
-        xp.add.at(total, tuple(xp.broadcast_to(index, shape) for index in indices), xp.broadcast_to(tile, shape))
+        xp.add.at(total, indices, tile)
