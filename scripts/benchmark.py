@@ -54,6 +54,12 @@ sparse
     tiles that are visited, and ``ratio`` is that number over the one of the call without a map. One head is compared
     with float64 first. Then the map of documents of 131072 x 131072 is made, beside PyTorch's ``create_block_mask``.
     Rows are in sparse.csv; the table at the end has the ratios.
+numpy
+    Only if asked for, and without a GPU: calls on NumPy arrays in float32, forward, backward and decode with every
+    feature, beside attention written out in NumPy, which keeps P for its backward, and PyTorch's operator for the CPU
+    where it takes the case. They take turns in one process, first on the machine as it is and then beside two other
+    processes that never rest (``busy``). Rows are in numpy.csv in the folder of the CPU; ``ratio``, which the table at
+    the end has, is the median over rounds of their time over ours.
 """
 
 from __future__ import annotations
@@ -92,6 +98,7 @@ from common.measure import (
     time_in_rounds,
     write_csv,
 )
+from common.on_numpy import CASES, cpu_name, numpy_table, run_numpy
 from common.peers import DEFAULT_OPERATIONS, OPERATIONS, PEERS, Fa2cupy, available_peers
 from common.plots import bar_panels, can_plot
 from common.sparse import COLUMNS as SPARSE_COLUMNS
@@ -111,6 +118,8 @@ SECTIONS = (
     "speed", "training", "memory", "host", "startup", "models", "features", "float32", "decode", "functions", "calls",
     "sparse",
 )  # fmt: skip
+#: The section that needs no GPU. It is not a part of everything.
+ON_NUMPY = "numpy"
 #: Sections whose rows are in benchmark.csv.
 IN_BENCHMARK_CSV = {"speed", "training", "memory", "host"}
 
@@ -353,7 +362,7 @@ def plot(rows: Sequence[dict[str, object]], folder: Path) -> list[Path]:
 
 def show(rows: Sequence[dict[str, object]], folder: Path) -> None:
     """Shows an earlier run: its table, and its plots if it has any and they can be drawn."""
-    tables = {"model": model_table, "precision": precision_table, "pattern": sparse_table}
+    tables = {"model": model_table, "precision": precision_table, "pattern": sparse_table, "busy": numpy_table}
     tables["over_plain"] = features.table
     for column, table in tables.items():
         if column in rows[0]:
@@ -396,7 +405,8 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--quick", action="store_true", help="fewer sizes, fewer and shorter rounds")
-    add("--sections", nargs="+", choices=SECTIONS, default=SECTIONS, metavar="NAME", help=f"of {', '.join(SECTIONS)}")
+    names = (*SECTIONS, ON_NUMPY)
+    add("--sections", nargs="+", choices=names, default=SECTIONS, metavar="NAME", help=f"of {', '.join(names)}")
     add("--dtypes", nargs="+", choices=DTYPES, metavar="NAME", help=f"of {', '.join(DTYPES)}")
     head_dims = " ".join(map(str, HEAD_DIMS))
     add("--head-dims", nargs="+", type=supported_head_dim, metavar="N", help=f"default: {head_dims}")
@@ -581,6 +591,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.plot_only:
         source, chosen = options.plot_only, options.out
         return show_earlier(source, lambda rows: show(rows, plots_folder(source, chosen)))
+    failures: list[str] = []
+    if ON_NUMPY in options.sections:
+        folder = results_folder(cpu_name(), options.out)
+        failures = run_numpy(CASES, options.short_rounds, folder / "numpy.csv")
+        print(f"written to {folder}", *failures, sep="\n")
+    if not set(options.sections) - {ON_NUMPY}:
+        return 1 if failures else 0
     gpu = find_gpu()
     if gpu is None:
         return 2
@@ -593,7 +610,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(f"written to {folder}")
     for text in benchmark.failures:
         print(text, file=sys.stderr)
-    return 1 if benchmark.failures else 0
+    return 1 if benchmark.failures or failures else 0
 
 
 if __name__ == "__main__":
