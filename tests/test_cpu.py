@@ -479,14 +479,14 @@ class TestOptions:
 def record_tiles(monkeypatch) -> list[tuple[int, int]]:
     """Returns a list that collects the shapes of the score tiles computed from now on."""
     shapes = []
-    original = cpu_tiles.Head.scores
+    original = cpu_tiles.Heads.scores
 
     def scores(*arguments):
         result = original(*arguments)
-        shapes.append(result[0].shape)
+        shapes.append(result[0].shape[1:])  # of each K/V head
         return result
 
-    monkeypatch.setattr(cpu_tiles.Head, "scores", scores)
+    monkeypatch.setattr(cpu_tiles.Heads, "scores", scores)
     return shapes
 
 

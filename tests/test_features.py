@@ -139,13 +139,13 @@ class TestWindow:
 
     def test_tiles_outside_the_band_are_not_touched(self, monkeypatch):
         pairs = []
-        original = cpu_tiles.Head.scores
+        original = cpu_tiles.Heads.scores
 
         def scores(head, q, k, queries, keys):
             pairs.append((queries.start, queries.stop, keys.start, keys.stop))
             return original(head, q, k, queries, keys)
 
-        monkeypatch.setattr(cpu_tiles.Head, "scores", scores)
+        monkeypatch.setattr(cpu_tiles.Heads, "scores", scores)
         length, left, right = 256, 20, 8
         inputs = inputs_of(batch=1, seqlen_q=length, seqlen_k=length, num_heads=1, num_heads_kv=1)
         for method in METHODS:

@@ -1,14 +1,14 @@
 """Attention on NumPy arrays: the tiled algorithm of FlashAttention-2 with BLAS matrix products.
 
-The K/V heads are processed one after the other. The query heads that share a K/V head are stacked as rows, in the order
-(position, head of the group), so that a tile of B_r positions is one contiguous matrix for all of them and no K/V head
-is repeated.
+Each thread takes one K/V head after the other, or several at a time where these have few rows. The query heads that
+share a K/V head are stacked as rows, in the order (position, head of the group), so that a tile of B_r positions is one
+contiguous matrix for all of them and no K/V head is repeated.
 
     forward      for each query tile, a loop over key tiles with an online softmax (Algorithm 1)
     single_pass  for each key tile, a loop over query tiles: dk and dv of the tile, and its share of dq (Algorithm 2)
     two_pass     for each key tile dk and dv, then for each query tile dq
 
-Memory beyond inputs and results is one head's rows in the accumulators' dtype and a few tiles of scores.
+Memory beyond inputs and results is, for each thread, one head's rows in the accumulators' dtype and a few tiles.
 ``cpu/tiles.py`` selects the pairs of tiles, ``cpu/scores.py`` applies features to a tile of scores.
 """
 
@@ -31,10 +31,12 @@ from ..problem.options import CallOptions
 from .results import results_for
 from .scores import BiasGradient
 from .threads import in_threads
-from .tiles import Head, heads_of, multiplications, rows, store
+from .tiles import Heads, heads_of, multiplications, rows, store
 
-__all__ = ["backward", "default_tile", "delta", "forward"]
+__all__ = ["attend", "backward", "default_tile", "delta", "forward"]
 
+#: Up to so many rows are few.
+_DECODED_ROWS = 16
 _NOTHING: Mapping[str, object] = MappingProxyType({})
 
 
@@ -51,19 +53,35 @@ def forward(
     request = check_forward(inputs, options, keywords)
     problem = request.problem
     check_on_any_gpu("forward", problem, options)
-    tile = _tile_shape("forward", problem, options)
-    heads = heads_of(problem, keywords)
     o, lse = results_for(request.results, out, inputs | _arrays(keywords))
     _fill_unused(problem, (o, 0), (lse, -np.inf))
+    attend(problem, options, keywords, (q, k, v), (o, lse))
+    return o, lse
 
-    def of_head(head: Head) -> None:
-        q_rows, k_rows, v_rows = rows(head.queries(q)), rows(head.keys(k)), rows(head.keys(v))
-        o_rows, lse_rows = _online_softmax(head, q_rows * problem.softmax_scale, k_rows, v_rows, *tile)
+
+def attend(
+    problem: AttentionProblem,
+    options: CallOptions,
+    keywords: Mapping[str, object],
+    inputs: tuple[np.ndarray, np.ndarray, np.ndarray],
+    results: tuple[np.ndarray, np.ndarray],
+) -> None:
+    """Writes o and lse of a forward whose arguments have been checked."""
+    q, k, v = inputs
+    o, lse = results
+    b_r, b_c = _tile_shape("forward", problem, options)
+
+    def of_head(head: Heads) -> None:
+        is_read_again = head.sequence.seqlen_q > b_r
+        k_rows, v_rows = (rows(head.keys(x), are_contiguous=is_read_again) for x in (k, v))
+        o_rows, lse_rows = _online_softmax(
+            head, rows(head.queries(q)) * problem.softmax_scale, k_rows, v_rows, b_r, b_c
+        )
         store(o_rows, head.queries(o))
         store(lse_rows, head.statistics(lse))
 
+    heads = heads_of(problem, keywords)
     in_threads(of_head, heads, multiplications(heads))
-    return o, lse
 
 
 def delta(o: np.ndarray, do: np.ndarray, out: np.ndarray | None, options: CallOptions) -> np.ndarray:
@@ -72,7 +90,7 @@ def delta(o: np.ndarray, do: np.ndarray, out: np.ndarray | None, options: CallOp
     request = check_delta(inputs, options)
     (result,) = results_for(request.results, (out,), inputs)
 
-    def of_head(head: Head) -> None:
+    def of_head(head: Heads) -> None:
         store(_row_sums(rows(head.queries(do)), rows(head.queries(o))), head.statistics(result))
 
     heads = heads_of(request.problem, _NOTHING)
@@ -110,7 +128,7 @@ def backward(
     _fill_unused(problem, (dq, 0), (dk, 0), (dv, 0))
     extra = extra_gradients(keywords, options.return_dbias, options.return_dsink, options.return_dscore_args)
 
-    def of_share(share: Sequence[Head]) -> _Sums:
+    def of_share(share: Sequence[Heads]) -> _Sums:
         sums = _Sums(extra, problem)
         for head in share:
             gradient = _Gradient(head, q, k, v, o, lse, do, given_delta, dlse, sums)
@@ -140,43 +158,42 @@ def _arrays(keywords: Mapping[str, object]) -> dict[str, np.ndarray]:
 
 def _row_sums(do: np.ndarray, o: np.ndarray) -> np.ndarray:
     """Delta of rows, as a column."""
-    return np.einsum("ij,ij->i", do, o)[:, None]
+    return np.einsum("hij,hij->hi", do, o)[..., None]
 
 
 def _online_softmax(
-    head: Head, q: np.ndarray, k: np.ndarray, v: np.ndarray, b_r: int, b_c: int
+    head: Heads, q: np.ndarray, k: np.ndarray, v: np.ndarray, b_r: int, b_c: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """O and lse of one head's rows. `q` is scaled."""
-    o, lse = np.zeros((len(q), v.shape[1]), q.dtype), np.empty((len(q), 1), q.dtype)
+    o, lse = np.zeros((*q.shape[:2], v.shape[2]), q.dtype), np.empty((*q.shape[:2], 1), q.dtype)
     for queries in head.query_tiles(b_r):
-        o_tile = o[queries]
-        row_max, row_sum = _start(head, len(o_tile), q.dtype)
+        o_tile = o[:, queries]
+        row_max, row_sum = _start(head, o_tile)
         for keys in head.key_tiles(b_c, queries):
             s, _ = head.scores(q, k, queries, keys)
-            new_max = np.maximum(row_max, s.max(axis=1, keepdims=True))
+            new_max = np.maximum(row_max, s.max(axis=2, keepdims=True))
             # The maximum of a row without a visible key is -inf so far; exp(-inf - -inf) would be NaN instead of 0.
             shift = np.where(new_max == -np.inf, 0, new_max)
             p = np.exp(np.subtract(s, shift, out=s), out=s)
             rescale = np.exp(row_max - shift)
-            row_sum = row_sum * rescale + p @ np.ones((p.shape[1], 1), p.dtype)  # faster than p.sum
+            row_sum = row_sum * rescale + p @ np.ones((p.shape[2], 1), p.dtype)  # faster than p.sum
             keep = head.terms.keep(queries, keys, p.dtype) if head.terms else None
             if keep is not None:
                 p *= keep
             o_tile *= rescale
-            o_tile += p @ v[keys]
+            o_tile += p @ v[:, keys]
             row_max = new_max
         o_tile /= np.where(row_sum == 0, 1, row_sum)
-        lse[queries] = row_max + np.log(row_sum)
+        lse[:, queries] = row_max + np.log(row_sum)
     return o, lse
 
 
-def _start(head: Head, num_rows: int, dtype: np.dtype) -> tuple[np.ndarray, np.ndarray]:
+def _start(head: Heads, o_tile: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Row maxima and row sums before the first key: those of the sink alone."""
-    row_max = np.full((num_rows, 1), -np.inf, dtype)
+    row_max = np.full((*o_tile.shape[:2], 1), -np.inf, o_tile.dtype)
     if head.terms is None or head.terms.sink is None:
         return row_max, np.zeros_like(row_max)
-    sinks = head.terms.sink
-    row_max.reshape(-1, len(sinks))[...] = sinks
+    head.terms.split(row_max)[..., 0] = head.terms.sink
     return row_max, np.exp(row_max - np.where(row_max == -np.inf, 0, row_max))
 
 
@@ -184,12 +201,12 @@ def _start(head: Head, num_rows: int, dtype: np.dtype) -> tuple[np.ndarray, np.n
 _SHARES = 8
 
 
-def _shares(heads: Sequence[Head]) -> list[Sequence[Head]]:
+def _shares(heads: Sequence[Heads]) -> list[Sequence[Heads]]:
     """The heads in shares, so that sums are in an order that does not depend on the number of threads.
 
     The same head of several sequences is in as few shares as possible, since a bias is often the same for all of them.
     """
-    ordered = sorted(heads, key=lambda head: head.index)
+    ordered = sorted(heads, key=lambda head: head.shared.start)
     size = -(-len(heads) // _SHARES)
     return [ordered[start : start + size] for start in range(0, len(heads), size)] if heads else []
 
@@ -221,7 +238,7 @@ class _Gradient:
 
     def __init__(
         self,
-        head: Head,
+        head: Heads,
         q: np.ndarray,
         k: np.ndarray,
         v: np.ndarray,
@@ -255,39 +272,39 @@ class _Gradient:
         for keys in self.head.key_tiles(b_c):
             for queries in self.head.query_tiles(b_r, keys):
                 p, ds = self._score_gradients(queries, keys, self.sums)
-                self.dv[keys] += p.T @ self.do[queries]
-                self.dk[keys] += ds.T @ self.q[queries]
+                self.dv[:, keys] += p.swapaxes(1, 2) @ self.do[:, queries]
+                self.dk[:, keys] += ds.swapaxes(1, 2) @ self.q[:, queries]
                 if with_dq:
-                    self.dq[queries] += ds @ self.k[keys]
+                    self.dq[:, queries] += ds @ self.k[:, keys]
 
     def by_query_tiles(self, b_r: int, b_c: int) -> None:
         """Computes dq with three matrix products for a pair of tiles."""
         for queries in self.head.query_tiles(b_r):
             for keys in self.head.key_tiles(b_c, queries):
                 _, ds = self._score_gradients(queries, keys)
-                self.dq[queries] += ds @ self.k[keys]
+                self.dq[:, queries] += ds @ self.k[:, keys]
 
     def sum_sink(self) -> None:
         """Adds dsink: minus the sum over the rows of the sink's share of the softmax times delta."""
         terms = self.head.terms
         if "dsink" in self.sums.others and terms is not None and terms.sink is not None:
-            sinks = terms.sink
-            shares = np.exp(np.minimum(sinks - self.lse.reshape(-1, len(sinks)), 0))
-            self.sums.others["dsink"][self.head.group] -= (shares * self.delta.reshape(shares.shape)).sum(axis=0)
+            shares = np.exp(np.minimum(terms.sink - terms.split(self.lse)[..., 0], 0))
+            of_heads = (shares * terms.split(self.delta)[..., 0]).sum(axis=1)
+            self.sums.others["dsink"][self.head.own] -= of_heads.ravel()
 
     def _score_gradients(self, queries: slice, keys: slice, sums: _Sums | None = None) -> tuple[np.ndarray, np.ndarray]:
         """P after dropout, for dV, and the gradient of the scaled products. Gradients of features are added to sums."""
         terms = self.head.terms
         s, slopes = self.head.scores(self.q, self.k, queries, keys)
-        s -= self.lse[queries]
+        s -= self.lse[:, queries]
         if not s.max() <= 0:  # scores may exceed an lse that has lost its last bits
             np.minimum(s, 0, out=s)
         p = np.exp(s, out=s)
-        ds = self.do[queries] @ self.v[keys].T
+        ds = self.do[:, queries] @ self.v[:, keys].swapaxes(1, 2)
         keep = terms.keep(queries, keys, p.dtype) if terms else None
         if keep is not None:
             ds *= keep
-        ds -= self.delta[queries]
+        ds -= self.delta[:, queries]
         ds *= p
         if terms is not None:
             if sums is not None and sums.bias is not None:
@@ -298,14 +315,18 @@ class _Gradient:
         return p, ds
 
 
-def default_tile(heads_per_group: int = 1) -> tuple[int, int]:
-    """B_r and B_c such that a tile of scores of a group of heads stays in a core's L2 cache between matrix products."""
-    return max(16, 256 // max(1, heads_per_group)), 512
+def default_tile(heads_per_group: int = 1, seqlen_q: int | None = None) -> tuple[int, int]:
+    """B_r and B_c such that a tile of scores of a group of heads stays in a core's L2 cache between matrix products.
+
+    With few rows, as in decoding, tiles have more keys.
+    """
+    group = max(1, heads_per_group)
+    return max(16, 256 // group), 8192 if seqlen_q is not None and seqlen_q * group <= _DECODED_ROWS else 512
 
 
 def _tile_shape(operation: str, problem: AttentionProblem, options: CallOptions) -> tuple[int, int]:
     tile = requested_tile(operation, options.config)
-    return default_tile(problem.heads_per_group) if tile is None else (tile.b_r, tile.b_c)
+    return default_tile(problem.heads_per_group, problem.score_shape[2]) if tile is None else (tile.b_r, tile.b_c)
 
 
 def _fill_unused(problem: AttentionProblem, *results: tuple[np.ndarray, float]) -> None:

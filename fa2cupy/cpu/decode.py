@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 
 import numpy as np
@@ -12,8 +13,9 @@ from ..problem.attention import AttentionProblem, CacheShape
 from ..problem.decoding import cache_lengths, check_caches, check_decode, check_pages
 from ..problem.features import ARRAYS, feature_arrays
 from ..problem.options import CallOptions
-from .attention import forward
+from .attention import attend
 from .results import results_for
+from .threads import in_threads
 
 __all__ = ["decode"]
 
@@ -47,22 +49,25 @@ def decode(
         check_pages(block_table, lengths, shape)
     if shape.num_new:
         check_overlap(caches, given)
-    for number, length in enumerate(lengths.tolist()):
-        pages = [number] if block_table is None else block_table[number]
-        end = length + shape.num_new
-        for cache, new in ((k_cache, k), (v_cache, v)):
-            if new is not None and shape.num_new:
-                _append(_by_rows(problem, cache), _by_rows(problem, new)[number], pages, length, shape)
-        keys, values = (_rows(_by_rows(problem, cache), pages, end, shape) for cache in (k_cache, v_cache))
-        own = slice(number, number + 1)
-        forward(
-            _by_rows(problem, q)[own],
-            keys,
-            values,
-            (_by_rows(problem, o)[own], lse[own]),
-            CallOptions(options.causal, options.softmax_scale),
+    tables = [[number] for number in range(problem.batch)] if block_table is None else block_table
+    for cache, new in ((k_cache, k), (v_cache, v)):
+        if new is not None and shape.num_new:
+            for pages, rows, length in zip(tables, _by_rows(problem, new), lengths.tolist(), strict=True):
+                _append(_by_rows(problem, cache), rows, pages, length, shape)
+
+    def of_sequence(number: int) -> None:
+        own, end = slice(number, number + 1), int(lengths[number]) + shape.num_new
+        keys, values = (_rows(_by_rows(problem, cache), tables[number], end, shape) for cache in (k_cache, v_cache))
+        attend(
+            dataclasses.replace(problem, batch=1, seqlen_k=end, layout="bshd", cache=None),
+            CallOptions(),
             _of_sequence(keywords, own),
+            (_by_rows(problem, q)[own], keys, values),
+            (_by_rows(problem, o)[own], lse[own]),
         )
+
+    pairs = problem.seqlen_q * (int(lengths.sum()) + problem.batch * shape.num_new)
+    in_threads(of_sequence, range(problem.batch), problem.num_heads * problem.head_dim * pairs)
     return o, lse
 
 

@@ -1,7 +1,7 @@
 """Features on a tile of scores on NumPy, between the two matrix products.
 
-Tiles have a row for each (position, head of the group) and a column for each key. The formulas are at the top of
-``problem/features.py``.
+Tiles have a matrix for each K/V head, with a row for each (position, head of the group) and a column for each key. The
+formulas are at the top of ``problem/features.py``.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ..problem.features import ARRAYS, feature_arrays
 from ..problem.sequences import Sequence
 from ..problem.strides import with_score_axes
 
-__all__ = ["NO_SLOPES", "BiasGradient", "HeadTerms", "ScoreTerms", "Slopes"]
+__all__ = ["NO_SLOPES", "BiasGradient", "HeadTerms", "ScoreTerms", "Slopes", "by_group"]
 
 
 class Slopes(NamedTuple):
@@ -34,7 +34,7 @@ class Slopes(NamedTuple):
     mod : Evaluation or None
         The caller's `score_mod`, with its derivatives by the products and by elements of its arrays.
     shape : tuple of int
-        Positions, heads of the group and keys of the tile.
+        K/V heads, positions, heads of the group and keys of the tile.
     """
 
     cap: np.ndarray | None = None
@@ -61,6 +61,11 @@ class Slopes(NamedTuple):
 NO_SLOPES = Slopes()
 
 
+def by_group(heads: np.ndarray, size: int) -> np.ndarray:
+    """A view (K/V head, position, head of the group, column) of an array (query head, position, column)."""
+    return heads.reshape(len(heads) // max(1, size), size, *heads.shape[1:]).swapaxes(1, 2)
+
+
 class ScoreTerms:
     """The features of a call, with their arrays as views of (batch, head, query, key): broadcast axes have stride 0.
 
@@ -78,6 +83,7 @@ class ScoreTerms:
         }
         self.block_mask: Any = keywords.get("block_mask")
         self.settings = problem.settings
+        self.heads_per_group = problem.heads_per_group
         self.arrays = {
             name: np.broadcast_to(with_score_axes(name, array), shape)
             for name, array in feature_arrays(keywords).items()
@@ -87,24 +93,27 @@ class ScoreTerms:
 
 
 class HeadTerms:
-    """The features of the query heads `group` of one sequence."""
+    """The features of the query heads `group` of one sequence: those that share some K/V heads."""
 
     def __init__(self, terms: ScoreTerms, sequence: Sequence, group: slice):
         self.settings = terms.settings
         self.sequence = sequence
         self.group = group
-        self.size = group.stop - group.start
-        self.sink = None if terms.sink is None else terms.sink[group]
+        self.size = terms.heads_per_group
+        # Of the axes (K/V head, position, head of the group).
+        self.sink = None if terms.sink is None else terms.sink[group].reshape(-1, 1, self.size)
         self._arguments = terms.arguments
         self._block_mask = terms.block_mask
         self._states = None if terms.block_mask is None else terms.block_mask.part(sequence.number, group)
-        self._arrays = {name: array[sequence.number, group].transpose(1, 0, 2) for name, array in terms.arrays.items()}
+        self._arrays = {
+            name: by_group(array[sequence.number, group], self.size) for name, array in terms.arrays.items()
+        }
 
     def apply(self, s: np.ndarray, queries: slice, keys: slice) -> Slopes:
         """Applies features to a tile of scaled products, in place; returns the derivatives of the scores by them."""
         slope = mod = None
         if self.settings.score_mod is not None:
-            products = s.reshape(-1, self.size, s.shape[1]).copy()  # s changes below
+            products = self.split(s).copy()  # s changes below
             mod = self._evaluation(self.settings.score_mod.program, queries, keys, s.dtype, score=products)
             s.reshape(products.shape)[...] = mod.result()
         if self.settings.softcap is not None:
@@ -113,8 +122,8 @@ class HeadTerms:
             slope = 1 - tanh * tanh
             s *= cap
         positions = self.positions(queries)
-        tile = s.reshape(-1, self.size, s.shape[1])  # (position, head of the group, key), a view
-        arrays = {name: array[positions, :, keys] for name, array in self._arrays.items()}
+        tile = self.split(s)
+        arrays = {name: array[:, positions, :, keys] for name, array in self._arrays.items()}
         if "alibi_slopes" in arrays:
             query, key = np.arange(positions.start, positions.stop), np.arange(keys.start, keys.stop)
             distance = abs(query[:, None] + self.sequence.diagonal - key).astype(s.dtype)
@@ -136,7 +145,7 @@ class HeadTerms:
             is_full = self._block_mask.program is not None and states.min() == FULL
             if states.min() == EMPTY:
                 hidden = (states == EMPTY)[:, rows - rows[0]][..., columns - columns[0]]
-                np.copyto(tile, -np.inf, where=hidden.transpose(1, 0, 2))
+                np.copyto(tile, -np.inf, where=by_group(hidden, self.size))
         if self.settings.mask_mod is not None and not is_full:
             visible = self._evaluation(self.settings.mask_mod.program, queries, keys, tile.dtype).result()
             np.copyto(tile, -np.inf, where=~visible)
@@ -160,7 +169,7 @@ class HeadTerms:
     def _evaluation(
         self, program: Program, queries: slice, keys: slice, dtype: np.dtype, **inputs: np.ndarray
     ) -> Evaluation:
-        """A function on a tile of the axes (position, head of the group, key)."""
+        """A function on a tile of the axes of `split`."""
         positions = self.positions(queries)
         return Evaluation(
             program,
@@ -168,7 +177,7 @@ class HeadTerms:
             dtype,
             np,
             b=self.sequence.number,
-            h=np.arange(self.group.start, self.group.stop)[:, None],
+            h=np.arange(self.group.start, self.group.stop).reshape(-1, 1, self.size, 1),
             q=np.arange(positions.start, positions.stop)[:, None, None],
             k=np.arange(keys.start, keys.stop),
             **inputs,
@@ -184,8 +193,12 @@ class HeadTerms:
             for first, part in zip(self.settings.dropout_origin, (self.group, self.positions(queries)), strict=True)
         )
         drawn = philox.kept(probability, self.settings.seed, self.sequence.number, heads, rows, keys)
-        kept = drawn.transpose(1, 0, 2).reshape(-1, drawn.shape[2])
+        kept = by_group(drawn, self.size).reshape(-1, drawn.shape[1] * self.size, drawn.shape[2])
         return kept * np.asarray(philox.dropout_scale(probability), dtype)
+
+    def split(self, tile: np.ndarray) -> np.ndarray:
+        """A view (K/V head, position, head of the group, key) of a tile of scores."""
+        return tile.reshape(len(tile), -1, self.size, tile.shape[2])
 
     def positions(self, queries: slice) -> slice:
         """The positions of a tile's rows."""
@@ -210,7 +223,8 @@ class BiasGradient:
 
     def add(self, ds: np.ndarray, terms: HeadTerms, queries: slice, keys: slice) -> None:
         """Adds a tile of dS of one head."""
-        tile = ds.reshape(-1, terms.size, ds.shape[1]).transpose(1, 0, 2)
+        split = terms.split(ds).swapaxes(1, 2)
+        tile = split.reshape(-1, *split.shape[2:])
         repeated = [length == 1 for length in self._shape]
         if any(repeated[1:]):
             tile = tile.sum(axis=tuple(axis for axis in range(3) if repeated[1 + axis]), keepdims=True)

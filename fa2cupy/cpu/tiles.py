@@ -1,4 +1,4 @@
-"""A head on the NumPy backend: its views of the arrays, its pairs of tiles, and the scores of a pair."""
+"""Heads on the NumPy backend: their views of the arrays, their pairs of tiles, and the scores of a pair."""
 
 from __future__ import annotations
 
@@ -10,49 +10,55 @@ import numpy as np
 from ..problem.attention import AttentionProblem
 from ..problem.features import FEATURES
 from ..problem.sequences import Sequence, sequences_of
-from .scores import NO_SLOPES, HeadTerms, ScoreTerms, Slopes
+from .scores import NO_SLOPES, HeadTerms, ScoreTerms, Slopes, by_group
 
-__all__ = ["Head", "heads_of", "multiplications", "rows", "store"]
+__all__ = ["Heads", "heads_of", "multiplications", "rows", "store"]
+
+#: K/V heads are taken together up to so many rows and scores.
+_FEW_ROWS, _FEW_SCORES = 256, 2**14
 
 
 @dataclass(frozen=True)
-class Head:
-    """A K/V head of one sequence with the query heads that share it.
+class Heads:
+    """K/V heads of one sequence with the query heads that share them: one, or several whose tiles are small.
 
-    Views have the axes (position, head of the group, column). Rows are the first two axes as one.
+    Views have the axes (K/V head, position, head of the group, column). Rows are the middle axes as one.
 
     Attributes
     ----------
     problem : AttentionProblem
     sequence : Sequence
-    index : int
-        Number of the K/V head.
+    shared : slice
+        The K/V heads.
     terms : HeadTerms or None
-        Features of the head; None for plain attention.
+        Features of the heads; None for plain attention.
     """
 
     problem: AttentionProblem
     sequence: Sequence
-    index: int
+    shared: slice
     terms: HeadTerms | None = None
 
     @property
-    def group(self) -> slice:
-        """The query heads that share the K/V head."""
-        return _group(self.problem, self.index)
+    def own(self) -> slice:
+        """The query heads that share the K/V heads."""
+        return _query_heads(self.problem, self.shared)
 
     def queries(self, array: np.ndarray) -> np.ndarray:
-        """View of the head's part of q, o or their gradients."""
-        return self.problem.canonical_view(array)[self.sequence.batch, self.sequence.queries, self.group]
+        """View of the heads' part of q, o or their gradients."""
+        view = self.problem.canonical_view(array)[self.sequence.batch, self.sequence.queries, self.own]
+        return by_group(view.swapaxes(0, 1), self.problem.heads_per_group)
 
     def keys(self, array: np.ndarray) -> np.ndarray:
-        """View of the head's part of k, v or their gradients."""
-        return self.problem.canonical_view(array)[self.sequence.batch, self.sequence.keys, self.index, None]
+        """View of the heads' part of k, v or their gradients."""
+        view = self.problem.canonical_view(array)[self.sequence.batch, self.sequence.keys, self.shared]
+        return by_group(view.swapaxes(0, 1), 1)
 
     def statistics(self, array: np.ndarray) -> np.ndarray:
-        """View of the head's part of lse or delta, as one column."""
+        """View of the heads' part of lse or delta, as one column."""
         whole = array[(None,) * (4 - self.problem.rank)]
-        return whole[self.sequence.batch, self.group, self.sequence.queries].T[..., None]
+        view = whole[self.sequence.batch, self.own, self.sequence.queries, None]
+        return by_group(view, self.problem.heads_per_group)
 
     def query_tiles(self, b_r: int, keys: slice | None = None) -> Iterator[slice]:
         """Tiles of b_r positions, as rows: all, or those from the first to the last row that sees the tile `keys`."""
@@ -87,7 +93,7 @@ class Head:
 
     def scores(self, scaled_q: np.ndarray, k: np.ndarray, queries: slice, keys: slice) -> tuple[np.ndarray, Slopes]:
         """Scores of a pair of tiles, and their derivatives by the scaled products."""
-        s = scaled_q[queries] @ k[keys].T
+        s = scaled_q[:, queries] @ k[:, keys].swapaxes(1, 2)
         slopes = self.terms.apply(s, queries, keys) if self.terms else NO_SLOPES
         self._hide(s, queries, keys)
         return s, slopes
@@ -105,37 +111,47 @@ class Head:
             np.copyto(s, -np.inf, where=np.arange(keys.start, keys.stop) < aligned - left)
 
 
-def heads_of(problem: AttentionProblem, keywords: Mapping[str, object]) -> list[Head]:
+def heads_of(problem: AttentionProblem, keywords: Mapping[str, object]) -> list[Heads]:
     """The K/V heads of a call, sequence by sequence. `keywords` are those of features."""
     sequences = sequences_of(problem, keywords)
     has_terms = problem.settings.arrays or any(FEATURES[name].acts_on for name in problem.features)
     terms = ScoreTerms(problem, keywords) if has_terms else None
     return [
-        Head(problem, sequence, index, HeadTerms(terms, sequence, _group(problem, index)) if terms else None)
+        Heads(problem, sequence, shared, HeadTerms(terms, sequence, _query_heads(problem, shared)) if terms else None)
         for sequence in sequences
-        for index in range(problem.num_heads_kv)
+        for shared in _together(problem, sequence)
     ]
 
 
-def multiplications(heads: Iterable[Head]) -> int:
+def _together(problem: AttentionProblem, sequence: Sequence) -> Iterator[slice]:
+    """As many K/V heads at a time as have few rows and scores: a step in Python takes as long as a small tile."""
+    num_rows = max(1, sequence.seqlen_q * problem.heads_per_group)
+    count = max(1, min(_FEW_ROWS // num_rows, _FEW_SCORES // max(1, num_rows * sequence.seqlen_k)))
+    for start in range(0, problem.num_heads_kv, count):
+        yield slice(start, min(start + count, problem.num_heads_kv))
+
+
+def multiplications(heads: Iterable[Heads]) -> int:
     """The multiplications of a product of the heads' queries and keys."""
     return sum(
-        head.problem.heads_per_group * head.sequence.seqlen_q * head.sequence.seqlen_k * head.problem.head_dim
-        for head in heads
+        (one.own.stop - one.own.start) * one.sequence.seqlen_q * one.sequence.seqlen_k * one.problem.head_dim
+        for one in heads
     )
 
 
-def _group(problem: AttentionProblem, index: int) -> slice:
+def _query_heads(problem: AttentionProblem, shared: slice) -> slice:
     size = problem.heads_per_group
-    return slice(index * size, (index + 1) * size)
+    return slice(shared.start * size, shared.stop * size)
 
 
-def rows(view: np.ndarray) -> np.ndarray:
-    """A view as a contiguous matrix in the accumulators' dtype."""
-    accumulator = "float64" if view.dtype.name == "float64" else "float32"
-    return np.ascontiguousarray(view, dtype=accumulator).reshape(-1, view.shape[-1])
+def rows(view: np.ndarray, are_contiguous: bool = True) -> np.ndarray:
+    """A view as a matrix for each K/V head in the accumulators' dtype, by default contiguous."""
+    accumulator = np.float64 if view.itemsize == 8 else np.float32
+    whole = np.ascontiguousarray(view, dtype=accumulator) if are_contiguous else view.astype(accumulator, copy=False)
+    heads, positions, group, columns = view.shape
+    return whole.reshape(heads, positions * group, columns)
 
 
-def store(matrix: np.ndarray, view: np.ndarray) -> None:
-    """Writes a matrix to a view, in the order in which `rows` reads it."""
-    view[...] = matrix.reshape(view.shape)
+def store(matrices: np.ndarray, view: np.ndarray) -> None:
+    """Writes matrices to a view, in the order in which `rows` reads it."""
+    view[...] = matrices.reshape(view.shape)
