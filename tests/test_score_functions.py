@@ -349,14 +349,15 @@ def test_a_score_function_comes_ahead_of_all_other_features():
 def evaluated_elements(monkeypatch) -> list[int]:
     """Records the sizes of the tiles for which mask functions are evaluated."""
     sizes: list[int] = []
-    evaluation = cpu_scores.Evaluation
+    evaluation = cpu_scores.TileEvaluation
 
-    def counted(program, arguments, dtype, xp, **inputs):
+    def counted(program, arguments, dtype, queries, keys, **inputs):
         if program.role == "mask_mod":
-            sizes.append(int(np.prod(np.broadcast_shapes(*(np.shape(x) for x in inputs.values())))))
-        return evaluation(program, arguments, dtype, xp, **inputs)
+            heads = np.size(inputs["h"])
+            sizes.append(heads * (queries.stop - queries.start) * (keys.stop - keys.start))
+        return evaluation(program, arguments, dtype, queries, keys, **inputs)
 
-    monkeypatch.setattr(cpu_scores, "Evaluation", counted)
+    monkeypatch.setattr(cpu_scores, "TileEvaluation", counted)
     return sizes
 
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..functions.evaluation import Evaluation, add_elements, reduced
+from ..functions.evaluation import add_elements, reduced
 from ..functions.tracing import Program
 from ..problem import philox
 from ..problem.attention import AttentionProblem
@@ -20,6 +20,7 @@ from ..problem.block_mask import EMPTY, FULL
 from ..problem.features import ARRAYS, feature_arrays
 from ..problem.sequences import Sequence
 from ..problem.strides import with_score_axes
+from .diagonals import DiagonalPart, TileEvaluation, diagonal_sums, distances, spread
 
 __all__ = ["NO_SLOPES", "BiasGradient", "HeadTerms", "ScoreTerms", "Slopes", "by_group"]
 
@@ -31,14 +32,14 @@ class Slopes(NamedTuple):
     ----------
     cap : ndarray or None
         The derivative of the soft cap by its input; None if it is 1.
-    mod : Evaluation or None
+    mod : TileEvaluation or None
         The caller's `score_mod`, with its derivatives by the products and by elements of its arrays.
     shape : tuple of int
         K/V heads, positions, heads of the group and keys of the tile.
     """
 
     cap: np.ndarray | None = None
-    mod: Evaluation | None = None
+    mod: TileEvaluation | None = None
     shape: tuple[int, ...] = ()
 
     def apply(self, ds: np.ndarray, p: np.ndarray, sums: Mapping[str, np.ndarray]) -> None:
@@ -50,12 +51,16 @@ class Slopes(NamedTuple):
             ds *= self.cap
         if self.mod is None:
             return
-        tile, is_visible = ds.reshape(self.shape), p.reshape(self.shape) != 0
+        tile, is_hidden = ds.reshape(self.shape), p.reshape(self.shape) == 0
         for part in self.mod.gradient_parts() if sums else ():
-            product = np.multiply(tile, part.derivative, out=np.zeros_like(tile), where=is_visible)
-            total = sums[f"dscore_args[{part.argument}]"]
-            add_elements(total, part.indices, reduced(product, part.indices), np)
-        np.multiply(tile, self.mod.slope(), out=tile, where=is_visible)
+            product = tile * part.derivative
+            np.copyto(product, 0, where=is_hidden)
+            if isinstance(part, DiagonalPart):
+                product = diagonal_sums(product)
+            add_elements(sums[f"dscore_args[{part.argument}]"], part.indices, reduced(product, part.indices), np)
+        slope = self.mod.slope()
+        if slope.ndim or slope != 1:
+            np.multiply(tile, slope, out=tile, where=~is_hidden)
 
 
 NO_SLOPES = Slopes()
@@ -125,9 +130,8 @@ class HeadTerms:
         tile = self.split(s)
         arrays = {name: array[:, positions, :, keys] for name, array in self._arrays.items()}
         if "alibi_slopes" in arrays:
-            query, key = np.arange(positions.start, positions.stop), np.arange(keys.start, keys.stop)
-            distance = abs(query[:, None] + self.sequence.diagonal - key).astype(s.dtype)
-            tile -= arrays["alibi_slopes"] * distance[:, None, :]
+            distance = abs(distances(positions, keys) + self.sequence.diagonal).astype(s.dtype)
+            tile -= spread(arrays["alibi_slopes"][:, :1, :, :1] * distance, s.shape[2])
         if "bias" in arrays:
             tile += arrays["bias"].astype(s.dtype, copy=False)
         for name in ("mask", "key_padding_mask"):
@@ -168,18 +172,16 @@ class HeadTerms:
 
     def _evaluation(
         self, program: Program, queries: slice, keys: slice, dtype: np.dtype, **inputs: np.ndarray
-    ) -> Evaluation:
+    ) -> TileEvaluation:
         """A function on a tile of the axes of `split`."""
-        positions = self.positions(queries)
-        return Evaluation(
+        return TileEvaluation(
             program,
             self._arguments[program.role],
             dtype,
-            np,
+            self.positions(queries),
+            keys,
             b=self.sequence.number,
             h=np.arange(self.group.start, self.group.stop).reshape(-1, 1, self.size, 1),
-            q=np.arange(positions.start, positions.stop)[:, None, None],
-            k=np.arange(keys.start, keys.stop),
             **inputs,
         )
 

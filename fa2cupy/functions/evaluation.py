@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from .derivatives import Scatter
 from .expressions import BOOL, FLOAT, INT, Node, reachable
 from .primitives import PRIMITIVES, truncated
 from .tracing import Program
@@ -65,37 +66,48 @@ class Evaluation:
 
     def result(self) -> Any:
         """The score or the truth value, broadcastable to the tile."""
-        return self._value(self._program.result)
+        return self.value(self._program.result)
 
     def slope(self) -> Any:
         """The derivative of the score, broadcastable to the tile."""
         slope = self._program.slope
-        return self._xp.asarray(0, self._dtypes[FLOAT]) if slope is None else self._value(slope)
+        return self._xp.asarray(0, self._dtypes[FLOAT]) if slope is None else self.value(slope)
 
     def gradient_parts(self) -> Iterator[GradientPart]:
         """The derivatives by the elements that the function reads of floating-point arguments."""
         for scatter in self._program.scatters:
-            roots = [*scatter.indices, scatter.derivative]
-            self._define(roots)
-            for values in self._steps(scatter.axes, roots) if scatter.axes else (self._values,):
-                *indices, derivative = (values[node] for node in roots)
-                bounded = self._within(self._arguments[scatter.argument], scatter.argument, indices, None)
-                yield GradientPart(scatter.argument, bounded, derivative)
+            yield from self._parts_of(scatter)
 
-    def _value(self, node: Node) -> Any:
+    def value(self, node: Node) -> Any:
+        """The value of a node, broadcastable to the tile."""
         self._define([node], frees=len(self._program.graph) > _MANY)
         return self._values[node]
 
+    def _parts_of(self, scatter: Scatter) -> Iterator[GradientPart]:
+        roots = [*scatter.indices, scatter.derivative]
+        self._define(roots)
+        for values in self._steps(scatter.axes, roots) if scatter.axes else (self._values,):
+            *indices, derivative = (values[node] for node in roots)
+            bounded = self._within(self._arguments[scatter.argument], scatter.argument, indices, None)
+            yield GradientPart(scatter.argument, bounded, derivative)
+
+    def _operands(self, node: Node) -> tuple[Node, ...]:
+        """The nodes that `_result_of` needs."""
+        return node.operands
+
+    def _result_of(self, node: Node) -> Any:
+        return self._sum(node) if node.op == "sum" else self._computed(node, self._values)
+
     def _define(self, roots: Sequence[Node], frees: bool = False) -> None:
         """Computes what is not known yet. With `frees`, values are dropped after the last of their uses in it."""
-        nodes = reachable(roots, operands=lambda node: () if node in self._values else node.operands)
-        uses = Counter(x for node in nodes for x in node.operands) if frees else Counter()
+        nodes = reachable(roots, operands=lambda node: () if node in self._values else self._operands(node))
+        uses = Counter(x for node in nodes for x in self._operands(node)) if frees else Counter()
         uses.update(roots)
         for node in nodes:
             if node in self._values or node.varies:
                 continue
-            self._values[node] = self._sum(node) if node.op == "sum" else self._computed(node, self._values)
-            for x in node.operands if frees else ():
+            self._values[node] = self._result_of(node)
+            for x in self._operands(node) if frees else ():
                 uses[x] -= 1
                 if not uses[x]:
                     self._values.pop(x, None)  # the index of a loop has none
