@@ -26,6 +26,8 @@ o, lse, other = fa2cupy.attention(x, x, x)  # lse is not returned
 backprop(x, [1.0])  # a list is no array
 backprop(x, out=x)  # an array for a tuple of arrays
 fa2cupy.decode(x, x, x, [9])  # a list is no array
+fa2cupy.decode(x, x, x, x, dropout_p=0.1)  # forward's keyword
+fa2cupy.precompile("sm_80", dtype="float16")  # misspelt
 fa2cupy.legal_configs("backwards")  # no operation
 mods.sliding_window("128")  # no int
 dist.simulate(2, lambda comm: dist.forward(comm, x, x, x, scheme="ring"))  # no scheme
