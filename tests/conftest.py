@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 import zlib
-from collections.abc import Container, Iterable
+from collections.abc import Container, Generator, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -145,6 +145,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason=reason))
         elif count < 2 and item.get_closest_marker("several_gpus"):
             item.add_marker(pytest.mark.skip(reason="needs two GPUs"))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Makes tests without the garbage collector, which would scan a growing million of objects that all stay."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

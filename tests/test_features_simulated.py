@@ -189,7 +189,7 @@ def each_score() -> list[tuple[str, str]]:
 
 
 class TestScores:
-    @pytest.mark.sample(family=("sm80",), row=("dropout",))
+    @pytest.mark.matrix
     @pytest.mark.parametrize(("row", "family"), each_score(), indirect=["family"])
     def test_each_feature(self, family, row):
         lengths = lengths_of(family[0])[0]
@@ -688,10 +688,10 @@ def on_ampere(monkeypatch):
         assert {stage.spec.arch for stage in launched} == {"sm_80"}
 
 
+@pytest.mark.matrix
 class TestBeforeHopper:
     """Code for sm_80 adds up dQ and dbias by other instructions than code of the same kernels for sm_90."""
 
-    @pytest.mark.matrix
     @pytest.mark.parametrize(
         ("name", "row"),
         [("sm80", row) for row in ("window", "bias", "bias of heads", "bias of keys", "bias of queries", "dropout")]
@@ -703,7 +703,6 @@ class TestBeforeHopper:
         dlse = dlse_like(inputs) if row == "bias of queries" else None
         check((name, on_ampere), inputs, dlse=dlse, causal=row != "window", **options_for(name, (row,), lengths))
 
-    @pytest.mark.sample(dtype=("bfloat16",), keys=(64,))
     @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
     @pytest.mark.parametrize("keys", [61, 64])
     def test_dbias_in_each_dtype(self, on_ampere, dtype, keys):
@@ -712,12 +711,10 @@ class TestBeforeHopper:
         bias = place(numbers((1, 2, 40, keys), dtype))
         check((name, on_ampere), inputs, methods=("two_pass",), causal=True, bias=bias)
 
-    @pytest.mark.matrix
     def test_packed_sequences(self, on_ampere):
         inputs, offsets = TestPackedSequences.draw("sm80", before=AHEAD["sm80"], behind=4)
         check(("sm80", on_ampere), inputs, used="cu_seqlens", causal=True, softcap=2.0, **offsets)
 
-    @pytest.mark.matrix
     def test_several(self, on_ampere):
         rows = ("softcap", "alibi", "bias of keys", "mask", "padding", "sink", "dropout", "window left")
         inputs = draw("sm80", (37, 53))

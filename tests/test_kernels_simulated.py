@@ -277,10 +277,10 @@ def test_rows_without_a_key_of_several_pairs_of_warps(launched):
     check(draw("float16", (200, 40), 160), launched, methods=(), causal=True, config=tiles)
 
 
-@pytest.mark.sample(heads=((4, 2),), dtype=("bfloat16",))
+@pytest.mark.sample(heads=((4, 2),), dtype=("float16",))
 @pytest.mark.parametrize("heads", ((3, 3), (4, 2), (3, 1)), ids=("mha", "gqa", "mqa"))
 @pytest.mark.parametrize("layout", ("bshd", "bhsd"))
-@pytest.mark.parametrize("dtype", ("bfloat16", "float32"))
+@pytest.mark.parametrize("dtype", ("float16", "bfloat16", "float32"))
 def test_head_groups_in_both_layouts(launched, dtype, layout, heads):
     n = 32 if dtype in HALF else 8
     inputs = draw(dtype, (n + 3, 2 * n + 1), 64, heads, batch=2, layout=layout)

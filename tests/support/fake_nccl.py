@@ -8,6 +8,7 @@ import itertools
 import queue
 import sys
 import threading
+import time
 from types import ModuleType, SimpleNamespace
 
 import numpy as np
@@ -20,6 +21,7 @@ from fa2cupy.distributed.call import run as run_module
 from fa2cupy.distributed.local import copies as copies_of_ranks
 from fa2cupy.distributed.local import lanes
 from fa2cupy.distributed.movers import resources
+from fa2cupy.distributed.transport import device_window
 from fa2cupy.distributed.transport.nccl import NcclTransport
 from fa2cupy.gpu import calls, copies, device_memory, prepare, prepared
 from fa2cupy.numerics import arrays
@@ -349,8 +351,16 @@ def fake_streams(monkeypatch):
         monkeypatch.setattr(module, "is_on_host", lambda array: not isinstance(array, FakeArray))
     monkeypatch.setattr(run_module, "backend_of", lambda name, array: calls)
     monkeypatch.setattr(NcclTransport, "window", lambda transport, is_captured: None)  # but in `fake_sharing`
+    over = threading.Event()
+
+    def sleep(seconds):
+        if over.wait(seconds):
+            threading.Event().wait()  # a rank that has failed answers others for as long as its process lives
+
+    monkeypatch.setattr(device_window, "time", SimpleNamespace(monotonic=time.monotonic, sleep=sleep))
     lanes._streams.cache_clear()
     yield cupy
+    over.set()
     lanes._streams.cache_clear()
 
 
