@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import contextlib
 import io
+import itertools
 import math  # noqa: F401  # the pieces of code name it
 import re
 from collections.abc import Callable
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -25,6 +27,7 @@ import fa2cupy.distributed as dist  # noqa: F401
 from fa2cupy import BlockMask, TileConfig, api, cli, mods, testing  # noqa: F401
 from fa2cupy.cpu import calls as cpu_calls
 from fa2cupy.gpu import calls as gpu_calls
+from fa2cupy.problem.dtypes import ACCUMULATOR, DTYPES
 
 # ------------------------------------------------------------------------------------- what the pieces of code may name
 
@@ -1039,6 +1042,40 @@ def test_gpus_refuse_the_same(on_a_gpu, code):
     refuses(code, ON_BOTH[code], found)
     if not re.search(r".(attention|forward)\(", code) and not code.startswith("attention"):  # those run a forward first
         assert not launched
+
+
+def outcome(call: Callable[[], object]) -> str:
+    try:
+        call()
+    except (TypeError, ValueError, fa2cupy.UnsupportedProblemError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "taken"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_numpy_takes_the_options_that_gpus_take(on_numpy, on_a_gpu, dtype):
+    """Checks all choices of kernels that callers can make, with the same text where there is none."""
+    values = itertools.product(
+        (None, "sm90", "sm80", "simt", "sm100"),
+        (None, "ieee", "split"),
+        (None, 2),
+        (None, "single_pass"),
+        (False, True),
+    )
+    outcomes = set()
+    for family, precision, num_splits, method, deterministic in values:
+        options = {"family": family, "precision": precision, "num_splits": num_splits}
+        options |= {"method": method, "deterministic": deterministic}
+
+        def call(found: dict[str, Any], options: dict[str, Any] = options) -> None:
+            q, do = (found[name].astype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype) for name in ("q", "do"))
+            lse = found["lse"].astype(ACCUMULATOR[dtype])
+            found["backward"](q, q, q, q, lse, do, **options)
+
+        taken = outcome(lambda call=call: call(on_numpy))
+        assert outcome(lambda call=call: call(on_a_gpu[0])) == taken, options
+        outcomes.add(taken)
+    assert "taken" in outcomes and len(outcomes) > 3
 
 
 @pytest.mark.parametrize("code", TAKEN)
