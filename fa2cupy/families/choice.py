@@ -124,8 +124,8 @@ def choose_with_copies(
         if choices:
             return _fastest(choices, problem, device)
         refusals += [f"family {family.public_name!r} {reason}" for reason in dict.fromkeys(reasons)]
-    reasons = "; ".join(refusals)
-    raise UnsupportedProblemError(f"{'num_splits: ' if 'num_splits' in reasons else ''}{reasons}")
+    refusal = "; ".join(refusals)
+    raise UnsupportedProblemError(f"{'num_splits: ' if 'num_splits' in refusal else ''}{refusal}")
 
 
 def check_on_any_gpu(call: str, problem: AttentionProblem, options: CallOptions) -> None:
