@@ -627,7 +627,7 @@ decode(half[..., :12], *[ones(2, 32, 4, 12, dtype="float16")] * 2, n)
     k_cache: for float16 a head_dim that is a multiple of 8 is supported, got 12
 decode(half, *[ones(2, 16, 4, 32, dtype="float16").swapaxes(1, 3)] * 2, n)
     k_cache: expected contiguous rows that start on 16 bytes, because a cache is not copied, got strides (4096, 2, 64,
-    256) at 0x
+    256)
 decode(q, k_cache, k_cache, n, k=k, v=v)
     v_cache: overlaps k_cache in memory
 decode(q, k_cache, v_cache, n, block_table=[[0], [1]])

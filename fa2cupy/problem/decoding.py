@@ -122,9 +122,11 @@ def check_caches(
     for name, address in zip(CACHES, addresses, strict=True):
         array = arrays[name]
         if array.size and not takes_rows(alignment, array, address):
+            starts = f" that start on {alignment} bytes" if alignment > 1 else ""
+            place = f" at {address:#x}" if address else ""
             raise ValueError(
-                f"{name}: expected contiguous rows that start on {alignment} bytes, because a cache is not copied, got "
-                f"strides {array.strides} at {address:#x}"
+                f"{name}: expected contiguous rows{starts}, because a cache is not copied, got strides {array.strides}"
+                f"{place}"
             )
 
 
