@@ -68,6 +68,18 @@ class OnlyDlpack:
         raise RuntimeError("not to be called")
 
 
+class Series:
+    """An array of a library that NumPy converts, and that compares element by element."""
+
+    def __array__(self):
+        raise RuntimeError("not to be called")
+
+    def __eq__(self, other: object):
+        raise ValueError("the truth value of a Series is ambiguous")
+
+    __hash__ = None
+
+
 class OnlyCudaArrayInterface:
     @property
     def __cuda_array_interface__(self):
@@ -956,6 +968,8 @@ forward(OnlyDlpack(), k, v)
     q: ...OnlyDlpack; convert it with cupy.from_dlpack(q) or numpy.from_dlpack(q), which copy nothing
 forward(OnlyCudaArrayInterface(), k, v)
     q: ...OnlyCudaArrayInterface; convert it with cupy.asarray(q), which copies nothing
+forward(q, k, v, bias=Series())
+    bias: ... Series; convert it with numpy.asarray(bias, "float32")
 forward(q, k, v, sink=Dlpack(2))
     sink: ...Dlpack; convert it with cupy.from_dlpack(sink), which copies nothing
 forward(q, k, v, out=(Dlpack(2), None))

@@ -166,7 +166,7 @@ def _of_scalar(name: str, value: Any, library: str, dtype: str, rows: Mapping[st
             return f"write {library}asarray({value}), or the number in the function"
         written = _OF_NUMBER.get(name, "" if row is None else _OF_KIND.get(row.kind, ""))
         return f"write {library}{written.format(value, dtype)}" if written else ""
-    if value == "causal":
+    if isinstance(value, str) and value == "causal":
         return "write causal=True"
     if _has(value, "__next__"):
         return f"write list({name})"
