@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 
 import numpy as np
@@ -55,11 +56,15 @@ def decode(
             for pages, rows, length in zip(tables, _by_rows(problem, new), lengths.tolist(), strict=True):
                 _append(_by_rows(problem, cache), rows, pages, length, shape)
 
+    @functools.lru_cache(maxsize=None)
+    def alone(length: int) -> AttentionProblem:
+        return dataclasses.replace(problem, batch=1, seqlen_k=length, layout="bshd", cache=None)
+
     def of_sequence(number: int) -> None:
         own, end = slice(number, number + 1), int(lengths[number]) + shape.num_new
         keys, values = (_rows(_by_rows(problem, cache), tables[number], end, shape) for cache in (k_cache, v_cache))
         attend(
-            dataclasses.replace(problem, batch=1, seqlen_k=end, layout="bshd", cache=None),
+            alone(end),
             CallOptions(),
             _of_sequence(keywords, own),
             (_by_rows(problem, q)[own], keys, values),
