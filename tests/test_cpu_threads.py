@@ -10,7 +10,7 @@ import pytest
 from threadpoolctl import ThreadpoolController, threadpool_limits
 
 import fa2cupy
-from fa2cupy import mods
+from fa2cupy import TileConfig, mods
 from fa2cupy.cpu import threads
 from fa2cupy.cpu.threads import BLAS, in_threads
 from fa2cupy.distributed import simulate
@@ -34,11 +34,12 @@ def two_threads(monkeypatch):
 @pytest.mark.parametrize("bias_shape", [(3, 4, 20, 30), (4, 20, 30), (20, 30), (3, 1, 1, 30)])
 @pytest.mark.parametrize("method", ["single_pass", "two_pass"])
 def test_results_do_not_depend_on_the_number_of_threads(bias_shape, method):
-    """Also gradients that are sums over heads and sequences."""
+    """Also gradients that are sums over heads and sequences, and the parts of a head with several tiles of queries."""
     rng = np.random.default_rng(0)
     q, k, v, do = make_inputs("float32", batch=3, seqlen_q=20, seqlen_k=30, num_heads=4, num_heads_kv=2, head_dim=8)
     features = {"bias": rng.standard_normal(bias_shape, dtype="float32"), "sink": rng.standard_normal(4, dtype="f4")}
     features |= {"score_mod": mods.alibi(), "score_args": (rng.standard_normal(4, dtype="float32"),)}
+    features["config"] = TileConfig(4, 16, 1)
     wanted = {"return_dbias": True, "return_dsink": True, "return_dscore_args": True}
 
     def results() -> list[bytes]:

@@ -35,6 +35,8 @@ from .tiles import Heads, heads_of, multiplications, rows, store
 
 __all__ = ["attend", "backward", "default_tile", "delta", "forward"]
 
+#: Tiles of queries that a thread takes with the same keys: so few that a long sequence of one head has several parts.
+_PART = 4
 #: Up to so many rows are few.
 _DECODED_ROWS = 16
 _NOTHING: Mapping[str, object] = MappingProxyType({})
@@ -53,35 +55,39 @@ def forward(
     request = check_forward(inputs, options, keywords)
     problem = request.problem
     check_on_any_gpu("forward", problem, options)
+    tile = _tile_shape("forward", problem, options)
+    heads = heads_of(problem, keywords)
     o, lse = results_for(request.results, out, inputs | _arrays(keywords))
     _fill_unused(problem, (o, 0), (lse, -np.inf))
-    attend(problem, options, keywords, (q, k, v), (o, lse))
+    attend(heads, tile, (q, k, v), (o, lse))
     return o, lse
 
 
 def attend(
-    problem: AttentionProblem,
-    options: CallOptions,
-    keywords: Mapping[str, object],
+    heads: Sequence[Heads],
+    tile: tuple[int, int],
     inputs: tuple[np.ndarray, np.ndarray, np.ndarray],
     results: tuple[np.ndarray, np.ndarray],
 ) -> None:
-    """Writes o and lse of a forward whose arguments have been checked."""
+    """Writes o and lse of heads, from q, k and v."""
     q, k, v = inputs
     o, lse = results
-    b_r, b_c = _tile_shape("forward", problem, options)
+    b_r, b_c = tile
 
-    def of_head(head: Heads) -> None:
-        is_read_again = head.sequence.seqlen_q > b_r
+    def of_part(part: tuple[Heads, list[slice]]) -> None:
+        head, tiles = part
+        is_read_again = len(tiles) > 1
         k_rows, v_rows = (rows(head.keys(x), are_contiguous=is_read_again) for x in (k, v))
-        o_rows, lse_rows = _online_softmax(
-            head, rows(head.queries(q)) * problem.softmax_scale, k_rows, v_rows, b_r, b_c
-        )
-        store(o_rows, head.queries(o))
-        store(lse_rows, head.statistics(lse))
+        for queries in tiles:
+            own = head.positions(queries)
+            q_tile = rows(head.queries(q)[:, own]) * head.problem.softmax_scale
+            o_tile, lse_tile = _online_softmax(head, queries, q_tile, k_rows, v_rows, b_c)
+            store(o_tile, head.queries(o)[:, own])
+            store(lse_tile, head.statistics(lse)[:, own])
 
-    heads = heads_of(problem, keywords)
-    in_threads(of_head, heads, multiplications(heads))
+    tiles = [(head, list(head.query_tiles(b_r))) for head in heads]
+    parts = [(head, own[i : i + _PART]) for head, own in tiles for i in range(0, len(own), _PART)]
+    in_threads(of_part, parts, multiplications(heads))
 
 
 def delta(o: np.ndarray, do: np.ndarray, out: np.ndarray | None, options: CallOptions) -> np.ndarray:
@@ -162,30 +168,27 @@ def _row_sums(do: np.ndarray, o: np.ndarray) -> np.ndarray:
 
 
 def _online_softmax(
-    head: Heads, q: np.ndarray, k: np.ndarray, v: np.ndarray, b_r: int, b_c: int
+    head: Heads, queries: slice, q_tile: np.ndarray, k: np.ndarray, v: np.ndarray, b_c: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """O and lse of one head's rows. `q` is scaled."""
-    o, lse = np.zeros((*q.shape[:2], v.shape[2]), q.dtype), np.empty((*q.shape[:2], 1), q.dtype)
-    for queries in head.query_tiles(b_r):
-        o_tile = o[:, queries]
-        row_max, row_sum = _start(head, o_tile)
-        for keys in head.key_tiles(b_c, queries):
-            s, _ = head.scores(q, k, queries, keys)
-            new_max = np.maximum(row_max, s.max(axis=2, keepdims=True))
-            # The maximum of a row without a visible key is -inf so far; exp(-inf - -inf) would be NaN instead of 0.
-            shift = np.where(new_max == -np.inf, 0, new_max)
-            p = np.exp(np.subtract(s, shift, out=s), out=s)
-            rescale = np.exp(row_max - shift)
-            row_sum = row_sum * rescale + p @ np.ones((p.shape[2], 1), p.dtype)  # faster than p.sum
-            keep = head.terms.keep(queries, keys, p.dtype) if head.terms else None
-            if keep is not None:
-                p *= keep
-            o_tile *= rescale
-            o_tile += p @ v[:, keys]
-            row_max = new_max
-        o_tile /= np.where(row_sum == 0, 1, row_sum)
-        lse[:, queries] = row_max + np.log(row_sum)
-    return o, lse
+    """O and lse of one tile of queries, which are scaled."""
+    o_tile = np.zeros((*q_tile.shape[:2], v.shape[2]), q_tile.dtype)
+    row_max, row_sum = _start(head, o_tile)
+    for keys in head.key_tiles(b_c, queries):
+        s, _ = head.scores(q_tile, k[:, keys], queries, keys)
+        new_max = np.maximum(row_max, s.max(axis=2, keepdims=True))
+        # The maximum of a row without a visible key is -inf so far; exp(-inf - -inf) would be NaN instead of 0.
+        shift = np.where(new_max == -np.inf, 0, new_max)
+        p = np.exp(np.subtract(s, shift, out=s), out=s)
+        rescale = np.exp(row_max - shift)
+        row_sum = row_sum * rescale + p @ np.ones((p.shape[2], 1), p.dtype)  # faster than p.sum
+        keep = head.terms.keep(queries, keys, p.dtype) if head.terms else None
+        if keep is not None:
+            p *= keep
+        o_tile *= rescale
+        o_tile += p @ v[:, keys]
+        row_max = new_max
+    o_tile /= np.where(row_sum == 0, 1, row_sum)
+    return o_tile, row_max + np.log(row_sum)
 
 
 def _start(head: Heads, o_tile: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -295,7 +298,7 @@ class _Gradient:
     def _score_gradients(self, queries: slice, keys: slice, sums: _Sums | None = None) -> tuple[np.ndarray, np.ndarray]:
         """P after dropout, for dV, and the gradient of the scaled products. Gradients of features are added to sums."""
         terms = self.head.terms
-        s, slopes = self.head.scores(self.q, self.k, queries, keys)
+        s, slopes = self.head.scores(self.q[:, queries], self.k[:, keys], queries, keys)
         s -= self.lse[:, queries]
         if not s.max() <= 0:  # scores may exceed an lse that has lost its last bits
             np.minimum(s, 0, out=s)

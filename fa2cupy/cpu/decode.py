@@ -14,9 +14,10 @@ from ..problem.attention import AttentionProblem, CacheShape
 from ..problem.decoding import cache_lengths, check_caches, check_decode, check_pages
 from ..problem.features import ARRAYS, feature_arrays
 from ..problem.options import CallOptions
-from .attention import attend
+from .attention import attend, default_tile
 from .results import results_for
 from .threads import in_threads
+from .tiles import heads_of
 
 __all__ = ["decode"]
 
@@ -60,16 +61,13 @@ def decode(
     def alone(length: int) -> AttentionProblem:
         return dataclasses.replace(problem, batch=1, seqlen_k=length, layout="bshd", cache=None)
 
+    tile = default_tile(problem.heads_per_group, problem.seqlen_q)
+
     def of_sequence(number: int) -> None:
         own, end = slice(number, number + 1), int(lengths[number]) + shape.num_new
         keys, values = (_rows(_by_rows(problem, cache), tables[number], end, shape) for cache in (k_cache, v_cache))
-        attend(
-            alone(end),
-            CallOptions(),
-            _of_sequence(keywords, own),
-            (_by_rows(problem, q)[own], keys, values),
-            (_by_rows(problem, o)[own], lse[own]),
-        )
+        heads = heads_of(alone(end), _of_sequence(keywords, own))
+        attend(heads, tile, (_by_rows(problem, q)[own], keys, values), (_by_rows(problem, o)[own], lse[own]))
 
     pairs = problem.seqlen_q * (int(lengths.sum()) + problem.batch * shape.num_new)
     in_threads(of_sequence, range(problem.batch), problem.num_heads * problem.head_dim * pairs)

@@ -60,6 +60,10 @@ class Heads:
         view = whole[self.sequence.batch, self.own, self.sequence.queries, None]
         return by_group(view, self.problem.heads_per_group)
 
+    def positions(self, queries: slice) -> slice:
+        """The positions of a tile's rows."""
+        return slice(queries.start // self.problem.heads_per_group, queries.stop // self.problem.heads_per_group)
+
     def query_tiles(self, b_r: int, keys: slice | None = None) -> Iterator[slice]:
         """Tiles of b_r positions, as rows: all, or those from the first to the last row that sees the tile `keys`."""
         group = self.problem.heads_per_group
@@ -91,9 +95,9 @@ class Heads:
     def _has_visible_tiles(self, queries: slice, keys: slice) -> bool:
         return self.terms is None or self.terms.has_visible_tiles(queries, keys)
 
-    def scores(self, scaled_q: np.ndarray, k: np.ndarray, queries: slice, keys: slice) -> tuple[np.ndarray, Slopes]:
-        """Scores of a pair of tiles, and their derivatives by the scaled products."""
-        s = scaled_q[:, queries] @ k[:, keys].swapaxes(1, 2)
+    def scores(self, q_tile: np.ndarray, k_tile: np.ndarray, queries: slice, keys: slice) -> tuple[np.ndarray, Slopes]:
+        """Scores of a pair of tiles, and their derivatives by the scaled products. Queries are scaled."""
+        s = q_tile @ k_tile.swapaxes(1, 2)
         slopes = self.terms.apply(s, queries, keys) if self.terms else NO_SLOPES
         self._hide(s, queries, keys)
         return s, slopes
