@@ -21,6 +21,7 @@ from ..problem.features import ARRAYS, feature_arrays
 from ..problem.sequences import Sequence
 from ..problem.strides import with_score_axes
 from .diagonals import DiagonalPart, TileEvaluation, diagonal_sums, distances, spread
+from .threads import in_threads
 
 __all__ = ["NO_SLOPES", "BiasGradient", "HeadTerms", "ScoreTerms", "Slopes", "by_group"]
 
@@ -243,7 +244,16 @@ class BiasGradient:
     def store(sums: Collection[BiasGradient], dbias: np.ndarray) -> None:
         """Writes the sum of several, in their order."""
         whole = dbias[(None,) * (4 - dbias.ndim)]
-        whole[...] = 0
-        for sequence, head in {place: None for one in sums for place in one._parts}:
-            parts = [one._parts[sequence, head] for one in sums if (sequence, head) in one._parts]
+        by_place: dict[tuple[int, int], list[np.ndarray]] = {}
+        for one in sums:
+            for place, part in one._parts.items():
+                by_place.setdefault(place, []).append(part)
+
+        def write(place: tuple[int, int]) -> None:
+            sequence, head = place
+            parts = by_place[place]
             whole[sequence, head : head + len(parts[0])] = functools.reduce(np.add, parts)
+
+        if sum(len(parts[0]) for parts in by_place.values()) < whole.shape[0] * whole.shape[1]:
+            whole[...] = 0  # some heads have no tile
+        in_threads(write, list(by_place), whole.size)
