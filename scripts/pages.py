@@ -16,7 +16,7 @@ from pathlib import Path
 
 from common import SCRIPTS
 from common.plots import can_plot
-from measured import features, picture, ranks, speed
+from measured import features, on_numpy, picture, ranks, speed
 
 from fa2cupy.cli import run_command
 
@@ -38,6 +38,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "maps": features.maps,
     "decode": features.decode,
     "scaleout": ranks.scaleout,
+    "NumPy": on_numpy.numpy_calls,
     "language model": ranks.language_model,
 }
 _PART = re.compile(
