@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from common import SCRIPTS
 from common.measure import read_csv
-from measured.rows import OURS, Row, pair, paragraphs, sentence, table
+from measured.rows import OURS, Row, pair, paragraphs, sentence, span, table
 
 __all__ = ["numpy_calls"]
 
@@ -31,7 +31,8 @@ def numpy_calls() -> str:
         sentence(
             f"{first['cpu']}, {first['cores']} cores, {' to '.join(dict.fromkeys((dates[0], dates[-1])))}, NumPy "
             f"{first['numpy']} with {first['blas']}: [numpy.csv](../scripts/results/{path.parent.name}/numpy.csv), "
-            "measured by `python scripts/benchmark.py --sections numpy`."
+            f"measured by `python scripts/benchmark.py --sections numpy` while the machine had a load of "
+            f"{span((float(row['load']) for row in rows), '.1f')}."
         ),
         table(
             (
