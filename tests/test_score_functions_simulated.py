@@ -231,7 +231,7 @@ def test_what_kernels_refuse(launched):
     own = on_gpu(ready_made(*SHAPE)["alibi"].options)
     o, lse = forward(q, k, v, config=TILES["simt"], **own)
     launched.clear()
-    with pytest.raises(UnsupportedProblemError, match="^return_dscore_args: they are summed atomically; not with det"):
+    with pytest.raises(UnsupportedProblemError, match="^return_dscore_args: GPUs sum them atomically; not with det"):
         backward(q, k, v, o, lse, do, return_dscore_args=True, deterministic=True, **own)
     with pytest.raises(ValueError, match=r"^score_args\[0\]: expected at least one element, got shape \(0,\)"):
         forward(q, k, v, score_mod=own["score_mod"], score_args=(place(numbers((0,), "float32")),))
