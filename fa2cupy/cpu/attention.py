@@ -80,7 +80,7 @@ def attend(
         k_rows, v_rows = (rows(head.keys(x), are_contiguous=is_read_again) for x in (k, v))
         for queries in tiles:
             own = head.positions(queries)
-            q_tile = rows(head.queries(q)[:, own]) * head.problem.softmax_scale
+            q_tile = rows(head.queries(q)[:, own], factor=head.problem.softmax_scale)
             o_tile, lse_tile = _online_softmax(head, queries, q_tile, k_rows, v_rows, b_c)
             store(o_tile, head.queries(o)[:, own])
             store(lse_tile, head.statistics(lse)[:, own])
@@ -97,7 +97,8 @@ def delta(o: np.ndarray, do: np.ndarray, out: np.ndarray | None, options: CallOp
     (result,) = results_for(request.results, (out,), inputs)
 
     def of_head(head: Heads) -> None:
-        store(_row_sums(rows(head.queries(do)), rows(head.queries(o))), head.statistics(result))
+        both = (rows(head.queries(x), are_contiguous=False) for x in (do, o))
+        store(_row_sums(*both), head.statistics(result))
 
     heads = heads_of(request.problem, _NOTHING)
     in_threads(of_head, heads, sum(head.queries(do).size for head in heads))
@@ -142,7 +143,8 @@ def backward(
             if not one_pass:
                 gradient.by_query_tiles(*tiles[1])
             gradient.sum_sink()
-            store(gradient.dq * problem.softmax_scale, head.queries(dq))
+            gradient.dq *= problem.softmax_scale
+            store(gradient.dq, head.queries(dq))
             store(gradient.dk, head.keys(dk))
             store(gradient.dv, head.keys(dv))
         return sums
@@ -254,11 +256,15 @@ class _Gradient:
     ):
         self.head = head
         self.sums = sums
-        self.q = rows(head.queries(q)) * head.problem.softmax_scale
+        self.q = rows(head.queries(q), factor=head.problem.softmax_scale)
         self.k = rows(head.keys(k))
         self.v = rows(head.keys(v))
         self.do = rows(head.queries(do))
-        self.delta = _row_sums(self.do, rows(head.queries(o))) if delta is None else rows(head.statistics(delta))
+        self.delta = (
+            _row_sums(self.do, rows(head.queries(o), are_contiguous=False))
+            if delta is None
+            else rows(head.statistics(delta))
+        )
         if dlse is not None:
             self.delta = self.delta - rows(head.statistics(dlse))
         lse = rows(head.statistics(lse))
@@ -318,18 +324,25 @@ class _Gradient:
         return p, ds
 
 
-def default_tile(heads_per_group: int = 1, seqlen_q: int | None = None) -> tuple[int, int]:
+def default_tile(heads_per_group: int = 1, seqlen_q: int | None = None, by_keys: bool = False) -> tuple[int, int]:
     """B_r and B_c such that a tile of scores of a group of heads stays in a core's L2 cache between matrix products.
 
-    With few rows, as in decoding, tiles have more keys.
+    Tiles are longer along the inner loop, so that fewer pairs at a diagonal are hidden in part: over queries if the
+    outer loop is `by_keys`, else over keys. With few rows, as in decoding, tiles have more keys.
     """
     group = max(1, heads_per_group)
-    return max(16, 256 // group), 8192 if seqlen_q is not None and seqlen_q * group <= _DECODED_ROWS else 512
+    if seqlen_q is not None and seqlen_q * group <= _DECODED_ROWS:
+        return max(16, 256 // group), 8192
+    rows, keys = (512, 256) if by_keys else (256, 512)
+    return max(16, rows // group), keys
 
 
 def _tile_shape(operation: str, problem: AttentionProblem, options: CallOptions) -> tuple[int, int]:
     tile = requested_tile(operation, options.config)
-    return default_tile(problem.heads_per_group, problem.score_shape[2]) if tile is None else (tile.b_r, tile.b_c)
+    if tile is not None:
+        return tile.b_r, tile.b_c
+    by_keys = operation in ("backward", "backward_dkdv")
+    return default_tile(problem.heads_per_group, problem.score_shape[2], by_keys)
 
 
 def _fill_unused(problem: AttentionProblem, *results: tuple[np.ndarray, float]) -> None:

@@ -148,10 +148,15 @@ def _query_heads(problem: AttentionProblem, shared: slice) -> slice:
     return slice(shared.start * size, shared.stop * size)
 
 
-def rows(view: np.ndarray, are_contiguous: bool = True) -> np.ndarray:
-    """A view as a matrix for each K/V head in the accumulators' dtype, by default contiguous."""
+def rows(view: np.ndarray, are_contiguous: bool = True, factor: float | None = None) -> np.ndarray:
+    """A view as a matrix for each K/V head in the accumulators' dtype, by default contiguous, times a factor."""
     accumulator = np.float64 if view.itemsize == 8 else np.float32
-    whole = np.ascontiguousarray(view, dtype=accumulator) if are_contiguous else view.astype(accumulator, copy=False)
+    if factor is not None:
+        whole = np.multiply(view, factor, dtype=accumulator, order="C")
+    elif are_contiguous:
+        whole = np.ascontiguousarray(view, dtype=accumulator)
+    else:
+        whole = view.astype(accumulator, copy=False)
     heads, positions, group, columns = view.shape
     return whole.reshape(heads, positions * group, columns)
 
