@@ -24,6 +24,13 @@ def test_ragged_lengths(dtype, num_new, page_size, layout):
     check(fa2cupy.decode, Case(dtype, lengths, num_new=num_new, page_size=page_size, layout=layout))
 
 
+@pytest.mark.parametrize("page_size", [None, 16])
+@pytest.mark.parametrize("num_new", [0, 1])
+def test_equal_lengths_side_by_side(num_new, page_size):
+    lengths = (0, 0, 128, 128, 128, 300, 300)
+    check(fa2cupy.decode, Case("float32", lengths, heads=(4, 2), num_new=num_new, page_size=page_size))
+
+
 @pytest.mark.parametrize("seqlen_q", [1, 3, 7])
 @pytest.mark.parametrize("heads", [(4, 4), (6, 2), (8, 1)])
 @pytest.mark.parametrize("causal", [False, True])

@@ -53,9 +53,10 @@ def test_numpy_gives_a_packed_sequence_the_same_bits(method):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_numpy_decodes_a_sequence_to_the_same_bits(dtype):
+@pytest.mark.parametrize("before", [(700, 3, 90), (200, 200, 200)])
+def test_numpy_decodes_a_sequence_to_the_same_bits(dtype, before):
     def decoded(sequences):
-        q, k_cache, v_cache, lengths, options = Case(dtype, (700, 3, 90), num_new=1, heads=(4, 1)).arguments()
+        q, k_cache, v_cache, lengths, options = Case(dtype, before, num_new=1, heads=(4, 1)).arguments()
         q, k_cache, v_cache, lengths = (x[sequences] for x in (q, k_cache, v_cache, lengths))
         new = {name: x[sequences] for name, x in options.items()}
         return bits(*(x[0] for x in fa2cupy.decode(q, k_cache, v_cache, lengths, **new)))

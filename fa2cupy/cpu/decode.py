@@ -1,10 +1,15 @@
-"""Decoding on NumPy arrays: rows are appended to the cache, then each sequence is a forward over its own keys."""
+"""Decoding on NumPy arrays: rows are appended to the cache, then each sequence is a forward over its own keys.
+
+Without features and with few rows, sequences of one length are taken together, and their scores are held at once: a
+step in Python takes as long as the products of a short sequence.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -20,6 +25,11 @@ from .threads import in_threads
 from .tiles import heads_of
 
 __all__ = ["decode"]
+
+#: Sequences of one length are taken together up to so many rows of queries, each, and scores of all.
+_FEW_ROWS, _FEW_SCORES = 16, 2**16
+#: Keys are multiplied so many at a time: the rows of all heads, which lie side by side, stay in a core's cache.
+_BLOCK = 128
 
 
 def decode(
@@ -57,21 +67,88 @@ def decode(
             for pages, rows, length in zip(tables, _by_rows(problem, new), lengths.tolist(), strict=True):
                 _append(_by_rows(problem, cache), rows, pages, length, shape)
 
-    @functools.lru_cache(maxsize=None)
-    def alone(length: int) -> AttentionProblem:
-        return dataclasses.replace(problem, batch=1, seqlen_k=length, layout="bshd", cache=None)
+    ends = (lengths + shape.num_new).tolist()
+    num_rows = problem.seqlen_q * problem.heads_per_group
+    is_at_once = not keywords and num_rows <= _FEW_ROWS and (problem.seqlen_q == 1 or not problem.causal)
+    runs = list(_runs(ends, num_rows * problem.num_heads_kv if is_at_once else _FEW_SCORES))
+    q, k_cache, v_cache, o_rows = (_by_rows(problem, array) for array in (q, k_cache, v_cache, o))
 
     tile = default_tile(problem.heads_per_group, problem.seqlen_q)
 
-    def of_sequence(number: int) -> None:
-        own, end = slice(number, number + 1), int(lengths[number]) + shape.num_new
-        keys, values = (_rows(_by_rows(problem, cache), tables[number], end, shape) for cache in (k_cache, v_cache))
-        heads = heads_of(alone(end), _of_sequence(keywords, own))
-        attend(heads, tile, (_by_rows(problem, q)[own], keys, values), (_by_rows(problem, o)[own], lse[own]))
+    def of_run(run: slice) -> None:
+        end = ends[run.start]
+        rows = functools.partial(_rows, table=block_table, run=run, end=end, shape=shape)
+        if is_at_once and end:
+            _attend_at_once(problem, q[run], (k_cache, v_cache), rows, (o_rows[run], lse[run]))
+        else:
+            heads = heads_of(_alone(problem, end), _of_sequence(keywords, run))
+            attend(heads, tile, (q[run], rows(k_cache), rows(v_cache)), (o_rows[run], lse[run]))
 
-    pairs = problem.seqlen_q * (int(lengths.sum()) + problem.batch * shape.num_new)
-    in_threads(of_sequence, range(problem.batch), problem.num_heads * problem.head_dim * pairs)
+    in_threads(of_run, runs, problem.num_heads * problem.head_dim * problem.seqlen_q * sum(ends))
     return o, lse
+
+
+@functools.lru_cache(maxsize=256)
+def _alone(problem: AttentionProblem, length: int) -> AttentionProblem:
+    return dataclasses.replace(problem, batch=1, seqlen_k=length, layout="bshd", cache=None)
+
+
+def _runs(ends: Sequence[int], scores: int) -> Iterator[slice]:
+    """Sequences of one length side by side, up to `_FEW_SCORES` at a time, with so many scores for each key."""
+    start = 0
+    for end, equal in itertools.groupby(ends):
+        stop = start + len(list(equal))
+        step = max(1, _FEW_SCORES // (scores * end)) if scores * end else 1
+        yield from (slice(first, min(first + step, stop)) for first in range(start, stop, step))
+        start = stop
+
+
+def _attend_at_once(
+    problem: AttentionProblem,
+    q: np.ndarray,
+    caches: tuple[np.ndarray, np.ndarray],
+    rows: Callable[[np.ndarray], np.ndarray],
+    results: tuple[np.ndarray, np.ndarray],
+) -> None:
+    """Writes o and lse of sequences of one length, whose queries see all keys. Axes are those of `_by_rows`.
+
+    `rows` gives the sequences' rows of a cache: those of v_cache when those of k_cache, which may be a copy, are freed.
+    """
+    k_cache, v_cache = caches
+    accumulator = problem.accumulator_dtype
+    count, seqlen_q, _, columns = q.shape
+    group = problem.heads_per_group
+    grouped = (count, seqlen_q, problem.num_heads_kv, group, columns)
+    q_rows = q.astype(accumulator, copy=False) * problem.softmax_scale
+    s = _scores(
+        q_rows.reshape(grouped).swapaxes(1, 2).reshape(count, grouped[2], -1, columns),
+        rows(k_cache).astype(accumulator, copy=False),
+    )
+    row_max = s.max(axis=3, keepdims=True)
+    s -= np.where(row_max == -np.inf, 0, row_max)
+    p = np.exp(s, out=s)
+    row_sum = p.sum(axis=3, keepdims=True)
+    v = rows(v_cache).astype(accumulator, copy=False).swapaxes(1, 2)
+    found = p[..., : v.shape[2]] @ v
+    found /= np.maximum(row_sum, 1)  # only the sum of a row without a visible key is less: 0
+    o, lse = results
+    o[...] = found.reshape(count, grouped[2], seqlen_q, group, columns).swapaxes(1, 2).reshape(o.shape)
+    found_lse = (row_max + np.log(row_sum)).reshape(count, grouped[2], seqlen_q, group)
+    lse[...] = found_lse.swapaxes(2, 3).reshape(lse.shape)
+
+
+def _scores(q_rows: np.ndarray, k: np.ndarray) -> np.ndarray:
+    """Scores (sequence, K/V head, row, key); keys up to a whole block are hidden."""
+    count, seqlen_k, heads, columns = k.shape
+    blocks, rest = divmod(seqlen_k, _BLOCK)
+    s = np.full((*q_rows.shape[:3], -(-seqlen_k // _BLOCK), _BLOCK), -np.inf, k.dtype)
+    by_column = q_rows.swapaxes(2, 3)
+    if blocks:
+        whole = k[:, : blocks * _BLOCK].reshape(count, blocks, _BLOCK, heads, columns).swapaxes(2, 3)
+        s[..., :blocks, :] = (whole @ by_column[:, None]).transpose(0, 2, 4, 1, 3)
+    if rest:
+        s[..., blocks, :rest] = (k[:, blocks * _BLOCK :].swapaxes(1, 2) @ by_column).swapaxes(2, 3)
+    return s.reshape(*q_rows.shape[:3], -1)
 
 
 def _by_rows(problem: AttentionProblem, array: np.ndarray) -> np.ndarray:
@@ -85,12 +162,12 @@ def _append(cache: np.ndarray, rows: np.ndarray, pages: list[int] | np.ndarray, 
     cache[np.asarray(pages)[places // max(1, shape.page_size)], places % max(1, shape.page_size)] = rows
 
 
-def _rows(cache: np.ndarray, pages: list[int] | np.ndarray, end: int, shape: CacheShape) -> np.ndarray:
-    """The rows of a sequence below `end`, with an axis of one sequence in front."""
-    needed = np.asarray(pages[: -(-end // max(1, shape.page_size))], dtype=int)
-    if len(needed) == 1:
-        return cache[needed[0], :end][None]
-    return cache[needed].reshape(1, -1, *cache.shape[2:])[:, :end]
+def _rows(cache: np.ndarray, table: np.ndarray | None, run: slice, end: int, shape: CacheShape) -> np.ndarray:
+    """The rows below `end` of some sequences: a view unless the cache has pages."""
+    if table is None:
+        return cache[run, :end]
+    pages = table[run, : -(-end // max(1, shape.page_size))]
+    return cache[pages].reshape(len(pages), pages.shape[1] * shape.page_size, *cache.shape[2:])[:, :end]
 
 
 def _of_sequence(keywords: Mapping[str, object], own: slice) -> dict[str, object]:

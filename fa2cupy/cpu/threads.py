@@ -44,7 +44,7 @@ class _Blas:
         with self._lock:
             if not self._calls:
                 numbers = [library.num_threads for library in self._controller.lib_controllers]
-                self._threads = max(numbers, default=os.cpu_count() or 1)
+                self._threads = max(numbers) if numbers else os.cpu_count() or 1
                 self._limit = self._controller.limit(limits=1) if self._threads > 1 else None
             self._calls += 1
             return self._threads

@@ -157,10 +157,10 @@ def cache_lengths(seqlens: np.ndarray, cache: CacheShape) -> np.ndarray:
         One is negative, or leaves no room for the appended rows.
     """
     most = cache.capacity - cache.num_new
-    outside = np.flatnonzero((seqlens < 0) | (seqlens > most))
-    if len(outside):
+    outside = (seqlens < 0) | (seqlens > most)
+    if outside.any():
         room = f" (of {cache.capacity} rows, {cache.num_new} are for k and v)" if cache.num_new else ""
-        index = int(outside[0])
+        index = int(outside.argmax())
         raise ValueError(
             f"cache_seqlens: expected lengths from 0 to {most}{room}, got {seqlens[index]} for sequence {index}"
         )
