@@ -144,16 +144,14 @@ def kept(
         words(np.arange(heads.start, heads.stop), 0),
         words([sequence], 0),
     )
-    first_dropped = np.uint64(_DRAWS - dropout_threshold(dropout_p))
-    drawn = [
-        (word >> np.uint64(shift)) % np.uint64(_DRAWS) < first_dropped
-        for word in philox4x32(counter, (seed % 2**32, seed // 2**32))
-        for shift in (0, 16)
-    ]
+    last_kept = np.uint16(_DRAWS - dropout_threshold(dropout_p) - 1)
     shape = (heads.stop - heads.start, rows.stop - rows.start, columns.stop - columns.start)
-    # drawn[4 a + 2 b + e] has element (i, j) = (16 y + 8 a + r, 16 x + 8 b + 2 c + e) of the head at
-    # [head, 8 y + r, 4 x + c].
-    blocks = xp.stack(drawn).reshape(2, 2, 2, shape[0], shape[1], 8, shape[2], 4)
-    whole = blocks.transpose(3, 4, 0, 5, 6, 1, 7, 2).reshape(shape[0], 16 * shape[1], 16 * shape[2])
+    # Word 2 a + b of [head, 8 y + r, 4 x + c] has the elements (16 y + 8 a + r, 16 x + 8 b + 2 c + e) of the head: as
+    # bytes, those of four words side by side are copied as one number.
+    whole = xp.empty((shape[0], shape[1], 2, 8, shape[2], 2), dtype="uint64")
+    for number, word in enumerate(philox4x32(counter, (seed % 2**32, seed // 2**32))):
+        is_kept = word.astype("<u4", order="C").view("<u2") <= last_kept
+        whole[:, :, number // 2, :, :, number % 2] = is_kept.view("uint64").reshape(*shape[:2], 8, shape[2])
+    whole = whole.view("bool").reshape(shape[0], 16 * shape[1], 16 * shape[2])
     first_row, first_column = queries.start - 16 * rows.start, keys.start - 16 * columns.start
     return whole[:, first_row:, first_column:][:, : queries.stop - queries.start, : keys.stop - keys.start]
