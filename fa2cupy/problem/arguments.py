@@ -24,6 +24,7 @@ __all__ = [
     "check_outputs",
     "check_overlap",
     "check_writable",
+    "dtype_name",
     "output_name",
     "takes_rows",
     "unpack_out",
@@ -41,6 +42,12 @@ _MASKED = (
 def output_name(name: str) -> str:
     """The name of an element of `out` in messages."""
     return f"out ({name})"
+
+
+@functools.lru_cache(maxsize=64)
+def dtype_name(dtype: np.dtype) -> str:
+    """The name of a dtype, which NumPy takes 3 us to put together: a call asks for seven."""
+    return dtype.name
 
 
 def array_backend(
@@ -98,7 +105,7 @@ def check_array(name: str, array: Array, shape: tuple[int, ...], dtype: np.dtype
     if array.shape != shape:
         raise ValueError(f"{name}: expected shape {shape} to match {like}, got {array.shape}")
     wanted = str(getattr(dtype, "name", dtype))
-    if array.dtype.name != wanted:
+    if dtype_name(array.dtype) != wanted:
         hint = as_dtype(name, array.dtype, wanted)
         raise TypeError(f"{name}: expected dtype {dtype} to match {like}, got {array.dtype}{hint}")
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..errors import UnsupportedProblemError
-from .arguments import array_backend, check_array, check_bool
+from .arguments import array_backend, check_array, check_bool, dtype_name
 from .array_types import Array
 from .attention import MAX_HEAD_DIM, MAX_SEQLEN, SOURCE_AXES, AttentionProblem, array_shape
 from .block_mask import BlockMask, check_map
@@ -273,7 +273,7 @@ def _sizes_of_shape(
     if len(shape) not in (2, 3, 4):
         wanted = "(batch, seqlen, heads, head_dim)" if layout == "bshd" else "(batch, heads, seqlen, head_dim)"
         raise ValueError(f"{name}: expected 2, 3 or 4 axes {whose}such as {wanted}, got shape {shape}")
-    if dtype.name not in DTYPES:
+    if dtype_name(dtype) not in DTYPES:
         *most, last = DTYPES
         hint = as_dtype(name, dtype, "float32")
         raise TypeError(f"{name}: expected dtype {', '.join(most)} or {last}, got {dtype}{hint}")

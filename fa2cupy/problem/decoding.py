@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import UnsupportedProblemError
-from .arguments import array_backend, check_array, check_bool, check_writable, takes_rows
+from .arguments import array_backend, check_array, check_bool, check_writable, dtype_name, takes_rows
 from .array_types import Array
 from .attention import MAX_SEQLEN, AttentionProblem, CacheShape, array_shape
 from .checks import Request, Result, check_heads, sizes_of, with_features
@@ -41,8 +41,8 @@ def check_decode(arrays: Mapping[str, Any], options: CallOptions, keywords: Mapp
     optional = {name: arrays[name] for name in ("k", "v", "block_table")}
     array_backend(required, optional)
     check_bool("causal", options.causal)
-    check_options(options, arrays["q"].dtype.name, most_splits=1)
-    q, layout = arrays["q"], options.layout
+    q, layout, dtype = arrays["q"], options.layout, dtype_name(arrays["q"].dtype)
+    check_options(options, dtype, most_splits=1)
     batch, seqlen_q, num_heads, head_dim = sizes_of("q", q, layout)
     if q.ndim != 4:
         raise ValueError(f"q: expected 4 axes, {_axes(layout)}, got shape {q.shape}")
@@ -50,7 +50,7 @@ def check_decode(arrays: Mapping[str, Any], options: CallOptions, keywords: Mapp
     check_heads("k_cache", num_heads, num_heads_kv)
     scale = head_dim**-0.5 if options.softmax_scale is None else finite_number("softmax_scale", options.softmax_scale)
     sizes = (batch, seqlen_q, cache.capacity, num_heads, num_heads_kv, head_dim)
-    problem = AttentionProblem(q.dtype.name, *sizes, bool(options.causal), scale, layout, q.ndim, cache=cache)
+    problem = AttentionProblem(dtype, *sizes, bool(options.causal), scale, layout, q.ndim, cache=cache)
     for name, length in (("q", seqlen_q), ("k_cache", cache.capacity)):
         if length > MAX_SEQLEN:
             raise UnsupportedProblemError(f"{name}: sequences of up to {MAX_SEQLEN} rows are supported, got {length}")
@@ -204,7 +204,7 @@ def _axes(layout: str, first: str = "batch") -> str:
 
 
 def _check_int32(name: str, array: Array, shape: tuple[int, ...]) -> None:
-    if array.dtype.name != "int32":
+    if dtype_name(array.dtype) != "int32":
         raise TypeError(f"{name}: expected dtype int32, got {array.dtype}{as_dtype(name, array.dtype, 'int32')}")
     if array.shape != shape:
         raise ValueError(f"{name}: expected shape {shape} to match q, got {array.shape}")
