@@ -282,6 +282,7 @@ def test_combinations(names, score, mask, sparse, dtype, num_heads_kv, group, la
         if sparse:
             options["block_mask"] = block_mask(cases[mask].function, cases[mask].arrays, *shape, tile=map_tile)
     elif sparse:
+        map_tile = -(-map_tile[0] // 32) * 32, -(-map_tile[1] // 16) * 16  # kernels of each dtype take such a map
         tiles = booleans((2, 1, -(-shape[2] // map_tile[0]), -(-shape[3] // map_tile[1])))
         options["block_mask"] = BlockMask(tiles, *shape[2:], map_tile)
     check(make_inputs(dtype, layout=layout, **sizes), config=tile, **options)
