@@ -57,7 +57,7 @@ def draw(path: Path) -> None:
         "functions of masks and scores, forward, length 8192": _bars(
             "functions.csv", "provider", "feature", _FUNCTIONS, **functions
         ),
-        "training on four GPUs, causal, by length": _bars("scaleout.csv", "scheme", "seqlen", lengths, **ranks),
+        "training on four H100, causal, by length": _bars("scaleout.csv", "scheme", "seqlen", lengths, **ranks),
     }
     title = f"{CARD}, bfloat16, head_dim 128"
     titled_bars(path, title, "TFLOP/s", _COLORS, panels)

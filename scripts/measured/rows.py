@@ -27,17 +27,22 @@ __all__ = [
     "value",
 ]
 
-#: The card of all pages, its folder, and what stood beside ours there.
-CARD, FOLDER = "NVIDIA H100 80GB HBM3", SCRIPTS / "results" / "h100-80gb-hbm3"
+#: The card of the pages, and what stood beside ours there.
+CARD = "NVIDIA H200"
 PEERS = "PyTorch 2.11 with cuDNN 9.19"
 OURS = "fa2cupy"
 
 Row = dict[str, str]
 
 
+def _folder(name: str) -> str:
+    """Returns the folder of a CSV: four GPUs of one host, and the training of models, were measured on another card."""
+    return "h100-80gb-hbm3" if name.startswith(("scaleout", "train_lm")) else "h200"
+
+
 @functools.cache
 def _read(name: str) -> list[Row]:
-    return read_csv(FOLDER / name)
+    return read_csv(SCRIPTS / "results" / _folder(name) / name)
 
 
 def rows_of(name: str, **wanted: object) -> list[Row]:
@@ -104,5 +109,6 @@ def source(name: str, command: str, peers: str = PEERS) -> str:
     dates = sorted({row["date"] for row in rows_of(name)})
     when = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
     beside = f", beside {peers}" if peers else ""
-    link = f"[{name}](../scripts/results/{FOLDER.name}/{name})"
-    return sentence(f"{CARD}, {when}{beside}: {link}, measured by `{command}`.")
+    (card,) = {row["gpu"] for row in rows_of(name)}
+    link = f"[{name}](../scripts/results/{_folder(name)}/{name})"
+    return sentence(f"{card}, {when}{beside}: {link}, measured by `{command}`.")
