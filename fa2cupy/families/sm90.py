@@ -59,23 +59,23 @@ _MAPPED = {
 #: Fitted to the times of scripts/methods.py on an H100 80GB HBM3, 2026-11-23.
 _COSTS = Costs(
     blocks={
-        "forward": {256: BlockCost(0.58, 1.5)},
-        "backward": {64: BlockCost(1.843, 7.36), 128: BlockCost(1.593, 8.44), 256: BlockCost(2.61, 12.69)},
-        "backward_dq": {64: BlockCost(2.105, 2.34), 128: BlockCost(1.161, 1.49), 256: BlockCost(0.642, 5.0)},
-        "backward_dkdv": {64: BlockCost(1.256, 4.48), 128: BlockCost(1.27, 7.33), 256: BlockCost(1.688, 13.21)},
+        "forward": {128: BlockCost(0.58, 1.5), 256: BlockCost(0.379, 0.32)},
+        "backward": {64: BlockCost(1.884, 4.4), 128: BlockCost(1.593, 8.44), 256: BlockCost(2.355, 11.6)},
+        "backward_dq": {64: BlockCost(1.68, 3.44), 128: BlockCost(1.161, 1.27), 256: BlockCost(0.689, 5.0)},
+        "backward_dkdv": {64: BlockCost(1.256, 4.48), 128: BlockCost(1.27, 9.18), 256: BlockCost(1.563, 11.36)},
     },
-    read_rows=1.2,
+    read_rows=0.83,
     merge=2.0,
     merge_rows=2.0,
     call=0.47,
-    call_rows=0.0565,
+    call_rows=0.0434,
     convert=0.935,
-    convert_rows=5.138,
+    convert_rows=5.31,
     add=5.134,
     add_rows=8.87,
     copy=10.32,
     copy_rows=2.989,
-    drift=0.27,
+    drift=0.165,
 )
 
 
