@@ -134,8 +134,8 @@ def precompile(
     here = archs is None
     devices = [current_device("archs='sm_90'")] if here else [DeviceInfo.named(arch) for arch in one_or_many(archs)]
     dtypes = [check_dtype(dtype) for dtype in one_or_many(dtypes)]
-    columns = [0 if head_dim_v is None else check_head_dim(head_dim_v, "head_dim_v")]
-    head_dims = [max(check_head_dim(head_dim, "head_dims"), *columns) for head_dim in one_or_many(head_dims)]
+    columns_v = None if head_dim_v is None else check_head_dim(head_dim_v, "head_dim_v")
+    head_dims = [check_head_dim(head_dim, "head_dims") for head_dim in one_or_many(head_dims)]
     masks, passes = one_or_many(causal), [None, *map(check_method, one_or_many(methods))]
     for masked in masks:
         check_bool("causal", masked)
@@ -154,14 +154,21 @@ def precompile(
         for one in _families(device, dtype, method, family):
             call = (device, dtype, head_dim, masked, method, one)
             for num_splits in _numbers_of_splits(device, dtype, method, one):
-                found = default_specs(*call, features=names, config=config, num_splits=num_splits, functions=functions)
+                found = default_specs(
+                    *call,
+                    features=names,
+                    config=config,
+                    num_splits=num_splits,
+                    functions=functions,
+                    head_dim_v=columns_v,
+                )
                 specs |= dict.fromkeys(found)
     if decode and config is None and family is None:
         for kind in itertools.product(devices, dtypes, head_dims, masks):
             for names in combinations:
-                specs |= dict.fromkeys(_of_few_queries(*kind, names, functions))
-        for device, dtype, head_dim in itertools.product(devices, dtypes, [n for n in columns if n] or head_dims):
-            specs[merge_spec(device, dtype, head_dim)] = None
+                specs |= dict.fromkeys(_of_few_queries(*kind, names, functions, columns_v))
+        for device, dtype, columns in itertools.product(devices, dtypes, [columns_v] if columns_v else head_dims):
+            specs[merge_spec(device, dtype, columns)] = None
     specs |= dict.fromkeys(_of_ranks(devices if distributed else (), dtypes))
     jobs = jobs or os.cpu_count() or 1
     if not progress:
@@ -183,15 +190,19 @@ def _of_few_queries(
     causal: bool,
     names: tuple[str, ...],
     functions: FeatureKeywords,
+    head_dim_v: int | None,
 ) -> list[KernelSpec]:
     """The kernels of `decode` with these features, none if it does not have them all or no tile fits the device."""
     features = [name for name in names if name not in OF_BACKWARD]
     known = OPERATIONS["decode"].features
     if not set(features) <= set(known) or any(functions.get(name) for name in ("score_mod", "mask_mod")):
         return []
-    step = choose_family("decode", dtype, device).head_dim_step
+    family = choose_family("decode", dtype, device)
+    head_dim, head_dim_v = family.head_dims("forward", head_dim, head_dim_v)
+    if head_dim_v is not None and "decode" not in family.pair_calls:
+        return []
     try:
-        return decode_specs(device, dtype, -(-head_dim // step) * step, causal, features=features)
+        return decode_specs(device, dtype, head_dim, causal, features=features)
     except UnsupportedProblemError:
         return []
 

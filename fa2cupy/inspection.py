@@ -47,6 +47,7 @@ def legal_configs(
     *,
     dtype: npt.DTypeLike = "float16",
     head_dim: int = 128,
+    head_dim_v: int | None = None,
     arch: str | None = None,
     family: str | None = None,
     promising: bool = False,
@@ -60,6 +61,9 @@ def legal_configs(
         The kernel: ``backward`` is that of ``single_pass``, the other two are those of ``two_pass``.
     dtype : str or dtype, optional
     head_dim : int, optional
+        Columns of q and k.
+    head_dim_v : int, optional
+        Columns of v if they differ.
     arch : str, optional
         Architecture such as ``"sm_86"``; the current device by default.
     family : str, optional
@@ -79,7 +83,7 @@ def legal_configs(
     Raises
     ------
     TypeError, ValueError
-        `operation` or `family` does not exist, or `dtype` or `head_dim` is not valid.
+        `operation` or `family` does not exist, or `dtype`, `head_dim` or `head_dim_v` is not valid.
     UnsupportedProblemError
         head_dim is above 256, or no family supports the dtype on the device.
     RuntimeError
@@ -91,30 +95,42 @@ def legal_configs(
     True
     """
     check_keywords("fa2cupy.legal_configs", unknown)
-    dtype, head_dim, device = _checked(operation, dtype, head_dim, arch)
+    dtype, head_dim, head_dim_v, device = _checked(operation, dtype, head_dim, head_dim_v, arch)
     check_bool("promising", promising)
     kernels = family_of_kernel(operation, dtype, device, family)
-    return _legal_tiles(kernels, operation, dtype, head_dim, device, promising)
+    call = "forward" if operation == "forward" else "backward"
+    head_dim, head_dim_v = kernels.head_dims(call, head_dim, head_dim_v)
+    return _legal_tiles(kernels, operation, dtype, head_dim, device, head_dim_v, promising=promising)
 
 
-def _checked(operation: str, dtype: npt.DTypeLike, head_dim: int, arch: str | None) -> tuple[str, int, DeviceInfo]:
+def _checked(
+    operation: str, dtype: npt.DTypeLike, head_dim: int, head_dim_v: int | None, arch: str | None
+) -> tuple[str, int, int | None, DeviceInfo]:
     if operation not in TILED:
         hints = {**METHODS, "fwd": ("forward",), "bwd": METHODS["single_pass"]}
         meant = hints.get(operation, ()) if isinstance(operation, str) else ()
         hint = f"; {operation!r} is {' and '.join(map(repr, meant))}" if meant else ""
         raise ValueError(f"operation: expected one of {list(TILED)}, got {operation!r}{hint}")
     device = current_device("arch='sm_90'") if arch is None else DeviceInfo.named(arch)
-    return check_dtype(dtype), check_head_dim(head_dim), device
+    columns_v = None if head_dim_v is None else check_head_dim(head_dim_v, "head_dim_v")
+    return check_dtype(dtype), check_head_dim(head_dim), columns_v, device
 
 
 def _legal_tiles(
-    kernels: Family, operation: str, dtype: str, head_dim: int, device: DeviceInfo, promising: bool
+    kernels: Family,
+    operation: str,
+    dtype: str,
+    head_dim: int,
+    device: DeviceInfo,
+    head_dim_v: int | None,
+    *,
+    promising: bool,
 ) -> list[TileConfig]:
     return [
         tile
         for tile in candidate_tiles(kernels)
-        if kernels.why_illegal(operation, dtype, head_dim, tile, device) is None
-        and (not promising or is_promising(kernels, operation, dtype, head_dim, tile, device))
+        if kernels.why_illegal(operation, dtype, head_dim, tile, device, head_dim_v) is None
+        and (not promising or is_promising(kernels, operation, dtype, head_dim, tile, device, head_dim_v))
     ]
 
 
@@ -160,6 +176,7 @@ def compile_report(
     *,
     dtype: npt.DTypeLike = "float16",
     head_dim: int = 128,
+    head_dim_v: int | None = None,
     causal: bool = False,
     features: str | Iterable[str] = (),
     score_mod: Callable[..., Any] | None = None,
@@ -180,7 +197,7 @@ def compile_report(
 
     Parameters
     ----------
-    operation, dtype, head_dim
+    operation, dtype, head_dim, head_dim_v
         The kernel, as for `legal_configs`.
     causal : bool, optional
     features : str or iterable of str, optional
@@ -230,7 +247,7 @@ def compile_report(
     >>> [row.tile for row in rows if row.spill_bytes == 0 and row.occupancy >= 0.25]  # doctest: +SKIP
     """
     check_keywords("fa2cupy.compile_report", unknown)
-    dtype, head_dim, device = _checked(operation, dtype, head_dim, arch)
+    dtype, head_dim, head_dim_v, device = _checked(operation, dtype, head_dim, head_dim_v, arch)
     check_bool("causal", causal)
     check_bool("progress", progress)
     (names, *others), jobs = feature_combinations(features), check_jobs(jobs)
@@ -239,16 +256,17 @@ def compile_report(
     functions: FeatureKeywords = {
         "score_mod": score_mod, "score_args": score_args, "mask_mod": mask_mod, "mask_args": mask_args
     }  # fmt: skip
-    layout = layout_of_kernel(operation, device, dtype, head_dim, causal, family, features=names, functions=functions)
-    kernels, head_dim = layout.family, layout.problem.head_dim
+    kernel = (operation, device, dtype, head_dim, causal, family)
+    layout = layout_of_kernel(*kernel, features=names, functions=functions, head_dim_v=head_dim_v)
+    kernels, head_dim, head_dim_v = layout.family, layout.problem.head_dim, layout.problem.head_dim_v
     if configs is None:
-        tiles = _legal_tiles(kernels, operation, dtype, head_dim, device, promising=True)
+        tiles = _legal_tiles(kernels, operation, dtype, head_dim, device, head_dim_v, promising=True)
     else:
         tiles = one_or_many(configs)
         for tile in tiles:
             if not isinstance(tile, TileConfig):
                 raise TypeError(f"configs: expected a TileConfig or several, got {type(tile).__name__}")
-            check_tile("configs", tile, kernels, operation, dtype, head_dim, device)
+            check_tile("configs", tile, kernels, operation, dtype, head_dim, device, head_dim_v)
     specs = [layout.tiled(operation, tile).spec for tile in tiles]
     for spec in specs:
         check_cost(spec)

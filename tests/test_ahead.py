@@ -149,7 +149,7 @@ def test_calls_use_exactly_the_kernels_that_are_compiled_ahead_for_their_feature
 @pytest.mark.parametrize(("head_dim", "head_dim_v"), [(64, 40), (40, 60), (60, 64)])
 @pytest.mark.parametrize("names", [(), ("window", "bias", "return_dbias", "sink")], ids=("plain", "more"))
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: "-".join(filter(None, kind)))
-def test_v_of_its_own_head_dim_uses_the_kernels_of_the_wider(listed, monkeypatch, kind, names, head_dim, head_dim_v):
+def test_kernels_for_v_of_its_own_head_dim_are_compiled_ahead(listed, monkeypatch, kind, names, head_dim, head_dim_v):
     arch, dtype, family = kind
     options = {"features": names, "head_dims": head_dim, "head_dim_v": head_dim_v, "family": family, "decode": False}
     assert launched_by(monkeypatch, kind, names, head_dim, head_dim_v) == listed(arch, dtypes=dtype, **options)

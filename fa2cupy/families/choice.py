@@ -61,7 +61,7 @@ def choose(
     *,
     is_launched: bool = True,
 ) -> Choice:
-    """The same for arrays that kernels of any family take as they are.
+    """The same for arrays that kernels of any family take as they are, but for the head_dim.
 
     Parameters
     ----------
@@ -73,7 +73,12 @@ def choose(
         As for `choose_with_copies`.
     """
     return choose_with_copies(
-        call, problem, device, lambda family: (problem, strides), options, is_launched=is_launched
+        call,
+        problem,
+        device,
+        lambda family: (family.padded(call, problem), strides),
+        options,
+        is_launched=is_launched,
     )
 
 
@@ -140,7 +145,7 @@ def check_on_any_gpu(call: str, problem: AttentionProblem, options: CallOptions)
         return
 
     def contiguous(family: Family) -> tuple[AttentionProblem, Mapping[str, AnyStrides]]:
-        padded = problem.padded(family.head_dim_step)
+        padded = family.padded(call, problem)
         return padded, padded.contiguous_strides()
 
     options = options._replace(config=None)
@@ -204,6 +209,8 @@ def _choice_of_few_queries(problem: AttentionProblem, device: DeviceInfo, taken_
     for family in FAMILIES:
         if family.supports("decode", problem.dtype, device) and "decode" in family.operations:
             problem, _ = taken_by(family)
+            if problem.head_dim_v is not None and "decode" not in family.pair_calls:
+                return None
             try:
                 most = default_tile(family, "decode", problem, device).b_r
             except UnsupportedProblemError:

@@ -96,10 +96,10 @@ def forward_splits(costs: Costs, problem: AttentionProblem, device: DeviceInfo, 
     sequences = _Sequences.of(problem)
     steps = sequences.steps_of_queries(tile)
     heads = sequences.number * problem.num_heads
-    rows = sum(steps.values()) * tile.b_r * heads * problem.head_dim / 1e6
-    keys = problem.batch * problem.seqlen_k * problem.num_heads_kv * problem.head_dim / 1e6
-    cost = costs.of_block("forward", problem.head_dim)
-    step = _step(cost, tile, problem.head_dim)
+    rows = sum(steps.values()) * tile.b_r * heads * problem.mean_head_dim / 1e6
+    keys = problem.batch * problem.seqlen_k * problem.num_heads_kv * problem.mean_head_dim / 1e6
+    cost = costs.of_block("forward", problem.mean_head_dim)
+    step = _step(cost, tile, problem.mean_head_dim)
 
     def time(splits: int) -> float:
         shares = _shares(steps, 1, splits, heads)
@@ -119,7 +119,7 @@ def split_candidates(operation: str, problem: AttentionProblem, tile: TileConfig
     numbers = sorted({1, 2, 4, 8, 16, *(n for n in range(1, group + 1) if group % n == 0)})
     if operation == "backward":  # adds all shares to one copy
         return [n for n in numbers if n <= most]
-    copy = 8 * problem.batch * problem.num_heads_kv * (problem.seqlen_k + tile.b_c) * problem.head_dim
+    copy = 8 * problem.batch * problem.num_heads_kv * (problem.seqlen_k + tile.b_c) * problem.mean_head_dim
     return [n for n in numbers if n <= min(most, _most_copies(copy))]
 
 
@@ -146,13 +146,13 @@ def backward_time(
         Where it is more than one.
     """
     sequences = _Sequences.of(problem)
-    queries = problem.batch * problem.seqlen_q * problem.num_heads * problem.head_dim / 1e6
-    keys = problem.batch * problem.seqlen_k * problem.num_heads_kv * problem.head_dim / 1e6
+    queries = problem.batch * problem.seqlen_q * problem.num_heads * problem.mean_head_dim / 1e6
+    keys = problem.batch * problem.seqlen_k * problem.num_heads_kv * problem.mean_head_dim / 1e6
     time = costs.call + costs.call_rows * queries
     for operation, tile in tiles.items():
         splits = num_splits.get(operation, 1)
-        cost = costs.of_block(operation, problem.head_dim)
-        step = _step(cost, tile, problem.head_dim)
+        cost = costs.of_block(operation, problem.mean_head_dim)
+        step = _step(cost, tile, problem.mean_head_dim)
         if operation == "backward":
             time += costs.convert + costs.convert_rows * queries
             step *= _drift(costs, problem, device, splits)
@@ -190,7 +190,8 @@ def heads_in_cache(problem: AttentionProblem, device: DeviceInfo) -> int:
 
 def _bytes_of_head(problem: AttentionProblem, rows: int) -> int:
     """Bytes of Q, dO and of the sums of dQ."""
-    return (2 * problem.itemsize + ITEMSIZE[problem.accumulator_dtype]) * rows * problem.head_dim
+    of_row = problem.itemsize * (problem.head_dim + problem.columns_of("dout"))
+    return rows * (of_row + ITEMSIZE[problem.accumulator_dtype] * problem.head_dim)
 
 
 def _drift(costs: Costs, problem: AttentionProblem, device: DeviceInfo, splits: int) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..problem.attention import AttentionProblem
 from ..problem.features import FEATURES
@@ -30,7 +30,7 @@ class TileRow:
     Attributes
     ----------
     head_dim : int
-        The largest head dimension, padded as `Family.padded_head_dim` does.
+        The largest head dimension, of q and of v, padded as `Family.padded_head_dim` does.
     tile : TileConfig
     measured : str
         GPU and date of the sweep that chose the tile. An empty one marks a tile that was computed and not measured: it
@@ -73,6 +73,8 @@ class Family(ABC):
         Alignment in bytes of the rows of q, k, v and the like.
     head_dim_step : int
         The kernels' head_dim is a multiple of this.
+    pair_calls : tuple of str
+        Calls whose kernels take a v with a head_dim of its own. The others get copies of one head_dim for all tensors.
     arch_suffix : str
         Suffix of the architecture's name: ``"a"`` if the code uses instructions of this architecture only.
     features : tuple of str
@@ -109,6 +111,7 @@ class Family(ABC):
     max_compute_capability: int = ANY_NEWER
     row_alignment: int
     head_dim_step: int
+    pair_calls: tuple[str, ...] = ()
     arch_suffix: str = ""
     features: tuple[str, ...] = tuple(name for name in FEATURES if name != "given_lse")
     needs_positive_scale: bool = False
@@ -170,6 +173,21 @@ class Family(ABC):
         newer = " or newer" if self.max_compute_capability == ANY_NEWER else ""
         return f"compute capability {self.min_compute_capability / 10}{newer}"
 
+    def head_dims(self, call: str, head_dim: int, head_dim_v: int | None) -> tuple[int, int | None]:
+        """The columns of q and v that the kernels of a call have, the second None if they are equal."""
+        step = self.head_dim_step
+        first = -(-head_dim // step) * step
+        second = first if head_dim_v is None else -(-head_dim_v // step) * step
+        if call not in self.pair_calls:
+            first = second = max(first, second)
+        return first, None if first == second else second
+
+    def padded(self, call: str, problem: AttentionProblem) -> AttentionProblem:
+        """The problem with the columns that the kernels of a call have. Columns of zeros change no product."""
+        own = problem.head_dim, problem.head_dim_v
+        taken = self.head_dims(call, *own)
+        return problem if taken == own else replace(problem, head_dim=taken[0], head_dim_v=taken[1])
+
     # Its kernels.
 
     @abstractmethod
@@ -198,37 +216,62 @@ class Family(ABC):
         """Columns that a row occupies on chip."""
 
     @abstractmethod
-    def shared_memory_bytes(self, operation: str, dtype: str, head_dim: int, tile: TileConfig) -> int:
+    def shared_memory_bytes(
+        self, operation: str, dtype: str, head_dim: int, tile: TileConfig, head_dim_v: int | None = None
+    ) -> int:
         """Bytes of a block's dynamic shared memory; the kernels assert the same number."""
 
     def shared_memory_with(
-        self, features: tuple[str, ...], operation: str, dtype: str, head_dim: int, tile: TileConfig
+        self,
+        features: tuple[str, ...],
+        operation: str,
+        dtype: str,
+        head_dim: int,
+        tile: TileConfig,
+        head_dim_v: int | None = None,
     ) -> int:
         """The same of a kernel with features, which may use memory that is left over but never need more."""
-        return self.shared_memory_bytes(operation, dtype, head_dim, tile)
+        return self.shared_memory_bytes(operation, dtype, head_dim, tile, head_dim_v)
 
     @abstractmethod
-    def why_not_shape(self, operation: str, dtype: str, head_dim: int, tile: TileConfig) -> str | None:
-        """The reason why a kernel cannot be compiled for this tile, or None if it can. `head_dim` is padded."""
+    def why_not_shape(
+        self, operation: str, dtype: str, head_dim: int, tile: TileConfig, head_dim_v: int | None = None
+    ) -> str | None:
+        """The reason why a kernel cannot be compiled for this tile, or None if it can. Both head_dims are padded."""
 
     def why_illegal(
-        self, operation: str, dtype: str, head_dim: int, tile: TileConfig, device: DeviceInfo
+        self,
+        operation: str,
+        dtype: str,
+        head_dim: int,
+        tile: TileConfig,
+        device: DeviceInfo,
+        head_dim_v: int | None = None,
     ) -> str | None:
         """The reason why a kernel cannot have this tile on this device, or None if it can."""
-        reason = self.why_not_shape(operation, dtype, self.padded_head_dim(head_dim), tile)
+        columns_v = None if head_dim_v is None else self.padded_head_dim(head_dim_v)
+        reason = self.why_not_shape(operation, dtype, self.padded_head_dim(head_dim), tile, columns_v)
         if reason:
             return reason
         if tile.num_threads > 1024:
             return f"num_warps={tile.num_warps} is more than the 32 of a block"
-        needed = self.shared_memory_bytes(operation, dtype, head_dim, tile)
+        needed = self.shared_memory_bytes(operation, dtype, head_dim, tile, head_dim_v)
         if needed > device.shared_memory_per_block:
             available = device.shared_memory_per_block
             return f"it needs {needed} bytes of shared memory, {device.name} has {available} for a block"
         return None
 
-    def fits_blocks(self, operation: str, dtype: str, head_dim: int, tile: TileConfig, device: DeviceInfo) -> bool:
+    def fits_blocks(
+        self,
+        operation: str,
+        dtype: str,
+        head_dim: int,
+        tile: TileConfig,
+        device: DeviceInfo,
+        head_dim_v: int | None = None,
+    ) -> bool:
         """True if a multiprocessor's shared memory holds `tile.blocks_per_sm` blocks."""
-        needed = self.shared_memory_bytes(operation, dtype, head_dim, tile) + device.reserved_shared_memory
+        needed = self.shared_memory_bytes(operation, dtype, head_dim, tile, head_dim_v) + device.reserved_shared_memory
         return needed * tile.blocks_per_sm <= device.shared_memory_per_multiprocessor
 
 

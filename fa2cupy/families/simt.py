@@ -160,18 +160,23 @@ class Simt(Family):
     def padded_head_dim(self, head_dim: int) -> int:
         return -(-head_dim // 32) * 32  # eight lanes share a row, with four columns each at a time
 
-    def shared_memory_bytes(self, operation: str, dtype: str, head_dim: int, tile: TileConfig) -> int:
+    def shared_memory_bytes(
+        self, operation: str, dtype: str, head_dim: int, tile: TileConfig, head_dim_v: int | None = None
+    ) -> int:
         element = ITEMSIZE[dtype]
-        row = self.padded_head_dim(head_dim) * element + 16
+        row, row_v = (self.padded_head_dim(n) * element + 16 for n in (head_dim, head_dim_v or head_dim))
         own, other = (getattr(tile, name) for name in _OWN_AND_OTHER[operation])
         if operation == "decode":
             rows = 2 * own + tile.num_stages * 2 * other
             return rows * row + tile.num_warps * own * (16 + 8 + 1) * element
-        rows = own + 2 * other if operation == "forward" else 2 * (own + other)
+        own_v = 0 if operation == "forward" else own
         statistics = 2 * other if operation == "backward_dkdv" else 0
-        return rows * row + (own * (other + 8 + other % 16) + statistics) * element
+        tiles = (own + other) * row + (own_v + other) * row_v
+        return tiles + (own * (other + 8 + other % 16) + statistics) * element
 
-    def why_not_shape(self, operation: str, dtype: str, head_dim: int, tile: TileConfig) -> str | None:
+    def why_not_shape(
+        self, operation: str, dtype: str, head_dim: int, tile: TileConfig, head_dim_v: int | None = None
+    ) -> str | None:
         own_name, other_name = _OWN_AND_OTHER[operation]
         own, other = getattr(tile, own_name), getattr(tile, other_name)
         if operation == "decode":
@@ -186,10 +191,11 @@ class Simt(Family):
             return f"b_c={other} does not give each lane of {tile.num_warps} warps 1, 2, 4 or 8 keys"
         if tile.num_stages != 1:
             return f"num_stages={tile.num_stages}: the simt family has one stage"
-        sums = head_dim // 8 * (2 if operation == "backward_dkdv" else 1)
+        columns_v = head_dim_v or head_dim
+        columns = {"forward": columns_v, "backward_dkdv": head_dim + columns_v}.get(operation, head_dim)
         # S, or S and dP; in float32, the sums over fewer columns as well.
         scores = other // 8 * ((1 if operation == "forward" else 2) + (dtype == "float32"))
-        return register_shortage(own // step * (sums + scores) * ITEMSIZE[dtype] // 4, 24, tile)
+        return register_shortage(own // step * (columns // 8 + scores) * ITEMSIZE[dtype] // 4, 24, tile)
 
 
 SIMT = Simt()

@@ -126,7 +126,9 @@ class Sm80(Family):
         step = 32 if head_dim > _WIDE else 16  # a k-step of mma.sync, or one for each of two warps that share rows
         return -(-head_dim // step) * step
 
-    def shared_memory_bytes(self, operation: str, dtype: str, head_dim: int, tile: TileConfig) -> int:
+    def shared_memory_bytes(
+        self, operation: str, dtype: str, head_dim: int, tile: TileConfig, head_dim_v: int | None = None
+    ) -> int:
         row, b_r, b_c = 2 * self.padded_head_dim(head_dim), tile.b_r, tile.b_c
         scores = 2 * b_r * b_c
         if operation == "forward":
@@ -139,7 +141,9 @@ class Sm80(Family):
         by_keys = 2 * b_c * row + tile.num_stages * 2 * b_r * row + scores + 4 * b_r * 4
         return {"backward": by_keys + 2 * scores, "backward_dkdv": by_keys}[operation]
 
-    def why_not_shape(self, operation: str, dtype: str, head_dim: int, tile: TileConfig) -> str | None:
+    def why_not_shape(
+        self, operation: str, dtype: str, head_dim: int, tile: TileConfig, head_dim_v: int | None = None
+    ) -> str | None:
         if operation == "forward":
             return _why_no_forward(tile, head_dim)
         if operation == "backward_dq":

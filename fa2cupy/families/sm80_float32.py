@@ -54,7 +54,9 @@ class Sm80Float32(Float32Parts):
         # Decided by the rates of the hardware: nobody has measured it yet.
         return device.float16_rate > PRODUCTS_OF_PARTS
 
-    def shared_memory_bytes(self, operation: str, dtype: str, head_dim: int, tile: TileConfig) -> int:
+    def shared_memory_bytes(
+        self, operation: str, dtype: str, head_dim: int, tile: TileConfig, head_dim_v: int | None = None
+    ) -> int:
         row = 2 * -(-head_dim // 64) * 128  # panels of 64 columns of two parts
         own, other = (getattr(tile, side) for side in _SIDES[operation])
         if operation == "forward":
@@ -62,7 +64,9 @@ class Sm80Float32(Float32Parts):
         statistics = 2 * 2 * 4 * other if operation == "backward_dkdv" else 0
         return (2 * own + (tile.num_stages + 1) * other) * row + statistics
 
-    def why_not_shape(self, operation: str, dtype: str, head_dim: int, tile: TileConfig) -> str | None:
+    def why_not_shape(
+        self, operation: str, dtype: str, head_dim: int, tile: TileConfig, head_dim_v: int | None = None
+    ) -> str | None:
         own, other = _SIDES[operation]
         rows, others = getattr(tile, own), getattr(tile, other)
         if head_dim > self.largest_head_dim:

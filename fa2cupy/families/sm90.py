@@ -153,11 +153,19 @@ class Sm90(Family):
     def padded_head_dim(self, head_dim: int) -> int:
         return -(-head_dim // 16) * 16  # a k-step of wgmma; the panels in shared memory are wider
 
-    def shared_memory_bytes(self, operation: str, dtype: str, head_dim: int, tile: TileConfig) -> int:
-        return self.shared_memory_with((), operation, dtype, head_dim, tile)
+    def shared_memory_bytes(
+        self, operation: str, dtype: str, head_dim: int, tile: TileConfig, head_dim_v: int | None = None
+    ) -> int:
+        return self.shared_memory_with((), operation, dtype, head_dim, tile, head_dim_v)
 
     def shared_memory_with(
-        self, features: tuple[str, ...], operation: str, dtype: str, head_dim: int, tile: TileConfig
+        self,
+        features: tuple[str, ...],
+        operation: str,
+        dtype: str,
+        head_dim: int,
+        tile: TileConfig,
+        head_dim_v: int | None = None,
     ) -> int:
         array = _held_array(features)
         if operation == "forward":
@@ -166,7 +174,9 @@ class Sm90(Family):
             return _dq_bytes(head_dim, tile, array)
         return _backward_bytes(head_dim, tile, array, with_dq={"backward": True, "backward_dkdv": False}[operation])
 
-    def why_not_shape(self, operation: str, dtype: str, head_dim: int, tile: TileConfig) -> str | None:
+    def why_not_shape(
+        self, operation: str, dtype: str, head_dim: int, tile: TileConfig, head_dim_v: int | None = None
+    ) -> str | None:
         if operation == "forward":
             return _why_no_forward(tile, head_dim)
         if operation == "backward_dq":

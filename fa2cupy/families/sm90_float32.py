@@ -74,7 +74,9 @@ class Sm90Float32(Float32Parts):
         counter = " tile_counter:counter" if operation in _PERSISTENT else ""
         return record._replace(pointers=f"{record.pointers}{counter}")
 
-    def shared_memory_bytes(self, operation: str, dtype: str, head_dim: int, tile: TileConfig) -> int:
+    def shared_memory_bytes(
+        self, operation: str, dtype: str, head_dim: int, tile: TileConfig, head_dim_v: int | None = None
+    ) -> int:
         # The same as in kernels/sm90_float32/query_tile_shape.cuh and backward_dkdv_shape.cuh: panels of 64 columns of
         # two parts. A stage holds one panel if operands come in pieces. If not, the operand that is used second has one
         # stage where that many of the first do not fit.
@@ -94,7 +96,9 @@ class Sm90Float32(Float32Parts):
         both = first + tile.num_stages * other
         return both if both <= _SHARED_BYTES or is_wide else first + other
 
-    def why_not_shape(self, operation: str, dtype: str, head_dim: int, tile: TileConfig) -> str | None:
+    def why_not_shape(
+        self, operation: str, dtype: str, head_dim: int, tile: TileConfig, head_dim_v: int | None = None
+    ) -> str | None:
         own, other = _SIDES[operation]
         rows, others = getattr(tile, own), getattr(tile, other)
         is_wide = head_dim > _WIDE

@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
+from typing import NamedTuple
 
 from ..errors import UnsupportedProblemError
 from ..problem.attention import AttentionProblem
@@ -26,6 +27,31 @@ __all__ = [
 ]
 
 
+class _Kernel(NamedTuple):
+    """What decides whether a tile is legal, but for the tile."""
+
+    operation: str
+    family: Family
+    dtype: str
+    head_dim: int
+    head_dim_v: int | None
+    device: DeviceInfo
+
+    @classmethod
+    def of(cls, operation: str, family: Family, problem: AttentionProblem, device: DeviceInfo) -> _Kernel:
+        return cls(operation, family, problem.dtype, problem.head_dim, problem.head_dim_v, device)
+
+    def takes(self, tile: TileConfig) -> bool:
+        """True if the tile is legal."""
+        own = (self.operation, self.dtype, self.head_dim, tile, self.device, self.head_dim_v)
+        return self.family.why_illegal(*own) is None
+
+    def has_room(self, tile: TileConfig) -> bool:
+        """True if the tile's blocks fit a multiprocessor."""
+        own = (self.operation, self.dtype, self.head_dim, tile, self.device, self.head_dim_v)
+        return self.family.fits_blocks(*own)
+
+
 def choose_tile(
     operation: str,
     family: Family,
@@ -44,38 +70,54 @@ def choose_tile(
     """
     requested, layout = requested_tile(operation, config), problem.settings.block_mask
     if requested is not None:
-        check_tile("config", requested, family, operation, problem.dtype, problem.head_dim, device)
+        kernel = (operation, problem.dtype, problem.head_dim)
+        check_tile("config", requested, family, *kernel, device, problem.head_dim_v)
         if layout is not None and not layout.takes(requested.b_r, requested.b_c):
             raise ValueError(
                 f"block_mask: without a function, the map's tiles {layout.tile} must be multiples of those of "
                 f"{operation}, got {requested} in config"
             )
         return requested
-    tuned = tuned_tile(operation, family, problem.dtype, problem.head_dim, problem.causal, device)
+    of_calls = (problem.dtype, problem.head_dim, problem.causal, device, problem.head_dim_v)
+    tuned = tuned_tile(operation, family, *of_calls)
     if tuned is not None and (layout is None or _suits_map(family, operation, problem, tuned)):
         return tuned
     return default_tile(family, operation, problem, device)
 
 
 def check_tile(
-    name: str, tile: TileConfig, family: Family, operation: str, dtype: str, head_dim: int, device: DeviceInfo
+    name: str,
+    tile: TileConfig,
+    family: Family,
+    operation: str,
+    dtype: str,
+    head_dim: int,
+    device: DeviceInfo,
+    head_dim_v: int | None = None,
 ) -> None:
     """Raises ValueError if a kernel cannot have a tile that the argument `name` requests."""
-    reason = family.why_illegal(operation, dtype, head_dim, tile, device)
+    reason = family.why_illegal(operation, dtype, head_dim, tile, device, head_dim_v)
     if reason:
-        raise ValueError(f"{name}: {tile} is not legal for {operation} at head_dim {head_dim}: {reason}")
+        at = f"head_dim {head_dim}" + ("" if head_dim_v is None else f", head_dim_v {head_dim_v}")
+        raise ValueError(f"{name}: {tile} is not legal for {operation} at {at}: {reason}")
 
 
 def is_promising(
-    family: Family, operation: str, dtype: str, head_dim: int, tile: TileConfig, device: DeviceInfo
+    family: Family,
+    operation: str,
+    dtype: str,
+    head_dim: int,
+    tile: TileConfig,
+    device: DeviceInfo,
+    head_dim_v: int | None = None,
 ) -> bool:
     """True if a legal tile can be fast.
 
     The blocks fit for which it limits registers, and at least 4 warps, one for each scheduler of a multiprocessor.
     """
-    needed = family.shared_memory_bytes(operation, dtype, head_dim, tile)
+    needed = family.shared_memory_bytes(operation, dtype, head_dim, tile, head_dim_v)
     warps = device.resident_blocks(tile.num_threads, 1, needed) * tile.num_warps
-    return warps >= 4 and family.fits_blocks(operation, dtype, head_dim, tile, device)
+    return warps >= 4 and family.fits_blocks(operation, dtype, head_dim, tile, device, head_dim_v)
 
 
 def default_tile(
@@ -94,7 +136,8 @@ def default_tile(
     UnsupportedProblemError
         No row applies.
     """
-    kernel = (operation, problem.dtype, problem.head_dim)
+    kernel = _Kernel.of(operation, family, problem, device)
+    widest = family.padded_head_dim(max(problem.head_dim, problem.columns_of("v")))
     used, function = set(problem.features), problem.settings.score_mod
     if problem.settings.block_mask is not None:
         used.discard("mask_mod")  # it is evaluated for mixed tiles alone, beside the main loop
@@ -103,15 +146,15 @@ def default_tile(
     applying = [
         row.tile
         for row in family.tiles[operation]
-        if family.padded_head_dim(problem.head_dim) <= row.head_dim
+        if widest <= row.head_dim
         and (row.dtypes is None or problem.dtype in row.dtypes)
         and (not row.features or not used.isdisjoint(row.features))
         and (not row.least_jobs or (not for_any_batch and _jobs(problem, row.tile) >= row.jobs_on(device)))
-        and family.why_illegal(*kernel, row.tile, device) is None
-        and family.fits_blocks(*kernel, row.tile, device)
+        and kernel.takes(row.tile)
+        and kernel.has_room(row.tile)
     ]
     if problem.settings.block_mask is not None:
-        applying = _tiles_for_map(family, problem, applying, kernel, device)
+        applying = _tiles_for_map(kernel, problem, applying)
     if applying:
         return applying[0]
     remedy = "" if operation == "decode" else "; config= takes any of fa2cupy.legal_configs"
@@ -134,12 +177,8 @@ def decode_tile(
         No row of `tiles` applies.
     """
     tile = default_tile(family, "decode", problem, device, for_any_batch=for_any_batch)
-    rows = problem.heads_per_group * problem.seqlen_q
-    while (
-        rows <= tile.b_r // 2
-        and family.why_illegal("decode", problem.dtype, problem.head_dim, replace(tile, b_r=tile.b_r // 2), device)
-        is None
-    ):
+    kernel, rows = _Kernel.of("decode", family, problem, device), problem.heads_per_group * problem.seqlen_q
+    while rows <= tile.b_r // 2 and kernel.takes(replace(tile, b_r=tile.b_r // 2)):
         tile = replace(tile, b_r=tile.b_r // 2)
     return tile
 
@@ -149,7 +188,7 @@ def why_not_map(family: Family, operation: str, problem: AttentionProblem, devic
     layout = problem.settings.block_mask
     if layout is None or layout.program is not None:
         return None
-    legal = _legal_sizes(family, (operation, problem.dtype, problem.head_dim), device)
+    legal = {(tile.b_r, tile.b_c) for tile in _legal_tiles(_Kernel.of(operation, family, problem, device))}
     if any(layout.takes(*sizes) for sizes in legal):
         return None
     least = sorted(one for one in legal if not any(_divides(other, one) for other in legal - {one}))
@@ -160,20 +199,14 @@ def why_not_map(family: Family, operation: str, problem: AttentionProblem, devic
     )
 
 
-def _tiles_for_map(
-    family: Family,
-    problem: AttentionProblem,
-    applying: Sequence[TileConfig],
-    kernel: tuple[str, str, int],
-    device: DeviceInfo,
-) -> list[TileConfig]:
+def _tiles_for_map(kernel: _Kernel, problem: AttentionProblem, applying: Sequence[TileConfig]) -> list[TileConfig]:
     """The tiles for a problem's map, best first. Where no default tile will do, it is the largest of all."""
     layout = problem.settings.block_mask
     assert layout is not None, "the call has a map"
     taken = [tile for tile in applying if layout.takes(tile.b_r, tile.b_c)]
     if taken:
-        return sorted(taken, key=lambda tile: not _suits_map(family, kernel[0], problem, tile))
-    legal = [tile for tile in _legal_tiles(family, kernel, device) if layout.takes(tile.b_r, tile.b_c)]
+        return sorted(taken, key=lambda tile: not _suits_map(kernel.family, kernel.operation, problem, tile))
+    legal = [tile for tile in _legal_tiles(kernel) if layout.takes(tile.b_r, tile.b_c)]
     return sorted(legal, key=lambda tile: -tile.b_r * tile.b_c)
 
 
@@ -199,16 +232,8 @@ def _suits_map(family: Family, operation: str, problem: AttentionProblem, tile: 
 
 
 @lru_cache(maxsize=256)  # a family has up to 18,000 candidates
-def _legal_tiles(family: Family, kernel: tuple[str, str, int], device: DeviceInfo) -> tuple[TileConfig, ...]:
-    return tuple(
-        tile
-        for tile in candidate_tiles(family)
-        if family.why_illegal(*kernel, tile, device) is None and family.fits_blocks(*kernel, tile, device)
-    )
-
-
-def _legal_sizes(family: Family, kernel: tuple[str, str, int], device: DeviceInfo) -> set[tuple[int, int]]:
-    return {(tile.b_r, tile.b_c) for tile in _legal_tiles(family, kernel, device)}
+def _legal_tiles(kernel: _Kernel) -> tuple[TileConfig, ...]:
+    return tuple(tile for tile in candidate_tiles(kernel.family) if kernel.takes(tile) and kernel.has_room(tile))
 
 
 def candidate_tiles(family: Family) -> Iterator[TileConfig]:

@@ -28,8 +28,11 @@ class _DamagedError(ValueError):
     """The tuning file is not a JSON object."""
 
 
-def _key(operation: str, family: Family, dtype: str, head_dim: int, causal: bool, device: DeviceInfo) -> str:
-    return f"{device.name}/{family.public_name}/{operation}/{dtype}/{head_dim}/{'causal' if causal else 'full'}"
+def _key(
+    operation: str, family: Family, dtype: str, head_dim: int, causal: bool, device: DeviceInfo, head_dim_v: int | None
+) -> str:
+    columns = str(head_dim) if head_dim_v is None else f"{head_dim}v{head_dim_v}"
+    return f"{device.name}/{family.public_name}/{operation}/{dtype}/{columns}/{'causal' if causal else 'full'}"
 
 
 def _location() -> Path:
@@ -93,14 +96,20 @@ def _tuned_tiles() -> dict[str, TileConfig]:
 
 
 def tuned_tile(
-    operation: str, family: Family, dtype: str, head_dim: int, causal: bool, device: DeviceInfo
+    operation: str,
+    family: Family,
+    dtype: str,
+    head_dim: int,
+    causal: bool,
+    device: DeviceInfo,
+    head_dim_v: int | None = None,
 ) -> TileConfig | None:
     """The user's tile for this kernel on this device, or None if there is none or it is not legal."""
-    key = _key(operation, family, dtype, head_dim, causal, device)
+    key = _key(operation, family, dtype, head_dim, causal, device, head_dim_v)
     tile = _tuned_tiles().get(key)
     if tile is None:
         return None
-    reason = family.why_illegal(operation, dtype, head_dim, tile, device)
+    reason = family.why_illegal(operation, dtype, head_dim, tile, device, head_dim_v)
     if reason:
         what = f"{tuning_file()}: the entry {key!r} is not legal ({tile}: {reason})"
         warn_once((tuning_file(), key), f"{what}; the default tile is used. Delete the entry or save it anew.")
@@ -109,7 +118,14 @@ def tuned_tile(
 
 
 def save_tuned_tile(
-    operation: str, family: Family, dtype: str, head_dim: int, causal: bool, device: DeviceInfo, tile: TileConfig
+    operation: str,
+    family: Family,
+    dtype: str,
+    head_dim: int,
+    causal: bool,
+    device: DeviceInfo,
+    tile: TileConfig,
+    head_dim_v: int | None = None,
 ) -> None:
     """Adds or replaces one entry of the tuning file. This process uses it for new problems.
 
@@ -127,7 +143,8 @@ def save_tuned_tile(
     try:
         with file_lock(file.with_name(f"{file.name}.lock"), _LONGEST_SAVE_S):
             entries = _read_or_set_aside(file)
-            entries[_key(operation, family, dtype, head_dim, causal, device)] = dataclasses.asdict(tile)
+            key = _key(operation, family, dtype, head_dim, causal, device, head_dim_v)
+            entries[key] = dataclasses.asdict(tile)
             replace_file(file, (json.dumps(entries, indent=2, sort_keys=True) + "\n").encode())
     except TimeoutError as error:
         raise TimeoutError(

@@ -8,7 +8,7 @@ from ..problem.arguments import output_name
 
 __all__ = ["TENSORS", "Arguments", "arguments_of"]
 
-#: The arrays with rows of head_dim columns.
+#: The arrays with rows of head_dim or head_dim_v columns.
 TENSORS = frozenset(("q", "k", "v", "o", "do", "dq", "dk", "dv", "k_cache", "v_cache", "o_parts"))
 
 #: By call: its inputs, those inputs that may be None, and its results.

@@ -26,8 +26,8 @@ class CopyingCall:
         The results that the caller gets.
     copied : collection of str
         The inputs that `inner` cannot take as they are, by name.
-    head_dim : int
-        Columns of the copies.
+    columns_of : callable
+        The columns of the copy of a tensor, by its name.
     check_overlap : callable
         Raises ValueError if arrays at the given addresses overlap.
     """
@@ -38,12 +38,12 @@ class CopyingCall:
         arguments: Arguments,
         results: tuple[Result, ...],
         copied: Collection[str],
-        head_dim: int,
+        columns_of: Callable[[str], int],
         check_overlap: Callable[[list[int]], None],
     ):
         self.inner = inner
         self.results = results
-        self.head_dim = head_dim
+        self.columns_of = columns_of
         self.check_overlap = check_overlap
         self.first_result = len(arguments.inputs)
         self.copied = [(position, name) for position, name in enumerate(arguments.inputs) if name in copied]
@@ -78,9 +78,10 @@ class CopyingCall:
     def _copy(self, name: str, array: cupy.ndarray) -> cupy.ndarray:
         if name not in TENSORS:
             return cupy.ascontiguousarray(array)
-        if self.head_dim == array.shape[-1]:
+        columns = self.columns_of(name)
+        if columns == array.shape[-1]:
             return array.copy(order="C")
-        padded = cupy.zeros((*array.shape[:-1], self.head_dim), array.dtype)
+        padded = cupy.zeros((*array.shape[:-1], columns), array.dtype)
         padded[..., : array.shape[-1]] = array
         return padded
 

@@ -85,7 +85,7 @@ def prepare(
     if not taken.allocates:
         return KernelCall(plan, ordinal, arguments, results, given, check_overlap if given or written else None)
     inner = KernelCall(plan, ordinal, arguments, _inner_results(taken.problem, results))
-    return CopyingCall(inner, arguments, results, taken.copied, taken.problem.head_dim, check_overlap)
+    return CopyingCall(inner, arguments, results, taken.copied, taken.problem.columns_of, check_overlap)
 
 
 #: The check of each kind of call.
@@ -134,7 +134,7 @@ class _Taken(NamedTuple):
     strides : dict
         Those of all tensors and of the features' arrays, by their names in kernels.
     copied : tuple of str
-        The arrays that kernels cannot take as they are; all tensors if the kernels have another head_dim.
+        The arrays that kernels cannot take as they are, among them tensors for which they have another head_dim.
     allocates : bool
         True if all results are allocated, and then copied to the caller's arrays.
     """
@@ -153,17 +153,17 @@ def _taken_by(
     family: Family,
 ) -> _Taken:
     problem, settings = request.problem, request.problem.settings
-    alignment, step = family.row_alignment, family.head_dim_step
-    is_padded = problem.head_dim_v is not None or problem.head_dim % step != 0
+    alignment, padded = family.row_alignment, family.padded(arguments.call, problem)
     if arguments.call == "decode":
-        check_caches(named, problem, step, alignment, [named[name].data.ptr for name in CACHES])
-    elif arguments.call in ("merge", "tile_states") and is_padded:
-        alignment, is_padded = 1, False  # their kernels take single elements then
-    if is_padded:
-        problem = problem.padded(step)
-    copied = tuple(
-        name for name, array in named.items() if _must_be_copied(name, array, alignment, is_padded=is_padded)
-    )
+        addresses = [named[name].data.ptr for name in CACHES]
+        check_caches(named, problem, family.head_dim_step, alignment, addresses)
+    elif arguments.call in ("merge", "tile_states") and padded is not problem:
+        alignment, padded = 1, problem  # their kernels take single elements then
+    widened: set[str] = set()
+    if padded is not problem:
+        widened = {name for name in TENSORS if padded.columns_of(name) != problem.columns_of(name)}
+        problem = padded
+    copied = tuple(name for name, array in named.items() if name in widened or _must_be_copied(name, array, alignment))
     # Kernels add some gradients up in the accumulators' dtype.
     allocates = bool(copied) or settings.dscore_args or (settings.dbias and not settings.full_dbias)
     strides: dict[str, AnyStrides] = {}
@@ -181,17 +181,17 @@ def _taken_by(
         if not shape:
             strides[in_kernel] = (0, 0, 0)  # there is no such input
             continue
-        shape, of_array = ((*shape[:-1], problem.head_dim), None) if is_new else (shape, array.strides)
+        if name in widened:
+            shape = *shape[:-1], problem.columns_of(name)
+        of_array = None if is_new else array.strides
         if name == "o_parts":
             shape, of_array = shape[1:], None if of_array is None else of_array[1:]
         strides[in_kernel] = problem.kernel_strides(shape, of_array)
     return _Taken(problem, strides, copied, allocates)
 
 
-def _must_be_copied(name: str, array: cupy.ndarray | None, alignment: int, *, is_padded: bool) -> bool:
-    """True if the kernels cannot take the array as it is. None stands for an absent input or a result to allocate."""
-    if name in TENSORS and is_padded:
-        return True
+def _must_be_copied(name: str, array: cupy.ndarray | None, alignment: int) -> bool:
+    """True if the kernels cannot take the rows of the array. None is an absent input, or a result to allocate."""
     if array is None or array.size == 0 or name in CACHES:
         return False
     if name in TENSORS:
@@ -204,7 +204,7 @@ def _inner_results(problem: AttentionProblem, results: tuple[Result, ...]) -> tu
 
     def of(result: Result) -> Result:
         if result.name in TENSORS:
-            return result._replace(shape=(*result.shape[:-1], problem.head_dim))
+            return result._replace(shape=(*result.shape[:-1], problem.columns_of(result.name)))
         if result.name.startswith("dscore_args") or (result.name == "dbias" and not problem.settings.full_dbias):
             return result._replace(dtype=np.dtype(problem.accumulator_dtype))
         return result

@@ -70,6 +70,7 @@ def render_kernel(spec: KernelSpec) -> KernelSource:
         "family": spec.folder,
         "element": CPP_NAMES[spec.dtype][0],
         "head_dim": spec.head_dim,
+        "head_dim_v": spec.head_dim_v or spec.head_dim,
         "causal": str(spec.causal).lower(),
         "positive_scale": str(spec.needs_positive_scale).lower(),
         "is_split": str(spec.is_split).lower(),

@@ -50,6 +50,8 @@ class KernelSpec:
         True if it computes only the heads that kernels of another family left to it.
     functions : tuple of BoundFunction
         The caller's functions that it evaluates.
+    head_dim_v : int or None
+        Columns of v and o in kernels that also have q or k; None if they have head_dim.
     """
 
     operation: str
@@ -63,6 +65,7 @@ class KernelSpec:
     is_split: bool = False
     is_fallback: bool = False
     functions: tuple[BoundFunction, ...] = ()
+    head_dim_v: int | None = None
 
     @property
     def family_name(self) -> str:
@@ -93,6 +96,7 @@ class KernelSpec:
     def symbol(self) -> str:
         """Name of the kernel in the cubin, readable in a profile."""
         name = f"fa2_{self.operation}_{self.family_name}_{CPP_NAMES[self.dtype][1]}_d{self.head_dim}"
+        name += "" if self.head_dim_v is None else f"v{self.head_dim_v}"
         name += f"_r{self.tile.b_r}_c{self.tile.b_c}_w{self.tile.num_warps}_s{self.tile.num_stages}"
         name += f"_b{self.tile.blocks_per_sm}" if self.tile.blocks_per_sm > 1 else ""
         return "_".join((name, *self._variants))
@@ -102,7 +106,8 @@ class KernelSpec:
         """Dynamic shared memory of a block, in bytes."""
         if self.family is None or not OPERATIONS[self.operation].is_tiled:
             return 0
-        return self.family.shared_memory_with(self.features, self.operation, self.dtype, self.head_dim, self.tile)
+        kernel = (self.features, self.operation, self.dtype, self.head_dim, self.tile, self.head_dim_v)
+        return self.family.shared_memory_with(*kernel)
 
     @property
     def params(self) -> ParamLayout:
@@ -117,7 +122,8 @@ class KernelSpec:
 
     def __str__(self) -> str:
         variants = "".join(f", {name}" for name in self._variants)
-        kernel = f"{self.family_name} for {self.arch}, {self.dtype}, head_dim {self.head_dim}{variants}, {self.tile}"
+        columns = f"head_dim {self.head_dim}" + ("" if self.head_dim_v is None else f", head_dim_v {self.head_dim_v}")
+        kernel = f"{self.family_name} for {self.arch}, {self.dtype}, {columns}{variants}, {self.tile}"
         return f"{self.operation} ({kernel})"
 
     @property

@@ -70,7 +70,8 @@ def plan_decode(
     )
     if not cuts_jobs:
         stage = replace(stage, renamed={ARRIVALS: None})
-    partial = tile.b_r * (choice.family.padded_head_dim(problem.head_dim) + 1) * ITEMSIZE[problem.accumulator_dtype]
+    columns = choice.family.padded_head_dim(problem.columns_of("o"))
+    partial = tile.b_r * (columns + 1) * ITEMSIZE[problem.accumulator_dtype]
     return Plan((stage,) if blocks else (), (Workspace(PARTIALS, _PARTIALS_OF_BLOCK * blocks * partial),))
 
 

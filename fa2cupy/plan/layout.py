@@ -12,7 +12,7 @@ from ..families.operations import OPERATIONS
 from ..families.tile import TileConfig
 from ..jit.params import TILE_COUNTER, param_layout
 from ..jit.spec import KernelSpec
-from ..problem.attention import AttentionProblem
+from ..problem.attention import WITH_COLUMNS_OF_V, AttentionProblem
 from ..problem.strides import AnyStrides
 from .schedule import (
     COLUMNS_BY_KEYS,
@@ -156,18 +156,20 @@ class StageLayout:
         arch = self.device.arch + (family.arch_suffix if family else "")
         is_fallback = self.is_fallback and row.is_tiled
         functions = tuple(one for one in problem.settings.functions if one.program.role in features)
+        head_dim, head_dim_v = self._head_dims(operation)
         spec = KernelSpec(
             operation,
             family,
             arch,
             problem.dtype,
-            problem.head_dim,
+            head_dim,
             causal,
             tile,
             features,
             is_split,
             is_fallback,
             functions,
+            head_dim_v,
         )
         available: dict[str, float | AnyStrides] = {
             **{f"{name}_strides": strides for name, strides in self.strides.items()},
@@ -195,4 +197,13 @@ class StageLayout:
         box_rows = {"q": tile.b_r, "dout": tile.b_r, "k": tile.b_c, "v": tile.b_c}.get(name, 16)
         layout = packed_layout if problem.is_packed else tensor_layout
         sizes, strides = problem.sizes_of(name), self.strides[name]
-        return layout(problem.dtype, sizes, strides, problem.head_dim, problem.itemsize, box_rows)
+        return layout(problem.dtype, sizes, strides, problem.columns_of(name), problem.itemsize, box_rows)
+
+    def _head_dims(self, operation: str) -> tuple[int, int | None]:
+        """The columns of a kernel's tensors: of those with as many as q, and as v if there are both and they differ."""
+        problem, record = self.problem, OPERATIONS[operation].record
+        if record is not None:
+            of_v = [name in WITH_COLUMNS_OF_V for name in record.strides]
+            if all(of_v) or not any(of_v):
+                return (any(of_v) and problem.head_dim_v) or problem.head_dim, None
+        return problem.head_dim, problem.head_dim_v

@@ -220,9 +220,10 @@ class _Sums:
     @property
     def workspaces(self) -> list[Workspace]:
         """The sum of dQ has the columns of the family's kernels, the shares have multiples of 16."""
-        head_dim, float32 = self._layout.problem.head_dim, ITEMSIZE["float32"]
-        of_query_tile = self._tile.b_r * self._layout.family.padded_head_dim(head_dim) * float32
-        of_key_tile = 2 * self._tile.b_c * -(-head_dim // 16) * 16 * float32
+        problem, float32 = self._layout.problem, ITEMSIZE["float32"]
+        of_query_tile = self._tile.b_r * self._layout.family.padded_head_dim(problem.head_dim) * float32
+        columns = sum(-(-problem.columns_of(name) // 16) * 16 for name in ("dk", "dv"))
+        of_key_tile = self._tile.b_c * columns * float32
         workspaces = [Workspace("dq_accum", self._query_tiles * of_query_tile)] if self._with_dq else []
         if self._with_shares:
             workspaces.append(Workspace(SHARES, self._num_copies * self._key_tiles * of_key_tile))
@@ -253,7 +254,7 @@ def _merge_forward(layout: StageLayout, tile: TileConfig, num_splits: int) -> tu
     problem = layout.problem
     num_tiles = layout.num_tiles("queries", tile.b_r)
     tiles = problem.batch * problem.num_heads * num_tiles
-    columns = -(-problem.head_dim // 16) * 16
+    columns = -(-problem.columns_of("o") // 16) * 16
     merged = _tile_of("merge_forward", b_r=tile.b_r)
     stage = layout.stage("merge_forward", merged, tiles * tile.b_r // 16, num_tiles=num_tiles, num_splits=num_splits)
     return stage, Workspace(SHARES, num_splits * tiles * tile.b_r * (columns + 1) * ITEMSIZE["float32"])
@@ -271,8 +272,9 @@ def _clear_unused(layout: StageLayout, operation: str) -> list[Stage]:
 
 def _lanes_of_row(problem: AttentionProblem) -> int:
     """The lanes that share a row of o in kernels of one pass over it. Each has 16 bytes, or one element at a time."""
-    vector = 8 if problem.itemsize == 2 and problem.head_dim % 8 == 0 else 1
-    return min(32, 1 << max(2, (-(-problem.head_dim // vector) - 1).bit_length()))
+    columns = problem.head_dim_v or problem.head_dim
+    vector = 8 if problem.itemsize == 2 and columns % 8 == 0 else 1
+    return min(32, 1 << max(2, (-(-columns // vector) - 1).bit_length()))
 
 
 def _tile_of(operation: str, b_r: int = 1, b_c: int = 1) -> TileConfig:

@@ -38,7 +38,7 @@ def groups_per_section(
     if not problem.causal:
         return 1
     groups = max(1, problem.batch * problem.num_heads_kv)
-    fitting = columns * device.multiprocessors // max(1, problem.head_dim)
+    fitting = columns * device.multiprocessors // max(1, problem.mean_head_dim)
     fitting = min(groups, max(1, least, fitting if most is None else min(most, fitting)))
     # A short last section starts its long tiles late, and most multiprocessors are then idle at the end of the launch
     # (up to a sixth of the time). The size is therefore the one, from 3/4 to 3/2 of `fitting`, that divides the groups

@@ -48,6 +48,7 @@ def default_specs(
     config: TileConfig | Mapping[str, TileConfig] | None = None,
     num_splits: int = 1,
     functions: FeatureKeywords = _NO_FUNCTIONS,
+    head_dim_v: int | None = None,
 ) -> list[KernelSpec]:
     """The kernels of a forward, or those of a backward by one method.
 
@@ -64,13 +65,14 @@ def default_specs(
         Functions of the calls, and arrays like those that they will have: `score_mod`, `score_args`, `mask_mod`,
         `mask_args`. With ``"block_mask"`` among the features, the kernel that makes the map of `mask_mod` is among the
         kernels.
+    head_dim_v : int, optional
+        Columns of v if they differ.
     """
     call = "forward" if method is None else "backward"
-    step = choose_family(call, dtype, device, family).head_dim_step
-    padded = -(-head_dim // step) * step
+    head_dims = choose_family(call, dtype, device, family).head_dims(call, head_dim, head_dim_v)
     options = CallOptions(causal, config=config, family=family, method=method, num_splits=num_splits)
     specs: dict[KernelSpec, None] = {}
-    for problem, strides in _problems(call, dtype, padded, options, features, functions):
+    for problem, strides in _problems(call, dtype, *head_dims, options, features, functions):
         choice = choose(call, problem, device, strides, options, is_launched=False)
         if method is None:
             plan = plan_forward(problem, device, strides, choice)
@@ -96,16 +98,17 @@ def layout_of_kernel(
     *,
     features: Sequence[str] = (),
     functions: FeatureKeywords = _NO_FUNCTIONS,
+    head_dim_v: int | None = None,
 ) -> StageLayout:
     """The layout of a call with a tiled kernel, which makes the kernel for any tile. A bias has the dtype of q.
 
     Parameters are those of `default_specs`, where the operation stands for the method. The kernel's family and padded
-    head_dim are in the layout and its problem.
+    head dimensions are in the layout and its problem.
     """
     call = "forward" if operation == "forward" else "backward"
-    problem, strides = next(_problems(call, dtype, head_dim, CallOptions(causal), features, functions))
+    problem, strides = next(_problems(call, dtype, head_dim, head_dim_v, CallOptions(causal), features, functions))
     chosen = family_of_kernel(operation, dtype, device, family, tuple(problem.features))
-    problem = problem.padded(chosen.head_dim_step)
+    problem = chosen.padded(call, problem)
     return StageLayout(problem, device, chosen, strides | problem.contiguous_strides())
 
 
@@ -145,15 +148,22 @@ def merge_spec(device: DeviceInfo, dtype: str, head_dim: int) -> KernelSpec:
 
 
 def _problems(
-    call: str, dtype: str, head_dim: int, options: CallOptions, features: Sequence[str], functions: FeatureKeywords
+    call: str,
+    dtype: str,
+    head_dim: int,
+    head_dim_v: int | None,
+    options: CallOptions,
+    features: Sequence[str],
+    functions: FeatureKeywords,
 ) -> Iterator[tuple[AttentionProblem, dict[str, AnyStrides]]]:
     """Small calls with these features, and the strides of their arrays, for each kind of bias."""
     returned: dict[str, Any] = {name: True for name in OF_BACKWARD if name != "dlse" and name in features}
     options = options._replace(**returned)
     for keywords in _examples(features, dtype, functions):
-        q = _array((_ROWS, 1, head_dim) if "cu_seqlens_q" in keywords else (1, _ROWS, 1, head_dim), dtype)
+        rows = (_ROWS, 1) if "cu_seqlens_q" in keywords else (1, _ROWS, 1)
+        q, v = _array((*rows, head_dim), dtype), _array((*rows, head_dim_v or head_dim), dtype)
         lse = _array((1, _ROWS) if "cu_seqlens_q" in keywords else (1, 1, _ROWS), ACCUMULATOR[dtype])
-        arrays = dict.fromkeys(("q", "k", "v", "o", "do"), q) | {"lse": lse}
+        arrays = {"q": q, "k": q, "v": v, "o": v, "do": v, "lse": lse}
         arrays |= {"dlse": lse} if "dlse" in features else {}
         problem = (check_forward if call == "forward" else check_backward)(arrays, options, keywords).problem
         strides: dict[str, AnyStrides] = {**problem.contiguous_strides()}

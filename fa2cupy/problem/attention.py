@@ -13,7 +13,16 @@ from .dtypes import ACCUMULATOR, ITEMSIZE
 from .features import NO_SETTINGS, FeatureSettings, Sizes
 from .strides import Strides
 
-__all__ = ["MAX_HEAD_DIM", "MAX_SEQLEN", "ROWS_OF", "SOURCE_AXES", "AttentionProblem", "CacheShape", "array_shape"]
+__all__ = [
+    "MAX_HEAD_DIM",
+    "MAX_SEQLEN",
+    "ROWS_OF",
+    "SOURCE_AXES",
+    "WITH_COLUMNS_OF_V",
+    "AttentionProblem",
+    "CacheShape",
+    "array_shape",
+]
 
 MAX_HEAD_DIM = 256
 MAX_SEQLEN = 2**31 - 2**16  # row indices have 32 bits, also those of a tile that crosses the end
@@ -36,6 +45,8 @@ ROWS_OF = {
     **dict.fromkeys(("k", "v", "dk", "dv"), "keys"),
     **dict.fromkeys(("lse", "given_lse", "delta"), "statistics"),
 }
+#: The tensors with as many columns as v, by the names of callers and of kernels; all others have those of q.
+WITH_COLUMNS_OF_V = frozenset(("v", "v_cache", "o", "o_parts", "do", "dout", "dv"))
 
 
 def array_shape(layout: str, rank: int, batch: _Size, seqlen: _Size, heads: _Size, columns: _Size) -> tuple[_Size, ...]:
@@ -137,12 +148,17 @@ class AttentionProblem:
     @cached_property
     def o_shape(self) -> tuple[int, ...]:
         """Shape of o and its gradient, as the caller sees it."""
-        return (*self.q_shape[:-1], self.head_dim_v or self.head_dim)
+        return (*self.q_shape[:-1], self.columns_of("o"))
 
     @cached_property
     def v_shape(self) -> tuple[int, ...]:
         """Shape of v and its gradient, as the caller sees it."""
-        return (*self.k_shape[:-1], self.head_dim_v or self.head_dim)
+        return (*self.k_shape[:-1], self.columns_of("v"))
+
+    @cached_property
+    def mean_head_dim(self) -> int:
+        """The mean of the columns of q and v. A product of a query and a key takes twice as many multiplications."""
+        return (self.head_dim + self.columns_of("v")) // 2
 
     @cached_property
     def num_elements(self) -> int:
@@ -153,6 +169,10 @@ class AttentionProblem:
         """Shape of a tensor as the caller sees it, by the kernels' name for it."""
         shapes = {"q": self.q_shape, "k": self.k_shape, "v": self.v_shape, "o": self.o_shape}
         return shapes[{"dout": "o"}.get(tensor, tensor.removeprefix("d"))]
+
+    def columns_of(self, tensor: str) -> int:
+        """Columns of a tensor, by its name in calls or kernels."""
+        return (self.head_dim_v or self.head_dim) if tensor in WITH_COLUMNS_OF_V else self.head_dim
 
     def sizes_of(self, tensor: str) -> tuple[int, int, int]:
         """Sizes of the batch, row and head axes of a tensor, by the kernels' name for it."""
@@ -206,11 +226,6 @@ class AttentionProblem:
     def with_settings(self, settings: FeatureSettings) -> AttentionProblem:
         """The same problem with other features."""
         return dataclasses.replace(self, settings=settings)
-
-    def padded(self, step: int) -> AttentionProblem:
-        """The problem with one head_dim for all tensors, a multiple of `step`. Columns of zeros change no product."""
-        widest = max(self.head_dim, self.head_dim_v or 0)
-        return dataclasses.replace(self, head_dim=-(-widest // step) * step, head_dim_v=None)
 
     @cached_property
     def lse_shape(self) -> tuple[int, ...]:

@@ -68,7 +68,8 @@ class _Formulas:
         else:
             self._workspace()[...] += gradients[0]
             if self.spec.is_split:
-                self._shares(1)[0] += np.stack(gradients[1:])
+                for shares, gradient in zip(self._shares(1), gradients[1:], strict=True):
+                    shares[0] += gradient
             else:
                 self.launch.array("dk")[...], self.launch.array("dv")[...] = gradients[1:]
 
@@ -77,8 +78,8 @@ class _Formulas:
 
     def _backward_dkdv(self) -> None:
         if self.spec.is_split:
-            shares = self._shares(self.values["num_splits"])
-            shares[0], shares[1:] = np.stack(self._gradients()[1:]), 0
+            for shares, gradient in zip(self._shares(self.values["num_splits"]), self._gradients()[1:], strict=True):
+                shares[0], shares[1:] = gradient, 0
         else:
             self.launch.array("dk")[...], self.launch.array("dv")[...] = self._gradients()[1:]
 
@@ -87,7 +88,8 @@ class _Formulas:
         self._sum_dkdv()
 
     def _sum_dkdv(self) -> None:
-        self.launch.array("dk")[...], self.launch.array("dv")[...] = self._shares(self.values["num_copies"]).sum(0)
+        for name, shares in zip(("dk", "dv"), self._shares(self.values["num_copies"]), strict=True):
+            self.launch.array(name)[...] = shares.sum(0)
 
     def _convert_dq(self) -> None:
         self.launch.array("dq")[...] = self._workspace()
@@ -113,19 +115,24 @@ class _Formulas:
         values = self.values
         return values["softmax_scale"] if "softmax_scale" in values else values["scale_log2"] / np.log2(np.e)
 
-    def _shares(self, copies: int) -> np.ndarray:
-        """Returns the copies of dk and dv in plain order."""
-        heads = self.values["num_heads"] // self.values["heads_per_group"]
-        shape = (copies, 2, self.launch.batch, self.values["seqlen_k"], heads, self.spec.head_dim)
-        return self.launch.array("shares")[: np.prod(shape)].reshape(shape)
+    def _shares(self, copies: int) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the copies of dk and those of dv in plain order, one behind the other."""
+        heads, shares, begin = self.values["num_heads"] // self.values["heads_per_group"], self.launch.array(SHARES), 0
+        found = []
+        for name in ("dk", "dv"):
+            shape = (copies, self.launch.batch, self.values["seqlen_k"], heads, self.launch.columns_of(name))
+            found.append(shares[begin : begin + np.prod(shape)].reshape(shape))
+            begin += np.prod(shape)
+        return tuple(found)
 
     def _output_shares(self) -> tuple[np.ndarray, np.ndarray]:
         """Returns O and lse of all shares together, in plain order, at the start of their workspace."""
         shares, batch = self.launch.array(SHARES), self.launch.batch
         rows, heads = self.values["seqlen_q"], self.values["num_heads"]
-        end = batch * rows * heads * self.spec.head_dim
+        columns = self.launch.columns_of("o")
+        end = batch * rows * heads * columns
         o, lse = shares[:end], shares[end : end + batch * heads * rows]
-        return o.reshape(batch, rows, heads, self.spec.head_dim), lse.reshape(batch, heads, rows)
+        return o.reshape(batch, rows, heads, columns), lse.reshape(batch, heads, rows)
 
     def _workspace(self) -> np.ndarray:
         """Returns dq_accum in plain order; the order of the kernels does not matter here."""

@@ -15,6 +15,7 @@ from fa2cupy.gpu.tensor_maps import encode_arguments
 from fa2cupy.jit.spec import KernelSpec
 from fa2cupy.plan.stages import Plan, Stage
 from fa2cupy.plan.tensor_maps import TensorLayout
+from fa2cupy.problem.attention import WITH_COLUMNS_OF_V
 from fa2cupy.problem.block_mask import KEY_LISTS, QUERY_LISTS
 from fa2cupy.problem.features import ARRAY_KEYWORDS, OFFSETS
 
@@ -117,10 +118,10 @@ class Launch:
                 sizes = tuple(self.values[n] for n in ("num_sequences", "num_heads", "max_seqlen_q", "max_seqlen_k"))
             shape = tuple(size if stride else 1 for size, stride in zip(sizes, strides, strict=True))
             return memory_at(self.pointers[name], shape, strides, dtype)
-        if dtype.itemsize == 2 and self.spec.head_dim % 8 == 0:
+        if dtype.itemsize == 2 and self.columns_of(name) % 8 == 0:
             assert self.pointers[name] % 16 == 0 and all(s % 8 == 0 for s in self.values[f"{name}_strides"]), name
         batch, row, head = (stride * dtype.itemsize for stride in self.values[f"{name}_strides"])
-        shape = (self.batch, rows, heads, self.spec.head_dim)
+        shape = (self.batch, rows, heads, self.columns_of(name))
         if name == "o_parts":
             strides = (self.values["part_stride"] * dtype.itemsize, batch, row, head, dtype.itemsize)
             return memory_at(self.pointers[name], (self.values["num_parts"], *shape), strides, dtype)
@@ -133,10 +134,15 @@ class Launch:
             shape = (self.batch, values["pages_per_sequence"])[: 1 + (name == "block_table")]
             return memory_at(self.pointers[name], shape, None, np.dtype("int32"))
         sizes = (values["num_pages"], values["page_size"]) if name in CACHES else (self.batch, values["seqlen_new"])
-        shape = (*sizes, values["num_heads"] // values["heads_per_group"], self.spec.head_dim)
+        shape = (*sizes, values["num_heads"] // values["heads_per_group"], self.columns_of(name))
         dtype = np.dtype(ml_dtypes.bfloat16 if self.spec.dtype == "bfloat16" else self.spec.dtype)
         batch, row, head = (stride * dtype.itemsize for stride in values[f"{name}_strides"])
         return memory_at(self.pointers[name], shape, (batch, row, head, dtype.itemsize), dtype)
+
+    def columns_of(self, name: str) -> int:
+        """Returns the columns of a tensor."""
+        of_v = self.spec.head_dim_v if name in WITH_COLUMNS_OF_V else None
+        return of_v or self.spec.head_dim
 
     def written_rows(self, cache: np.ndarray) -> np.ndarray:
         """Returns True for each (page, row) of a decoding cache that the call may read: below a sequence's length."""
@@ -181,7 +187,7 @@ class Launch:
         """Returns an input joined from its parts; packed sequences are refused, as their parts lie elsewhere."""
         assert not self.packed
         heads = self.values["num_heads"] // (self.values["heads_per_group"] if side == "k" else 1)
-        shape = (self.batch, self.values[f"seqlen_{side}"], heads, self.spec.head_dim)
+        shape = (self.batch, self.values[f"seqlen_{side}"], heads, self.columns_of(name))
         return joined_parts(self.array(f"{name}_parts"), self.array(f"{name}_units"), shape)
 
 

@@ -1,0 +1,131 @@
+"""Calls whose v has another head_dim than q: the kernels, their tiles, records and workspaces."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+
+from fa2cupy import UnsupportedProblemError, legal_configs
+from fa2cupy.families import tuning
+from fa2cupy.families.device import DeviceInfo
+from fa2cupy.families.registry import FAMILIES
+from fa2cupy.families.simt import SIMT
+from fa2cupy.families.sm90 import SM90
+from fa2cupy.families.tile import TileConfig
+from fa2cupy.families.tile_choice import candidate_tiles
+from fa2cupy.jit.source import render_kernel
+from fa2cupy.plan.schedule import COLUMNS_BY_QUERIES, groups_per_section
+from fa2cupy.plan.specs import default_specs
+from fa2cupy.problem.attention import AttentionProblem
+
+H100 = DeviceInfo.named("sm_90")
+BASE = AttentionProblem("float32", 2, 300, 500, 4, 2, 40, True, 0.25, "bshd", 4, 72)
+METHODS = (None, "single_pass", "two_pass")
+WITH_PAIRS = tuple(family for family in FAMILIES if family.pair_calls)
+with_pairs = pytest.mark.parametrize("family", WITH_PAIRS, ids=lambda family: family.name)
+
+
+def specs_of(family, head_dim: int, head_dim_v: int | None, **how) -> dict:
+    """Returns the kernels of a call by their operations, with those for packed sequences."""
+    how = {"features": ("cu_seqlens",), **how}
+    device, dtype, name = DeviceInfo.named("sm_90"), family.dtypes[0], family.public_name
+    found = {}
+    for method in METHODS:
+        for spec in default_specs(device, dtype, head_dim, True, method, name, head_dim_v=head_dim_v, **how):
+            found[spec.operation] = spec
+    return found
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+def test_each_head_dim_is_padded_by_itself_or_both_to_the_wider(family):
+    for call in ("forward", "backward", "decode"):
+        step = family.head_dim_step
+        assert family.head_dims(call, 64, None) == family.head_dims(call, 64, 64) == (64, None)
+        assert family.head_dims(call, 61, 64) == ((61, 64) if call in family.pair_calls and step == 1 else (64, None))
+        pair = (192, 128) if call in family.pair_calls else (192, None)
+        assert family.head_dims(call, 192, 128) == pair
+        assert family.padded(call, dataclasses.replace(BASE, head_dim=192, head_dim_v=128)).head_dim_v == pair[1]
+
+
+@with_pairs
+def test_a_kernel_has_the_head_dims_of_its_tensors_alone(family):
+    """Kernels of o alone are those of calls with that head_dim, and so are those of dq."""
+    found = specs_of(family, 40, 72)
+    for operation, spec in found.items():
+        of_o, of_dq = operation in ("delta", "clear_forward", "merge_forward"), operation == "convert_dq"
+        expected = (72, None) if of_o else (40, None) if of_dq else (40, 72)
+        assert (spec.head_dim, spec.head_dim_v) == expected, operation
+    equal = specs_of(family, 72, None)
+    assert {found[name] for name in ("delta", "clear_forward")} <= set(equal.values())
+
+
+@with_pairs
+def test_only_kernels_of_two_head_dims_name_both(family):
+    for spec in specs_of(family, 40, 72).values():
+        both = spec.head_dim_v is not None
+        assert (f"_d{spec.head_dim}v72_" in spec.symbol) == both and ("head_dim_v 72" in str(spec)) == both
+    for spec in specs_of(family, 64, 64).values():
+        assert spec.head_dim_v is None and "_d64_r" in spec.symbol
+        assert "kHeadDimV = 64;" in render_kernel(spec).text
+
+
+@with_pairs
+@pytest.mark.parametrize("pair", [(40, 72), (192, 128), (128, 64), (8, 256)], ids=str)
+def test_a_pair_needs_no_more_than_its_wider_head_dim_for_all(family, pair):
+    dtype, wider, narrower = family.dtypes[0], max(pair), min(pair)
+    for operation in ("forward", "backward", "backward_dq", "backward_dkdv"):
+        for tile in list(candidate_tiles(family))[::211]:
+            own = family.shared_memory_bytes(operation, dtype, pair[0], tile, pair[1])
+            bounds = [family.shared_memory_bytes(operation, dtype, n, tile) for n in (narrower, wider)]
+            assert bounds[0] <= own <= bounds[1]
+            assert family.shared_memory_bytes(operation, dtype, 64, tile, 64) == family.shared_memory_bytes(
+                operation, dtype, 64, tile
+            )
+
+
+@with_pairs
+def test_legal_tiles_are_those_of_the_pair(family):
+    given = {"dtype": family.dtypes[0], "family": family.public_name, "arch": "sm_80"}
+    for operation in ("forward", "backward_dkdv"):
+        wide = legal_configs(operation, head_dim=256, **given)
+        pair = legal_configs(operation, head_dim=256, head_dim_v=64, **given)
+        assert set(wide) < set(pair)
+        assert legal_configs(operation, head_dim=64, head_dim_v=64, **given) == legal_configs(
+            operation, head_dim=64, **given
+        )
+    with pytest.raises(UnsupportedProblemError, match=r"^head_dim_v: up to 256 is supported, got 512$"):
+        legal_configs("forward", head_dim_v=512, **given)
+
+
+def test_families_without_pairs_have_the_tiles_of_the_wider():
+    given = {"family": "sm90", "arch": "sm_90"}
+    assert "forward" not in SM90.pair_calls
+    assert legal_configs("forward", head_dim=64, head_dim_v=128, **given) == legal_configs(
+        "forward", head_dim=128, **given
+    )
+
+
+def test_a_saved_tile_is_for_its_pair_alone(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    tuning._tuned_tiles.cache_clear()
+    tile, kernel = TileConfig(16, 16, 4), ("forward", SIMT, "float32", 40, True, H100)
+    tuning.save_tuned_tile(*kernel, tile, 72)
+    assert tuning.tuned_tile(*kernel, 72) == tile
+    assert tuning.tuned_tile(*kernel) is tuning.tuned_tile(*kernel, 64) is None
+    (key,) = json.loads(next(tmp_path.rglob("*.json")).read_text())
+    assert key.endswith("/forward/float32/40v72/causal")
+
+
+def test_sections_have_the_mean_of_both_head_dims():
+    """The rows of a head are those of k and v, or of q and dO."""
+    assert dataclasses.replace(BASE, head_dim=192, head_dim_v=128).mean_head_dim == 160
+    assert dataclasses.replace(BASE, head_dim=60, head_dim_v=None).mean_head_dim == 60
+
+    many = dataclasses.replace(BASE, batch=300)
+    pair, equal, wider = (
+        groups_per_section(dataclasses.replace(many, head_dim=n, head_dim_v=of_v), H100, COLUMNS_BY_QUERIES)
+        for n, of_v in ((192, 64), (128, None), (192, None))
+    )
+    assert pair == equal > wider
