@@ -13,9 +13,7 @@ template <class Spec>
 struct ClearPadding {
     using Element = typename Spec::Element;
     static constexpr int kVector = sizeof(Element) == 2 ? 8 : 1;
-    static constexpr int kChunks = Spec::kHeadDim / kVector;
     using Chunk = Vector<Element, kVector>;
-    static_assert(Spec::kHeadDim % kVector == 0);
 
     // Calls clear(row, lane) with all lanes of a warp for each row in [0, total) for which owned(row) is false.
     template <class Owned, class Clear>
@@ -25,8 +23,10 @@ struct ClearPadding {
         for (; padding != 0; padding &= padding - 1) clear(row - lane + __ffs(padding) - 1, lane);
     }
 
-    template <class Pointer>
+    template <int kHeadDim, class Pointer>
     __device__ static void clear_row(Pointer x, const Strides& strides, int32 heads, int32 row, int32 lane) {
+        constexpr int kChunks = kHeadDim / kVector;
+        static_assert(kHeadDim % kVector == 0);
         for (int32 index = lane; index < heads * kChunks; index += 32)
             *reinterpret_cast<Chunk*>(x + strides.offset(0, row, index / kChunks) + index % kChunks * kVector) =
                 Chunk{};
@@ -54,7 +54,7 @@ __device__ __forceinline__ void clear_forward(const Record& params) {
     Padding::for_rows(
         params.total_q, [&](int32 row) { return Padding::has_query(params, row); },
         [&](int32 row, int32 lane) {
-            Padding::clear_row(params.o, params.o_strides, params.num_heads, row, lane);
+            Padding::template clear_row<Spec::kHeadDimV>(params.o, params.o_strides, params.num_heads, row, lane);
             for (int32 head = lane; head < params.num_heads; head += 32)
                 params.lse[first_statistic<Spec>(params, 0, head) + row] = -infinity<Accum>();
         });
@@ -65,13 +65,15 @@ __device__ __forceinline__ void clear_backward(const Record& params) {
     using Padding = ClearPadding<Spec>;
     Padding::for_rows(
         params.total_q, [&](int32 row) { return Padding::has_query(params, row); },
-        [&](int32 row, int32 lane) { Padding::clear_row(params.dq, params.dq_strides, params.num_heads, row, lane); });
+        [&](int32 row, int32 lane) {
+            Padding::template clear_row<Spec::kHeadDim>(params.dq, params.dq_strides, params.num_heads, row, lane);
+        });
     Padding::for_rows(
         params.total_k, [&](int32 row) { return Padding::has_key(params, row); },
         [&](int32 row, int32 lane) {
             const int32 heads = params.num_heads / params.heads_per_group;
-            Padding::clear_row(params.dk, params.dk_strides, heads, row, lane);
-            Padding::clear_row(params.dv, params.dv_strides, heads, row, lane);
+            Padding::template clear_row<Spec::kHeadDim>(params.dk, params.dk_strides, heads, row, lane);
+            Padding::template clear_row<Spec::kHeadDimV>(params.dv, params.dv_strides, heads, row, lane);
         });
 }
 

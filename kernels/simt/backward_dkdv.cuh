@@ -10,10 +10,10 @@
 //   lane    holds a part of dK, dV, S^T, P^T, dP^T and dS^T of these keys, as microtile.cuh says
 //
 //   shared memory                   written by           read by
-//   K [kBc][kRowLength]             all warps            each warp its rows, to compute S^T
-//   V [kBc][kRowLength]             all warps            each warp its rows, to compute dP^T
-//   Q [kBr][kRowLength]             all warps            all warps, to compute S^T and dK
-//   dO [kBr][kRowLength]            all warps            all warps, to compute dP^T and dV
+//   K [kBc][Rows]                   all warps            each warp its rows, to compute S^T
+//   V [kBc][RowsV]                  all warps            each warp its rows, to compute dP^T
+//   Q [kBr][Rows]                   all warps            all warps, to compute S^T and dK
+//   dO [kBr][RowsV]                 all warps            all warps, to compute dP^T and dV
 //   posted [kBc][kPostedLength]     each warp its rows   the same warp; holds P^T, then dS^T
 //   lse [kBr]                       all warps            all warps, to compute P^T
 //   delta [kBr]                     all warps            all warps, to compute dS^T
@@ -36,22 +36,25 @@ struct BackwardDkdv {
     using Real = typename Spec::Element;
     static constexpr bool kByKeys = true, kFindsSequences = false;
     static constexpr int kBr = Spec::kBr, kBc = Spec::kBc, kThreads = Spec::kWarps * 32;
-    using Warp = Microtile<Real, kBc / Spec::kWarps, kBr, Spec::kHeadDim, 2>;
+    using Warp = Microtile<Real, kBc / Spec::kWarps, kBr, Spec::kHeadDim, Spec::kHeadDimV>;
+    using WarpV = Microtile<Real, kBc / Spec::kWarps, kBr, Spec::kHeadDimV, Spec::kHeadDim>;
     using Rows = typename Warp::Rows;
+    using RowsV = typename WarpV::Rows;
     using Scores = typename Warp::Scores;
-    static_assert((2 * (kBr + kBc) * Rows::kRowLength + kBc * Warp::kPostedLength + 2 * kBr) * sizeof(Real) ==
+    static_assert(((kBr + kBc) * (Rows::kRowLength + RowsV::kRowLength) + kBc * Warp::kPostedLength + 2 * kBr) *
+                      sizeof(Real) ==
                   Spec::kSharedBytes);
 
     __device__ static void run(const Params& params, char* smem) {
         Real* k_rows = reinterpret_cast<Real*>(smem);
         Real* v_rows = k_rows + kBc * Rows::kRowLength;
-        Real* q_tile = v_rows + kBc * Rows::kRowLength;
+        Real* q_tile = v_rows + kBc * RowsV::kRowLength;
         Real* do_tile = q_tile + kBr * Rows::kRowLength;
-        Real* all_posted = do_tile + kBr * Rows::kRowLength;
+        Real* all_posted = do_tile + kBr * RowsV::kRowLength;
         Real* lse_tile = all_posted + kBc * Warp::kPostedLength;
         Real* delta_tile = lse_tile + kBr;
         const int32 lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-        const int32 own = warp * Warp::kOwn * Rows::kRowLength;
+        const int32 own = warp * Warp::kOwn * Rows::kRowLength, own_v = warp * Warp::kOwn * RowsV::kRowLength;
         Real* posted = all_posted + warp * Warp::kPostedElements;
         const auto where = common::scheduled_tile<Spec, kByKeys>(params, blockIdx.x);
         if constexpr (Spec::kFallback)
@@ -66,7 +69,7 @@ struct BackwardDkdv {
         // Copies dO, lse and delta, which are free at the same time.
         const auto copy_dout = [&](int32 head, int32 tile) {
             const Real* dout = head_of(params.dout, params.dout_strides, where.batch, head);
-            Rows::template copy<kThreads, kBr>(do_tile, dout, params.dout_strides.row, tile * kBr, params.seqlen_q);
+            RowsV::template copy<kThreads, kBr>(do_tile, dout, params.dout_strides.row, tile * kBr, params.seqlen_q);
             const int64 first_stat = common::first_statistic<Spec>(params, where.batch, head);
             for (int32 index = threadIdx.x; index < kBr; index += kThreads) {
                 // An lse of +inf makes P zero in rows past the end and in rows without a visible key.
@@ -77,18 +80,8 @@ struct BackwardDkdv {
             }
         };
 
-        // Stores zeros to the rows of the tile of Q or dO that see no key.
-        const auto clear_hidden_rows = [&](Real* rows) {
-            if (!common::may_hide_rows<Spec>(params)) return;
-            const auto is_hidden = [&](int32 row) { return lse_tile[row] == common::infinity<Real>(); };
-            bool any = false;
-            for (int32 row = lane; row < kBr; row += 32) any = any || is_hidden(row);
-            if (!__any_sync(common::kFullWarp, any)) return;  // and no other warp goes on, either
-            Rows::template clear<kThreads, kBr>(rows, is_hidden);
-            __syncthreads();
-        };
-
-        typename Warp::Sums dk, dv;
+        typename Warp::Sums dk;
+        typename WarpV::Sums dv;
         dk.clear();
         dv.clear();
 
@@ -98,7 +91,7 @@ struct BackwardDkdv {
             const Real* k = head_of(params.k, params.k_strides, where.batch, where.head);
             Rows::template copy<kThreads, kBc>(k_rows, k, params.k_strides.row, where.tile * kBc, params.seqlen_k);
             const Real* v = head_of(params.v, params.v_strides, where.batch, where.head);
-            Rows::template copy<kThreads, kBc>(v_rows, v, params.v_strides.row, where.tile * kBc, params.seqlen_k);
+            RowsV::template copy<kThreads, kBc>(v_rows, v, params.v_strides.row, where.tile * kBc, params.seqlen_k);
             const auto step = tiles.at({head, tile});
             copy_dout(step.head, step.tile);
         }
@@ -108,14 +101,14 @@ struct BackwardDkdv {
             wait_for_copies();
             __syncthreads();  // K, V, dO, lse and delta are there, Q is free
             copy_q(step.head, step.tile);
-            clear_hidden_rows(do_tile);
+            clear_hidden_rows<RowsV>(params, do_tile, lse_tile, lane);
 
             const common::ScoreTile score_tile{where.batch, step.head, step.tile * kBr, first_key, lane};
             Scores p, ds;
-            Warp::dot(ds, v_rows + own, do_tile, lane);
+            WarpV::dot(ds, v_rows + own_v, do_tile, lane);
             wait_for_copies();
             __syncthreads();  // Q is there
-            clear_hidden_rows(q_tile);
+            clear_hidden_rows<Rows>(params, q_tile, lse_tile, lane);
 
             Warp::dot(p, k_rows + own, q_tile, lane);
             const common::OutsideFull outside{tiles.kLeftLimit && tile >= tiles.full_end, tile < tiles.full_begin};
@@ -125,7 +118,7 @@ struct BackwardDkdv {
 
             Warp::post(p, posted, lane);
             __syncwarp();
-            Warp::accumulate(dv, posted, do_tile, lane);
+            WarpV::accumulate(dv, posted, do_tile, lane);
             if (++tile == tiles.end) {
                 tile = tiles.begin;
                 ++head;
@@ -141,9 +134,23 @@ struct BackwardDkdv {
         }
         Warp::store(dk, params.softmax_scale, head_of(params.dk, params.dk_strides, where.batch, where.head),
                     params.dk_strides.row, first_key, params.seqlen_k, lane);
-        Warp::store(dv, common::kept_scale<Spec>(params),
-                    head_of(params.dv, params.dv_strides, where.batch, where.head), params.dv_strides.row, first_key,
-                    params.seqlen_k, lane);
+        WarpV::store(dv, common::kept_scale<Spec>(params),
+                     head_of(params.dv, params.dv_strides, where.batch, where.head), params.dv_strides.row, first_key,
+                     params.seqlen_k, lane);
+    }
+
+  private:
+    // Stores zeros to the rows of the tile of Q or dO that see no key.
+    template <class RowsOf>
+    __device__ __forceinline__ static void clear_hidden_rows(const Params& params, Real* rows, const Real* lse_tile,
+                                                             int32 lane) {
+        if (!common::may_hide_rows<Spec>(params)) return;
+        const auto is_hidden = [&](int32 row) { return lse_tile[row] == common::infinity<Real>(); };
+        bool any = false;
+        for (int32 row = lane; row < kBr; row += 32) any = any || is_hidden(row);
+        if (!__any_sync(common::kFullWarp, any)) return;  // and no other warp goes on, either
+        RowsOf::template clear<kThreads, kBr>(rows, is_hidden);
+        __syncthreads();
     }
 };
 

@@ -14,10 +14,10 @@
 //           (`single_pass` only) for a while a part of dV, then of dK, of its warp's keys
 //
 //   shared memory                   written by           read by
-//   Q [kBr][kRowLength]             all warps            each warp its rows, to compute S; all warps, to compute dK
-//   dO [kBr][kRowLength]            all warps            each warp its rows, to compute dP; all warps, to compute dV
-//   K [kBc][kRowLength]             all warps            all warps, to compute S and dQ
-//   V [kBc][kRowLength]             all warps            all warps, to compute dP
+//   Q [kBr][Rows]                   all warps            each warp its rows, to compute S; all warps, to compute dK
+//   dO [kBr][RowsV]                 all warps            each warp its rows, to compute dP; all warps, to compute dV
+//   K [kBc][Rows]                   all warps            all warps, to compute S and dQ
+//   V [kBc][RowsV]                  all warps            all warps, to compute dP
 //   posted [kBr][kPostedLength]     each warp its rows   the same warp, or all warps (`single_pass` only); holds P
 //                                                        (`single_pass` only), then dS
 //
@@ -50,22 +50,22 @@ struct BackwardDq {
     static constexpr bool kByKeys = false, kFindsSequences = false;
     static constexpr int kBr = Spec::kBr, kBc = Spec::kBc, kThreads = Spec::kWarps * 32;
     using Warp = Microtile<Real, kBr / Spec::kWarps, kBc, Spec::kHeadDim>;
+    using WarpV = Microtile<Real, kBr / Spec::kWarps, kBc, Spec::kHeadDimV>;
     using Rows = typename Warp::Rows;
-    static constexpr int kSharers = sharers_of_keys(kBc / Spec::kWarps, Spec::kWarps, Warp::Sums::kChunks);
-    using Keys = Microtile<Real, kBc / Spec::kWarps * kSharers, kBr, Spec::kHeadDim>;
+    using RowsV = typename WarpV::Rows;
     using Scores = typename Warp::Scores;
     static constexpr int kRows = Scores::kRows;
-    static_assert((2 * (kBr + kBc) * Rows::kRowLength + kBr * Warp::kPostedLength) * sizeof(Real) ==
+    static_assert(((kBr + kBc) * (Rows::kRowLength + RowsV::kRowLength) + kBr * Warp::kPostedLength) * sizeof(Real) ==
                   Spec::kSharedBytes);
 
     __device__ static void run(const Params& params, char* smem) {
         Real* q_rows = reinterpret_cast<Real*>(smem);
         Real* do_rows = q_rows + kBr * Rows::kRowLength;
-        Real* k_tile = do_rows + kBr * Rows::kRowLength;
+        Real* k_tile = do_rows + kBr * RowsV::kRowLength;
         Real* v_tile = k_tile + kBc * Rows::kRowLength;
-        Real* all_posted = v_tile + kBc * Rows::kRowLength;
+        Real* all_posted = v_tile + kBc * RowsV::kRowLength;
         const int32 lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-        const int32 own = warp * Warp::kOwn * Rows::kRowLength;
+        const int32 own = warp * Warp::kOwn * Rows::kRowLength, own_v = warp * Warp::kOwn * RowsV::kRowLength;
         Real* posted = all_posted + warp * Warp::kPostedElements;
         const auto where = common::scheduled_tile<Spec, kByKeys>(params, blockIdx.x);
         const int32 first_row = where.tile * kBr + warp * Warp::kOwn;
@@ -74,8 +74,11 @@ struct BackwardDq {
             if (!common::is_exception<Spec>(params, where.batch, head_kv)) return;
         const Real* k = head_of(params.k, params.k_strides, where.batch, head_kv);
         const Real* v = head_of(params.v, params.v_strides, where.batch, head_kv);
-        const auto copy_keys = [&](Real* tile, const Real* gmem, const Strides& strides, int32 key_tile) {
+        const auto copy_k = [&](Real* tile, const Real* gmem, const Strides& strides, int32 key_tile) {
             Rows::template copy<kThreads, kBc>(tile, gmem, strides.row, key_tile * kBc, params.seqlen_k);
+        };
+        const auto copy_v = [&](Real* tile, const Real* gmem, const Strides& strides, int32 key_tile) {
+            RowsV::template copy<kThreads, kBc>(tile, gmem, strides.row, key_tile * kBc, params.seqlen_k);
         };
         const auto mask = common::mask_of<Spec>(params);
 
@@ -99,26 +102,26 @@ struct BackwardDq {
             const Real* q = head_of(params.q, params.q_strides, where.batch, where.head);
             Rows::template copy<kThreads, kBr>(q_rows, q, params.q_strides.row, where.tile * kBr, params.seqlen_q);
             const Real* dout = head_of(params.dout, params.dout_strides, where.batch, where.head);
-            Rows::template copy<kThreads, kBr>(do_rows, dout, params.dout_strides.row, where.tile * kBr,
-                                               params.seqlen_q);
-            copy_keys(v_tile, v, params.v_strides, tiles.at(tiles.begin));
+            RowsV::template copy<kThreads, kBr>(do_rows, dout, params.dout_strides.row, where.tile * kBr,
+                                                params.seqlen_q);
+            copy_v(v_tile, v, params.v_strides, tiles.at(tiles.begin));
         }
         for (int32 position = tiles.begin; position < tiles.end; ++position) {
             const int32 tile = tiles.at(position);
             wait_for_copies();
             __syncthreads();  // Q, dO and V are there, K and what was posted is free
-            copy_keys(k_tile, k, params.k_strides, tile);
+            copy_k(k_tile, k, params.k_strides, tile);
             if (common::may_hide_rows<Spec>(params) && position == tiles.begin) {
-                clear_hidden_rows(q_rows + own, lse, lane);
-                clear_hidden_rows(do_rows + own, lse, lane);
+                clear_hidden_rows<Rows>(q_rows + own, lse, lane);
+                clear_hidden_rows<RowsV>(do_rows + own_v, lse, lane);
             }
 
             const common::ScoreTile score_tile{where.batch, where.head, first_row, tile * kBc, lane};
             Scores p, ds;
-            Warp::dot(ds, do_rows + own, v_tile, lane);
+            WarpV::dot(ds, do_rows + own_v, v_tile, lane);
             wait_for_copies();
             __syncthreads();  // K is there, V is free
-            if (position + 1 < tiles.end) copy_keys(v_tile, v, params.v_strides, tiles.next(position));
+            if (position + 1 < tiles.end) copy_v(v_tile, v, params.v_strides, tiles.next(position));
 
             Warp::dot(p, q_rows + own, k_tile, lane);
             common::SavedScores<Spec, Scores> saved;
@@ -134,15 +137,15 @@ struct BackwardDq {
             if constexpr (kWithDkdv) {
                 Warp::post(p, posted, lane);
                 __syncthreads();  // P is there
-                add_to_keys(all_posted, do_rows, common::kept_scale<Spec>(params),
-                            head_of(params.dv, params.dv_strides, where.batch, head_kv), params.dv_strides.row,
-                            tile * kBc, params.seqlen_k);
+                add_to_keys<Spec::kHeadDimV>(all_posted, do_rows, common::kept_scale<Spec>(params),
+                                             head_of(params.dv, params.dv_strides, where.batch, head_kv),
+                                             params.dv_strides.row, tile * kBc, params.seqlen_k);
                 __syncthreads();  // P is used
                 Warp::post(ds, posted, lane);
                 __syncthreads();  // dS is there
-                add_to_keys(all_posted, q_rows, params.softmax_scale,
-                            head_of(params.dk, params.dk_strides, where.batch, head_kv), params.dk_strides.row,
-                            tile * kBc, params.seqlen_k);
+                add_to_keys<Spec::kHeadDim>(all_posted, q_rows, params.softmax_scale,
+                                            head_of(params.dk, params.dk_strides, where.batch, head_kv),
+                                            params.dk_strides.row, tile * kBc, params.seqlen_k);
             } else {
                 Warp::post(ds, posted, lane);
                 __syncwarp();
@@ -154,13 +157,14 @@ struct BackwardDq {
     }
 
     // Stores zeros to this warp's rows of Q or dO whose lse is +inf. Other warps read them behind a later barrier.
+    template <class RowsOf>
     __device__ __forceinline__ static void clear_hidden_rows(Real* rows, const Real (&lse)[kRows], int32 lane) {
 #pragma unroll
         for (int i = 0; i < kRows; ++i)
             if (lse[i] == common::infinity<Real>())
 #pragma unroll 1
-                for (int32 column = Warp::lane_column(lane); column < Rows::kColumns; column += Scores::kLanesPerRow)
-                    rows[Scores::row(i, lane) * Rows::kRowLength + column] = 0;
+                for (int32 column = Warp::lane_column(lane); column < RowsOf::kColumns; column += Scores::kLanesPerRow)
+                    rows[Scores::row(i, lane) * RowsOf::kRowLength + column] = 0;
         __syncwarp();
     }
 
@@ -172,11 +176,16 @@ struct BackwardDq {
 #endif
 
     // Adds scale * posted^T rows to the rows of dK or dV in global memory from `first_key` on.
+    template <int kHeadDim>
     __device__ __forceinline__ static void add_to_keys(const Real* posted, const Real* rows, Real scale, Real* gmem,
                                                        int64 row_stride, int32 first_key, int32 num_keys) {
+        using RowsOf = SharedRows<Real, kHeadDim>;
+        constexpr int kChunksOfRow = RowsOf::kColumns / (8 * RowsOf::kVector);
+        constexpr int kSharers = sharers_of_keys(kBc / Spec::kWarps, Spec::kWarps, kChunksOfRow);
+        using Keys = Microtile<Real, kBc / Spec::kWarps * kSharers, kBr, kHeadDim>;
         const int32 lane = threadIdx.x % 32, warp = threadIdx.x / 32, own = warp / kSharers * Keys::kOwn;
-        const bool in_vectors = Rows::in_vectors(gmem, row_stride);
-        constexpr int kChunks = Keys::Sums::kChunks / kSharers;  // of this warp
+        const bool in_vectors = RowsOf::in_vectors(gmem, row_stride);
+        constexpr int kChunks = kChunksOfRow / kSharers;  // of this warp
         constexpr int kFitting = common::min_of(Keys::chunks_beside(sizeof(typename Warp::Sums)), kChunks);
         constexpr int kAtOnce = kChunks % kFitting == 0 ? kFitting : 1;
         const int32 own_column = Keys::Sums::col(warp % kSharers * kChunks, 0);
@@ -197,13 +206,13 @@ struct BackwardDq {
                     Real* first = gmem + key * row_stride + column;
                     if constexpr (kAddsVectors) {
                         if (in_vectors) {
-                            if (column < Rows::kHeadDim) common::add_global(first, x.item);
+                            if (column < kHeadDim) common::add_global(first, x.item);
                             continue;
                         }
                     }
 #pragma unroll
                     for (int v = 0; v < Keys::kVector; ++v)
-                        if (column + v < Rows::kHeadDim) atomicAdd(first + v, x.item[v]);
+                        if (column + v < kHeadDim) atomicAdd(first + v, x.item[v]);
                 }
             }
         }

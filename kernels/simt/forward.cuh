@@ -13,9 +13,9 @@
 //   lane    holds a part of O, S and P of these rows, as microtile.cuh says, and computes their products
 //
 //   shared memory                   written by           read by
-//   Q [kBr][kRowLength]             all warps            each warp its rows, to compute S
-//   K [kBc][kRowLength]             all warps            all warps, to compute S
-//   V [kBc][kRowLength]             all warps            all warps, to compute O
+//   Q [kBr][Rows]                   all warps            each warp its rows, to compute S
+//   K [kBc][Rows]                   all warps            all warps, to compute S
+//   V [kBc][RowsV]                  all warps            all warps, to compute O
 //   P [kBr][kPostedLength]          each warp its rows   the same warp, to compute O
 //
 // The copies of K and V are asynchronous: V arrives while S is computed, and the next K while O is. The block
@@ -45,10 +45,13 @@ struct Forward {
     static constexpr bool kByKeys = false, kFindsSequences = false;
     static constexpr int kBr = Spec::kBr, kBc = Spec::kBc, kThreads = Spec::kWarps * 32;
     using Warp = Microtile<Real, kBr / Spec::kWarps, kBc, Spec::kHeadDim>;
+    using WarpV = Microtile<Real, kBr / Spec::kWarps, kBc, Spec::kHeadDimV>;
     using Rows = typename Warp::Rows;
+    using RowsV = typename WarpV::Rows;
     using Scores = typename Warp::Scores;
     static constexpr int kRows = Scores::kRows;
-    static_assert(((kBr + 2 * kBc) * Rows::kRowLength + kBr * Warp::kPostedLength) * sizeof(Real) ==
+    static_assert(((kBr + kBc) * Rows::kRowLength + kBc * RowsV::kRowLength + kBr * Warp::kPostedLength) *
+                      sizeof(Real) ==
                   Spec::kSharedBytes);
 
     __device__ static void run(const Params& params, char* smem) {
@@ -57,7 +60,7 @@ struct Forward {
         Real* v_tile = k_tile + kBc * Rows::kRowLength;
         const int32 lane = threadIdx.x % 32, warp = threadIdx.x / 32;
         const Real* own_q = q_rows + warp * Warp::kOwn * Rows::kRowLength;
-        Real* posted = v_tile + kBc * Rows::kRowLength + warp * Warp::kPostedElements;
+        Real* posted = v_tile + kBc * RowsV::kRowLength + warp * Warp::kPostedElements;
         const auto where = common::scheduled_tile<Spec, kByKeys>(params, blockIdx.x);
         const int32 first_row = where.tile * kBr + warp * Warp::kOwn;
         const int32 head_kv = where.head / params.heads_per_group;
@@ -66,12 +69,15 @@ struct Forward {
         const Real* q = head_of(params.q, params.q_strides, where.batch, where.head);
         const Real* k = head_of(params.k, params.k_strides, where.batch, head_kv);
         const Real* v = head_of(params.v, params.v_strides, where.batch, head_kv);
-        const auto copy_keys = [&](Real* tile, const Real* gmem, const Strides& strides, int32 key_tile) {
+        const auto copy_k = [&](Real* tile, const Real* gmem, const Strides& strides, int32 key_tile) {
             Rows::template copy<kThreads, kBc>(tile, gmem, strides.row, key_tile * kBc, params.seqlen_k);
+        };
+        const auto copy_v = [&](Real* tile, const Real* gmem, const Strides& strides, int32 key_tile) {
+            RowsV::template copy<kThreads, kBc>(tile, gmem, strides.row, key_tile * kBc, params.seqlen_k);
         };
         const auto mask = common::mask_of<Spec>(params);
 
-        typename Warp::Sums output;
+        typename WarpV::Sums output;
         output.clear();
         common::OnlineSoftmax<Real, kRows, Scores::kLanesPerRow, common::exp_accurate, true, Scores::kLaneStep> softmax;
         softmax.reset();
@@ -79,20 +85,20 @@ struct Forward {
         const auto tiles = common::key_tiles<Spec>(params, where);
         if (tiles.begin < tiles.end) {
             Rows::template copy<kThreads, kBr>(q_rows, q, params.q_strides.row, where.tile * kBr, params.seqlen_q);
-            copy_keys(k_tile, k, params.k_strides, tiles.at(tiles.begin));
+            copy_k(k_tile, k, params.k_strides, tiles.at(tiles.begin));
         }
         for (int32 position = tiles.begin; position < tiles.end; ++position) {
             const int32 tile = tiles.at(position);
             wait_for_copies();
             __syncthreads();  // Q and K are there, V is free
-            if constexpr (common::kHasOutput<Spec>) copy_keys(v_tile, v, params.v_strides, tile);
+            if constexpr (common::kHasOutput<Spec>) copy_v(v_tile, v, params.v_strides, tile);
 
             const common::ScoreTile score_tile{where.batch, where.head, first_row, tile * kBc, lane};
             Scores scores;
             Warp::dot(scores, own_q, k_tile, lane);
             wait_for_copies();
             __syncthreads();  // V is there, K is free
-            if (position + 1 < tiles.end) copy_keys(k_tile, k, params.k_strides, tiles.next(position));
+            if (position + 1 < tiles.end) copy_k(k_tile, k, params.k_strides, tiles.next(position));
 
             common::natural_scores<Spec>(scores, params, score_tile);
             const bool masked = position >= tiles.full_end || (tiles.kLeftLimit && position < tiles.full_begin);
@@ -103,7 +109,7 @@ struct Forward {
                 common::drop<Spec>(scores, params, score_tile);
                 Warp::post(scores, posted, lane);
                 __syncwarp();
-                Warp::accumulate(output, rescale, posted, v_tile, lane);
+                WarpV::accumulate(output, rescale, posted, v_tile, lane);
             }
         }
 
@@ -113,7 +119,7 @@ struct Forward {
         if constexpr (common::kHasOutput<Spec>) {
             output.scale(inverse_sum);
             Real* o = head_of(params.o, params.o_strides, where.batch, where.head);
-            Warp::store(output, Real(1), o, params.o_strides.row, first_row, params.seqlen_q, lane);
+            WarpV::store(output, Real(1), o, params.o_strides.row, first_row, params.seqlen_q, lane);
         }
 #pragma unroll
         for (int i = 0; i < kRows; ++i) {

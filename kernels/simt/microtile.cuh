@@ -5,6 +5,7 @@
 //
 //   own rows   kOwn rows in shared memory that belong to the warp (of Q, say)
 //   tile       kOther rows in shared memory that all warps of the block read (of K, say)
+//   columns    kHeadDim columns of both, of Q and K or of dO and V. Scores and posted do not depend on them
 //   scores     kOwn x kOther dot products of both: a lane holds every fourth row and every eighth column
 //   posted     a copy of the warp's scores in shared memory, [kOwn][kPostedLength], which all lanes can read
 //   sums       kOwn rows of `scores tile`: a lane holds every fourth row, and kVector columns out of every 8 * kVector
@@ -19,37 +20,41 @@
 
 namespace fa2::simt {
 
-// kSumsOfLane: the sums that a lane holds side by side.
-template <class Real, int kOwn_, int kOther_, int kHeadDim, int kSumsOfLane = 1>
-struct Microtile {
-    using Rows = SharedRows<Real, kHeadDim>;
-    using Vec = typename Rows::Vec;
-    static constexpr int kOwn = kOwn_;
-    static constexpr int kOther = kOther_;
-    static constexpr int kVector = Rows::kVector, kRowLength = Rows::kRowLength;
-    static constexpr int kRows = kOwn / 4;  // of a lane
-    // The padding moves the four rows that the warp writes at a time to different banks: an odd multiple of 8 does.
-    static constexpr int kPostedLength = kOther + 8 + kOther % 16;
-    static constexpr int kPostedElements = kOwn * kPostedLength;
-    static_assert(kOwn % 4 == 0);
+// A lane's scores.
+template <class Real, int kOwn, int kOther>
+struct MicroScores {
+    static constexpr int kRows = kOwn / 4;
+    static constexpr int kLanesPerRow = 8, kLaneStep = 2;
+    static constexpr int kCols = kOther / kLanesPerRow;
+    static_assert(kOwn % 4 == 0 && kOther % kLanesPerRow == 0);
+
+    Real value[kRows][kCols];
 
     // A lane's place in the grid.
     __device__ static int32 lane_row(int32 lane) { return lane % 2 + lane / 16 * 2; }
     __device__ static int32 lane_column(int32 lane) { return lane / 2 % 8; }
+    __device__ static int32 row(int i, int32 lane) { return lane_row(lane) + 4 * i; }
+    __device__ static int32 col(int j, int32 lane) { return lane_column(lane) + 8 * j; }
+    __device__ Real& operator()(int i, int j) { return value[i][j]; }
+    __device__ Real operator()(int i, int j) const { return value[i][j]; }
+};
 
-    struct Scores {
-        static constexpr int kRows = Microtile::kRows;
-        static constexpr int kLanesPerRow = 8, kLaneStep = 2;
-        static constexpr int kCols = kOther / kLanesPerRow;
-        static_assert(kOther % kLanesPerRow == 0);
+// kColumnsBeside: the columns of further sums that a lane holds beside those of one of these tiles.
+template <class Real, int kOwn_, int kOther_, int kHeadDim, int kColumnsBeside = 0>
+struct Microtile {
+    using Rows = SharedRows<Real, kHeadDim>;
+    using Vec = typename Rows::Vec;
+    using Scores = MicroScores<Real, kOwn_, kOther_>;
+    static constexpr int kOwn = kOwn_;
+    static constexpr int kOther = kOther_;
+    static constexpr int kVector = Rows::kVector, kRowLength = Rows::kRowLength;
+    static constexpr int kRows = Scores::kRows;  // of a lane
+    // The padding moves the four rows that the warp writes at a time to different banks: an odd multiple of 8 does.
+    static constexpr int kPostedLength = kOther + 8 + kOther % 16;
+    static constexpr int kPostedElements = kOwn * kPostedLength;
 
-        Real value[kRows][kCols];
-
-        __device__ static int32 row(int i, int32 lane) { return lane_row(lane) + 4 * i; }
-        __device__ static int32 col(int j, int32 lane) { return lane_column(lane) + 8 * j; }
-        __device__ Real& operator()(int i, int j) { return value[i][j]; }
-        __device__ Real operator()(int i, int j) const { return value[i][j]; }
-    };
+    __device__ static int32 lane_row(int32 lane) { return Scores::lane_row(lane); }
+    __device__ static int32 lane_column(int32 lane) { return Scores::lane_column(lane); }
 
     // Sums of kChunks_ chunks, each of kVector columns of a lane.
     template <int kChunks_>
@@ -221,7 +226,8 @@ struct Microtile {
     template <class Join>
     __device__ __forceinline__ static void join_products(Sums& sums, const Real* posted, const Real* tile, int32 lane,
                                                          const Join& join) {
-        constexpr int kAtOnce = chunks_beside(kSumsOfLane * sizeof(Sums));
+        constexpr int kBeside = kRows * SharedRows<Real, kColumnsBeside>::kColumns / 8 * int(sizeof(Real));
+        constexpr int kAtOnce = chunks_beside(sizeof(Sums) + kBeside);
         posted += Scores::row(0, lane) * kPostedLength;
         tile += Sums::col(0, lane);
 #pragma unroll

@@ -80,7 +80,8 @@ class Mutant:
 
 def run(operation: str, problem: Problem, patch: Mutant | None = None) -> None:
     """Launches the kernel by a call, on inputs that no other kernel has touched, and checks its results."""
-    inputs = draw(problem.dtype, problem.lengths, problem.head_dim, problem.heads, batch=problem.batch)
+    sizes = {"batch": problem.batch, "head_dim_v": problem.head_dim_v}
+    inputs = draw(problem.dtype, problem.lengths, problem.head_dim, problem.heads, **sizes)
     if problem.growing:
         growing(inputs, slice(0, 1))
     inputs = problem.scores(inputs)
@@ -94,7 +95,7 @@ def run(operation: str, problem: Problem, patch: Mutant | None = None) -> None:
     expected = Expectation(q, k, v, do, **asked)
     options = {
         **asked,
-        "config": small_tiles(problem.dtype, problem.head_dim),
+        "config": small_tiles(problem.dtype, max(problem.head_dim, problem.head_dim_v or 0)),
         "family": family_of(problem.dtype),
         "num_splits": problem.num_splits,
     }

@@ -8,7 +8,7 @@ import functools
 from support.simulated_problems import at_level
 
 from .mutant import Mutant
-from .problems import Problem
+from .problems import Problem, without_keys
 
 SIMT = Problem("float32", 59, (21, 27))
 SIMT_ALIGNED = Problem("float32", 60, (21, 27))  # rows are copied 16 bytes at a time
@@ -22,6 +22,31 @@ SIMT_COPIES = (
     ("backward_dq", "K is there"),
     ("backward_dkdv", "K, V, dO, lse and delta are there"),
     ("backward_dkdv", "Q is there"),
+)
+SIMT_PAIR = Problem("float32", 40, (21, 27), head_dim_v=72)
+SIMT_PAIR_HIDDEN = without_keys(dtype="float32", head_dim=40, head_dim_v=72, lengths=(21, 27))
+#: A kernel, a text, the head_dim of it that is exchanged for another, and what catches the change.
+SWAPPED = (
+    ("forward", "RowsV::template copy<kThreads, kBc>(tile", "RowsV", "Rows", "uninitialised"),
+    ("forward", "v_tile + kBc * RowsV::", "RowsV", "Rows", "race"),
+    ("backward_dq", "RowsV::template copy<kThreads, kBc>(tile", "RowsV", "Rows", "uninitialised"),
+    ("backward_dq", "RowsV::template copy<kThreads, kBr>(do_rows", "RowsV", "Rows", "uninitialised"),
+    ("backward_dq", "WarpV::dot(ds", "WarpV", "Warp", "uninitialised"),
+    ("backward_dq", " Warp::dot(p", "Warp", "WarpV", "uninitialised"),
+    ("backward_dq", "own_v = warp * Warp::kOwn * RowsV::", "RowsV", "Rows", "uninitialised"),
+    ("backward_dq", "do_rows + kBr * RowsV::", "RowsV", "Rows", "race"),
+    ("backward_dq", "v_tile + kBc * RowsV::", "RowsV", "Rows", "race"),
+    ("backward", "clear_hidden_rows<RowsV>(", "RowsV", "Rows", "numbers"),
+    ("backward", "add_to_keys<Spec::kHeadDimV>(", "kHeadDimV", "kHeadDim", "uninitialised"),
+    ("backward", "add_to_keys<Spec::kHeadDim>(", "kHeadDim", "kHeadDimV", "uninitialised"),
+    ("backward_dkdv", "RowsV::template copy<kThreads, kBc>(v_rows", "RowsV", "Rows", "uninitialised"),
+    ("backward_dkdv", "RowsV::template copy<kThreads, kBr>(do_tile", "RowsV", "Rows", "uninitialised"),
+    ("backward_dkdv", "WarpV::dot(ds", "WarpV", "Warp", "uninitialised"),
+    ("backward_dkdv", " Warp::dot(p", "Warp", "WarpV", "uninitialised"),
+    ("backward_dkdv", "own_v = warp * Warp::kOwn * RowsV::", "RowsV", "Rows", "uninitialised"),
+    ("backward_dkdv", "v_rows + kBc * RowsV::", "RowsV", "Rows", "race"),
+    ("backward_dkdv", "do_tile + kBr * RowsV::", "RowsV", "Rows", "race"),
+    ("backward_dkdv", "clear_hidden_rows<RowsV>(", "RowsV", "Rows", "numbers"),
 )
 
 MUTANTS = (
@@ -103,7 +128,7 @@ MUTANTS = (
     Mutant(
         "simt: no column predicate on sums",
         "backward",
-        "if (column + v < Rows::kHeadDim) atomicAdd",
+        "if (column + v < kHeadDim) atomicAdd",
         "atomicAdd",
         "bounds",
         SIMT,
@@ -111,7 +136,7 @@ MUTANTS = (
     Mutant(
         "simt: no column predicate on sums of vectors",
         "backward",
-        "if (column < Rows::kHeadDim) common::add_global",
+        "if (column < kHeadDim) common::add_global",
         "common::add_global",
         "bounds",
         SIMT_ALIGNED,
@@ -148,6 +173,17 @@ MUTANTS = (
         "kSumsInLevels = false;",
         "numbers",
         SIMT_LEVEL,
+    ),
+    *(
+        Mutant(
+            f"simt: the other head_dim in {operation}, {text}",
+            operation,
+            text,
+            text.replace(of, other),
+            caught_by,
+            SIMT_PAIR_HIDDEN if "hidden" in text else SIMT_PAIR,
+        )
+        for operation, text, of, other, caught_by in SWAPPED
     ),
     Mutant("simt: longer chains", "forward", "kSumsInLevels ? 8", "kSumsInLevels ? 32", "numbers", SIMT_LEVEL),
 )

@@ -1,0 +1,113 @@
+"""Kernels that take a v with a head_dim of its own, executed without a GPU.
+
+Arrays have unused heads between their own: a kernel that reads or writes more columns than there are is stopped.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+pytest.importorskip("cupy")
+
+from support.fake_cupy import place
+from support.fake_gpu import backward, forward
+from support.feature_cases import accumulator, numbers, options_of
+from support.simulated_problems import HALF, draw, family_of, small_tiles
+from support.simulator import simulated_gpu
+from support.strided_arrays import packed
+
+from fa2cupy.families.operations import TILED
+from fa2cupy.families.registry import FAMILIES
+from fa2cupy.gpu.copies import CopyingCall
+from fa2cupy.testing import Expectation
+
+pytestmark = pytest.mark.simulated
+
+PAIRS = ((40, 72), (8, 136), (136, 8), (128, 64), (64, 128), (192, 128), (256, 128))
+METHODS = ("single_pass", "two_pass")
+#: The dtypes of families whose kernels take such pairs in forward and backward.
+DTYPES = tuple(family.dtypes[0] for family in FAMILIES if family.name in ("simt",))
+SCORES = ("softcap", "alibi", "bias of keys", "mask", "padding", "sink", "dropout", "window left")
+#: Features by their names in `feature_cases.options_of`, or other calls.
+CALLS = ("plain", "lse", "scores", "bias", "packed", "strided", "shares")
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """Provides the stages that were launched; a call that copies arrays fails."""
+
+    def refuse(self, name: str, array: np.ndarray) -> None:
+        raise AssertionError(f"the call copies {name}")
+
+    monkeypatch.setattr(CopyingCall, "_copy", refuse)
+    with simulated_gpu(monkeypatch) as stages:
+        yield stages
+
+
+def lengths_of(dtype: str) -> tuple[int, int]:
+    return (70, 90) if dtype in HALF else (21, 30)
+
+
+def options_for(call: str, dtype: str, lengths: tuple[int, int]) -> dict:
+    """Returns the keywords of a call on two sequences with four heads."""
+    names = {"scores": SCORES, "bias": ("bias of heads", "mask of rows", "alibi by batch")}.get(call, ())
+    sizes = {"batch": 2, "num_heads": 4, "seqlen_q": lengths[0], "seqlen_k": lengths[1]}
+    given = {key: x for name in names for key, x in options_of(name, dtype, sizes).items()}
+    return {key: place(x) if isinstance(x, np.ndarray) else x for key, x in given.items()}
+
+
+def check_pair(launched: list, dtype: str, pair: tuple[int, int], call: str) -> None:
+    """Checks all results of a call, and that kernels of this pair have computed them."""
+    lengths = lengths_of(dtype)
+    inputs = draw(dtype, lengths, pair[0], (4, 2), head_dim_v=pair[1], batch=2, view=place)
+    options = options_for(call, dtype, lengths)
+    options |= {} if call == "scores" else {"causal": True}
+    if call == "packed":
+        inputs = tuple(place(x[0]) for x in inputs)
+        options |= {"cu_seqlens_q": place(np.array([3, 9, 9, lengths[0] - 2], "int32"))}
+        options |= {"cu_seqlens_k": place(np.array([0, 5, 12, lengths[1] - 3], "int32"))}
+    dlse = place(numbers((2, 4, lengths[0]), accumulator(dtype))) if call == "lse" else None
+    view = packed if call == "strided" else None
+    q, k, v, do = map(view, inputs) if view else inputs
+    own = {
+        "config": small_tiles(dtype, max(pair)),
+        "family": family_of(dtype),
+        "num_splits": 3 if call == "shares" else None,
+    }
+    expected = Expectation(q, k, v, do, dlse=dlse, **options)
+    o = view(np.full_like(do, np.nan)) if view else None
+    o, lse = forward(q, k, v, out=(o, None), **own, **options)
+    expected.check(spec=pair, o=o, lse=lse)
+    more = {f"return_d{key}": True for key in ("bias", "sink") if key in options}
+    for method in METHODS:
+        out = tuple(view(np.full_like(x, np.nan)) for x in (q, k, v)) if view else None
+        gradients = backward(q, k, v, o, lse, do, dlse=dlse, method=method, out=out, **more, **own, **options)
+        names = ("dq", "dk", "dv", *(name.removeprefix("return_") for name in more))
+        expected.check(spec=method, **dict(zip(names, gradients, strict=True)))
+    specs = {stage.spec for stage in launched if stage.spec.operation in TILED}
+    assert {(spec.head_dim, spec.head_dim_v) for spec in specs} == {pair}
+
+
+@pytest.mark.sample(dtype=("float32", "float16"), pair=PAIRS[:1])
+@pytest.mark.parametrize("pair", PAIRS, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_each_pair(launched, dtype, pair):
+    check_pair(launched, dtype, pair, "plain")
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("pair", [(40, 72), (136, 8)], ids=str)
+@pytest.mark.parametrize("call", CALLS[1:])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_each_call(launched, dtype, call, pair):
+    if call == "shares" and dtype not in HALF:
+        pytest.skip("one block has all of a tile")
+    check_pair(launched, dtype, pair, call)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("dtype", ("float32", "float64"))
+@pytest.mark.parametrize("pair", [(59, 21), (60, 21), (21, 60)], ids=str)
+def test_rows_that_are_copied_one_element_at_a_time(launched, dtype, pair):
+    check_pair(launched, dtype, pair, "strided")
