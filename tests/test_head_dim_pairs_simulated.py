@@ -17,6 +17,7 @@ from support.simulated_problems import HALF, draw, family_of, small_tiles
 from support.simulator import simulated_gpu
 from support.strided_arrays import packed
 
+from fa2cupy import TileConfig
 from fa2cupy.families.operations import TILED
 from fa2cupy.families.registry import FAMILIES
 from fa2cupy.gpu.copies import CopyingCall
@@ -27,7 +28,7 @@ pytestmark = pytest.mark.simulated
 PAIRS = ((40, 72), (8, 136), (136, 8), (128, 64), (64, 128), (192, 128), (256, 128))
 METHODS = ("single_pass", "two_pass")
 #: The dtypes of families whose kernels take such pairs in forward and backward.
-DTYPES = tuple(family.dtypes[0] for family in FAMILIES if family.name in ("simt",))
+DTYPES = tuple(family.dtypes[0] for family in FAMILIES if family.pair_calls)
 SCORES = ("softcap", "alibi", "bias of keys", "mask", "padding", "sink", "dropout", "window left")
 #: Features by their names in `feature_cases.options_of`, or other calls.
 CALLS = ("plain", "lse", "scores", "bias", "packed", "strided", "shares")
@@ -104,6 +105,17 @@ def test_each_call(launched, dtype, call, pair):
     if call == "shares" and dtype not in HALF:
         pytest.skip("one block has all of a tile")
     check_pair(launched, dtype, pair, call)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize(
+    ("pair", "tile"), (((8, 128), TileConfig(128, 16, 8, 1)), ((8, 136), TileConfig(128, 32, 8, 1))), ids=str
+)
+def test_o_that_needs_more_shared_memory_than_q_and_keys(launched, pair, tile):
+    """Checks rows of several warps, of which some end before others store O."""
+    q, k, v, _ = draw("float16", (150, 70), pair[0], head_dim_v=pair[1])
+    o, lse = forward(q, k, v, causal=True, config=tile, family="sm80")
+    Expectation(q, k, v, causal=True).check(spec=pair, o=o, lse=lse)
 
 
 @pytest.mark.matrix

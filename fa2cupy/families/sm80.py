@@ -33,7 +33,7 @@ _COSTS = Costs(
     drift=0.1,
 )
 
-_WIDE = 128  # for a larger head_dim, two warps of the forward share their rows
+_WIDE = 128  # for more columns of O, two warps of the forward share their rows
 
 
 class Sm80(Family):
@@ -45,6 +45,7 @@ class Sm80(Family):
     min_compute_capability = 80
     row_alignment = 16
     head_dim_step = 8
+    pair_calls = ("forward", "backward")
     backward_owns = "keys"
     default_methods = ("single_pass",)
     split_operations = ("forward", "backward", "backward_dkdv")
@@ -129,35 +130,40 @@ class Sm80(Family):
     def shared_memory_bytes(
         self, operation: str, dtype: str, head_dim: int, tile: TileConfig, head_dim_v: int | None = None
     ) -> int:
-        row, b_r, b_c = 2 * self.padded_head_dim(head_dim), tile.b_r, tile.b_c
+        columns_v = head_dim_v or head_dim
+        row, row_v = 2 * self.padded_head_dim(head_dim), 2 * self.padded_head_dim(columns_v)
+        b_r, b_c, both = tile.b_r, tile.b_c, row + row_v
         scores = 2 * b_r * b_c
         if operation == "forward":
-            exchange = scores + 8 * b_r if head_dim > _WIDE else 0
-            return b_r * row + tile.num_stages * 2 * b_c * row + exchange
+            is_shared, tiles = columns_v > _WIDE, b_r * row + tile.num_stages * b_c * both
+            # O is staged where Q and keys have been, but not where rows are exchanged.
+            return max(tiles + is_shared * scores, b_r * row_v) + is_shared * 8 * b_r
         if operation == "backward_dq":
-            return 2 * b_r * row + tile.num_stages * 2 * b_c * row
+            return b_r * both + tile.num_stages * b_c * both
         if operation == "decode":
             return 2 * b_r * row + tile.num_stages * 2 * b_c * row + 4 * tile.num_warps * b_r
-        by_keys = 2 * b_c * row + tile.num_stages * 2 * b_r * row + scores + 4 * b_r * 4
+        by_keys = b_c * both + tile.num_stages * b_r * both + scores + 4 * b_r * 4
         return {"backward": by_keys + 2 * scores, "backward_dkdv": by_keys}[operation]
 
     def why_not_shape(
         self, operation: str, dtype: str, head_dim: int, tile: TileConfig, head_dim_v: int | None = None
     ) -> str | None:
+        columns_v = head_dim_v or head_dim
         if operation == "forward":
-            return _why_no_forward(tile, head_dim)
+            return _why_no_forward(tile, columns_v)
         if operation == "backward_dq":
             return _why_no_query_rows(tile, head_dim, 2)
         if operation == "decode":
             keys = tile.b_c // tile.num_warps
             why_not = why_no_decode(tile, (16, 32), (16, 32))
             return why_not or register_shortage(tile.b_r // 16 * (head_dim + keys) // 2, 40, tile)
-        return {"backward": _why_no_backward, "backward_dkdv": _why_no_key_rows}[operation](tile, head_dim)
+        with_dq = {"backward": True, "backward_dkdv": False}[operation]
+        return _why_no_key_rows(tile, head_dim, columns_v, with_dq=with_dq)
 
 
-def _why_no_forward(tile: TileConfig, head_dim: int) -> str | None:
-    if head_dim <= _WIDE:
-        return _why_no_query_rows(tile, head_dim, 1)
+def _why_no_forward(tile: TileConfig, head_dim_v: int) -> str | None:
+    if head_dim_v <= _WIDE:
+        return _why_no_query_rows(tile, head_dim_v, 1)
     pairs = tile.num_warps // 2
     if tile.b_c % 32:
         return f"b_c={tile.b_c} is not a multiple of 32"
@@ -165,11 +171,11 @@ def _why_no_forward(tile: TileConfig, head_dim: int) -> str | None:
         return f"b_r={tile.b_r} does not give each pair of {tile.num_warps} warps 16 or 32 rows"
     if tile.num_stages > 4:
         return f"num_stages={tile.num_stages} is more than 4"
-    return register_shortage(tile.b_r // pairs // 16 * (head_dim + tile.b_c) // 4, 40, tile)
+    return register_shortage(tile.b_r // pairs // 16 * (head_dim_v + tile.b_c) // 4, 40, tile)
 
 
-def _why_no_query_rows(tile: TileConfig, head_dim: int, score_fragments: int) -> str | None:
-    """The reason why kernels whose warps own rows of queries cannot have this tile, or None if they can."""
+def _why_no_query_rows(tile: TileConfig, columns: int, score_fragments: int) -> str | None:
+    """The reason why kernels whose warps own rows of O or dQ cannot have this tile, or None if they can."""
     if tile.b_c % 16:
         return f"b_c={tile.b_c} is not a multiple of 16"
     if tile.b_r % (16 * tile.num_warps) or tile.b_r // tile.num_warps not in (16, 32, 64):
@@ -177,10 +183,10 @@ def _why_no_query_rows(tile: TileConfig, head_dim: int, score_fragments: int) ->
     if tile.num_stages > 4:
         return f"num_stages={tile.num_stages} is more than 4"
     fragments = tile.b_r // tile.num_warps // 16
-    return register_shortage(fragments * (head_dim + score_fragments * tile.b_c) // 2, 32, tile)
+    return register_shortage(fragments * (columns + score_fragments * tile.b_c) // 2, 32, tile)
 
 
-def _why_no_key_rows(tile: TileConfig, head_dim: int, *, with_dq: bool = False) -> str | None:
+def _why_no_key_rows(tile: TileConfig, head_dim: int, head_dim_v: int, *, with_dq: bool) -> str | None:
     """The reason why kernels whose pairs of warps own rows of keys cannot have this tile, or None if they can."""
     pairs = tile.num_warps // 2
     if tile.num_warps % 2 or pairs > 15:
@@ -194,11 +200,8 @@ def _why_no_key_rows(tile: TileConfig, head_dim: int, *, with_dq: bool = False) 
     if with_dq and not _dq_divides(tile, head_dim):
         return f"dQ of {tile.b_r} x {head_dim} does not divide among {tile.num_warps} warps"
     fragments = tile.b_c // pairs // 16
-    return register_shortage(fragments * (head_dim + tile.b_r) // 2, 32, tile)
-
-
-def _why_no_backward(tile: TileConfig, head_dim: int) -> str | None:
-    return _why_no_key_rows(tile, head_dim, with_dq=True)
+    # One warp of a pair has dV, the other dK.
+    return register_shortage(fragments * (max(head_dim, head_dim_v) + tile.b_r) // 2, 32, tile)
 
 
 def _dq_divides(tile: TileConfig, head_dim: int) -> bool:

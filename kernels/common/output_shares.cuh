@@ -25,8 +25,8 @@ __device__ __forceinline__ void limit_to_share(Range& tiles, const Record& param
 
 template <class Spec>
 struct OutputShares {
-    using Accumulators = ShareWorkspace<Spec::kBr, Spec::kHeadDim, false>;
-    static constexpr int kColumns8 = Accumulators::kColumns8, kOutputElements = Accumulators::kGradientElements;
+    using Accumulators = AccumulatorTile<Spec::kBr, Spec::kHeadDimV>;
+    static constexpr int kColumns8 = Accumulators::kColumns8, kOutputElements = Accumulators::kElements;
     static constexpr int kTileElements = kOutputElements + Spec::kBr;
 
     // The first element of a share of a query tile of a batch or sequence.

@@ -5,7 +5,7 @@
 //
 // The gradients of a share go to a workspace, from which sum_dkdv.cu makes dK and dV. Its order is
 //
-//   [batch][head][share][tile][dK, dV][16 rows][8 columns][32 lanes][4 accumulators]
+//   [batch][head][share][tile][dK, dV] of a gradient [16 rows][8 columns][32 lanes][4 accumulators]
 //
 // where the accumulators have the order of the registers, so that warps write whole cache lines. With kAdds
 // (`single_pass`) there is one copy for all shares, which are added to it atomically. Otherwise each share has its own,
@@ -40,10 +40,23 @@ __device__ __forceinline__ StepRange steps_of_share(int32 steps, int32 num_split
     return {begin, min_of(begin + most, steps)};
 }
 
-template <int kBc, int kHeadDim, bool kAdds>
-struct ShareWorkspace {
+// A tile of kRows rows of results in accumulator order.
+template <int kRows, int kHeadDim>
+struct AccumulatorTile {
     static constexpr int kColumns8 = round_up(kHeadDim, 16) / 8;
-    static constexpr int kGradientElements = kBc * kColumns8 * 8, kTileElements = 2 * kGradientElements;
+    static constexpr int kElements = kRows * kColumns8 * 8;
+
+    // Offset of the accumulators of `lane` in a block of 16 rows by 8 columns.
+    __device__ static int32 offset(int32 row16, int32 column8, int32 lane) {
+        return (row16 * kColumns8 + column8) * 128 + lane * 4;
+    }
+};
+
+template <int kBc, int kHeadDim, int kHeadDimV, bool kAdds>
+struct ShareWorkspace {
+    using Dk = AccumulatorTile<kBc, kHeadDim>;
+    using Dv = AccumulatorTile<kBc, kHeadDimV>;
+    static constexpr int kTileElements = Dk::kElements + Dv::kElements;
 
     // The first element of the block's share.
     template <class Record>
@@ -54,17 +67,13 @@ struct ShareWorkspace {
         return params.shares + (copy * params.num_tiles + where.tile) * kTileElements;
     }
 
-    // Offset in a gradient of the accumulators of `lane` in a block of 16 rows by 8 columns.
-    __device__ static int32 offset(int32 row16, int32 column8, int32 lane) {
-        return (row16 * kColumns8 + column8) * 128 + lane * 4;
-    }
-
-    // Writes or adds 16 rows of a gradient, which a warp holds. Columns beyond the padded head_dim are left out.
-    template <int kN8>
-    __device__ __forceinline__ static void put(float* gradient, const QuadFragment<kN8>& x, int32 row16, int32 lane) {
+    // Writes or adds 16 rows of a gradient, dK or dV, which a warp holds. Columns beyond the padded head_dim are left
+    // out.
+    template <class Gradient, int kN8>
+    __device__ __forceinline__ static void put(float* share, const QuadFragment<kN8>& x, int32 row16, int32 lane) {
 #pragma unroll
-        for (int n = 0; n < min_of(kN8, kColumns8); ++n) {
-            float* to = gradient + offset(row16, n, lane);
+        for (int n = 0; n < min_of(kN8, Gradient::kColumns8); ++n) {
+            float* to = share + Gradient::offset(row16, n, lane);
             if constexpr (!kAdds) {
                 *reinterpret_cast<float4*>(to) =
                     make_float4(x.value[n][0], x.value[n][1], x.value[n][2], x.value[n][3]);

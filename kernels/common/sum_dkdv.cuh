@@ -14,8 +14,10 @@ namespace fa2::common {
 template <class Spec, class Params = fa2::Params>
 struct SumDkdv {
     using Element = typename Spec::Element;
-    using Workspace = ShareWorkspace<Spec::kBc, Spec::kHeadDim, false>;
-    static constexpr int kChunks = Spec::kHeadDim / 8, kRow32s = ceil_div(Spec::kBc, 32);
+    using Workspace = ShareWorkspace<Spec::kBc, Spec::kHeadDim, Spec::kHeadDimV, false>;
+    using Dk = typename Workspace::Dk;
+    using Dv = typename Workspace::Dv;
+    static constexpr int kRow32s = ceil_div(Spec::kBc, 32);
 
     __device__ static void run(const Params& params, int32 block) {
         const bool is_dv = block % 2;
@@ -34,11 +36,13 @@ struct SumDkdv {
         const int64 between_copies = static_cast<int64>(params.num_key_tiles) * Workspace::kTileElements;
         const float* first = params.shares + head_index * params.num_copies * between_copies +
                              static_cast<int64>(tile) * Workspace::kTileElements +
-                             (is_dv ? Workspace::kGradientElements : 0);
-        for (int32 index = threadIdx.x; index < 2 * 8 * kChunks; index += blockDim.x) {
-            const int32 column8 = index % kChunks, g = index / kChunks % 8, row = index / (kChunks * 8) * 16 + g;
+                             (is_dv ? Dk::kElements : 0);
+        const int32 chunks = is_dv ? Spec::kHeadDimV / 8 : Spec::kHeadDim / 8;
+        for (int32 index = threadIdx.x; index < 2 * 8 * chunks; index += blockDim.x) {
+            const int32 column8 = index % chunks, g = index / chunks % 8, row = index / (chunks * 8) * 16 + g;
             if (row >= left) return;
-            const float* share = first + Workspace::offset((first_row + row) / 16, column8, 4 * g);
+            const int32 row16 = (first_row + row) / 16;
+            const float* share = first + (is_dv ? Dv::offset(row16, column8, 4 * g) : Dk::offset(row16, column8, 4 * g));
             float sum[4][4] = {};  // [lane - 4 g][accumulator]
 #pragma unroll 4
             for (int32 copy = 0; copy < params.num_copies; ++copy, share += between_copies)

@@ -25,13 +25,13 @@
 //
 //   shared memory                     written by          read by
 //   K [kBc][kD]                       all warps           probability warps, for S^T; all warps, for dQ (`single_pass`)
-//   V [kBc][kD]                       all warps           derivative warps, for dP^T
-//   (Q, dO) [kStages], [kBr][kD]      all warps           all warps, as right operands of the four products
+//   V [kBc][kDv]                      all warps           derivative warps, for dP^T
+//   (Q, dO) [kStages], [kBr][kD, kDv] all warps           all warps, as right operands of the four products
 //   dS^T [2][kBc][kBr]                derivative warps    all warps, for dQ one iteration later (`single_pass` only)
 //   P^T [kBc][kBr]                    probability warps   the derivative warp of the same pair
 //   (lse, -delta) [2], [kBr]          first 2 kBr threads probability warps (lse), derivative warps (-delta)
 //
-// At the end dV is staged in the rows of K, and dK in those of V.
+// At the end dV and dK are staged at the place of K and V, in this order.
 //
 // Barriers: query_tile_barrier at the top of an iteration guarantees that the query tile has landed, that dS of the
 // previous tile is complete, and that the slots read by the previous iteration are free. With one stage, another one
@@ -50,31 +50,43 @@
 
 namespace fa2::sm80 {
 
+// The tiles of a role: the warp's keys, the query-side operands of its first and of its second product, and its gradient.
+template <bool kProbability, class KTile, class VTile, class QTile, class DoTile>
+struct RoleTiles {
+    using Own = KTile;
+    using Right = QTile;
+    using Second = DoTile;
+    using Result = VTile;
+};
+template <class KTile, class VTile, class QTile, class DoTile>
+struct RoleTiles<false, KTile, VTile, QTile, DoTile> : RoleTiles<true, VTile, KTile, DoTile, QTile> {};
+
 template <class Spec, bool kWithDq = false, class Params = fa2::Params>
 struct BackwardDkdv {
     using Element = typename Spec::Element;
     static constexpr bool kByKeys = true, kFindsSequences = false;
     static constexpr int kBr = Spec::kBr, kBc = Spec::kBc, kStages = Spec::kStages, kWarps = Spec::kWarps;
-    static constexpr int kHeadDim = Spec::kHeadDim;
-    static constexpr int kD = padded_head_dim(kHeadDim);
+    static constexpr int kHeadDim = Spec::kHeadDim, kHeadDimV = Spec::kHeadDimV;
+    static constexpr int kD = padded_head_dim(kHeadDim), kDv = padded_head_dim(kHeadDimV);
     static constexpr int kThreads = kWarps * 32;
     static constexpr int kPairs = kWarps / 2;
     static constexpr bool kInterleaved = kWithDq && kD > 64;
     static constexpr int kPairKeys = kBc / kPairs;
     static constexpr int kM16 = kPairKeys / 16;
 
-    using KeyTile = SmemTile<kBc, kD>;
-    using QueryTile = SmemTile<kBr, kD>;
+    using KTile = SmemTile<kBc, kD>;
+    using VTile = SmemTile<kBc, kDv>;
+    using QTile = SmemTile<kBr, kD>;
+    using DoTile = SmemTile<kBr, kDv>;
     using DsTile = SmemTile<kBc, kBr>;
     using Scores = QuadFragment<kBr / 8>;
-    using Gradient = QuadFragment<kD / 8>;
     using Exchanged = PackedFragment<float16, kBr / 8>;
 
     static constexpr int kK = 0;
-    static constexpr int kV = kK + KeyTile::kBytes;
-    static constexpr int kQ = kV + KeyTile::kBytes;
-    static constexpr int kDo = kQ + QueryTile::kBytes;
-    static constexpr int kStageBytes = 2 * QueryTile::kBytes;
+    static constexpr int kV = kK + KTile::kBytes;
+    static constexpr int kQ = kV + VTile::kBytes;
+    static constexpr int kDo = kQ + QTile::kBytes;
+    static constexpr int kStageBytes = QTile::kBytes + DoTile::kBytes;
     static constexpr int kDs = kQ + kStages * kStageBytes;
     static constexpr int kP = kDs + (kWithDq ? 2 * DsTile::kBytes : 0);
     static constexpr int kRowStats = kP + kBc * kBr * 2;
@@ -91,6 +103,13 @@ struct BackwardDkdv {
     static_assert(kWarps % kDqWarpsM == 0);
 
     using Step = common::QueryStep;
+
+    template <bool kProbability>
+    using Role = RoleTiles<kProbability, KTile, VTile, QTile, DoTile>;
+    template <bool kProbability>
+    using Gradient = QuadFragment<Role<kProbability>::Result::kCols / 8>;
+    template <bool kProbability>
+    static constexpr int kResultDim = kProbability ? kHeadDimV : kHeadDim;
 
     const Params& params;
     uint32 smem;
@@ -115,10 +134,10 @@ struct BackwardDkdv {
     __device__ void load_key_tile() const {
         const Element* k = params.k + params.k_strides.offset(where.batch, 0, where.head);
         const Element* v = params.v + params.v_strides.offset(where.batch, 0, where.head);
-        load_tile_async<KeyTile, kThreads, kHeadDim>(smem + kK, k, params.k_strides.row, where.tile * kBc,
-                                                     params.seqlen_k, thread);
-        load_tile_async<KeyTile, kThreads, kHeadDim>(smem + kV, v, params.v_strides.row, where.tile * kBc,
-                                                     params.seqlen_k, thread);
+        load_tile_async<KTile, kThreads, kHeadDim>(smem + kK, k, params.k_strides.row, where.tile * kBc,
+                                                   params.seqlen_k, thread);
+        load_tile_async<VTile, kThreads, kHeadDimV>(smem + kV, v, params.v_strides.row, where.tile * kBc,
+                                                    params.seqlen_k, thread);
     }
 
     __device__ void load_query_tile(Step step, int32 slot) const {
@@ -126,10 +145,10 @@ struct BackwardDkdv {
         if constexpr (common::kListsTiles<Spec>) step = tiles.at(step);
         const Element* q = params.q + params.q_strides.offset(batch, 0, step.head);
         const Element* dout = params.dout + params.dout_strides.offset(batch, 0, step.head);
-        load_tile_async<QueryTile, kThreads, kHeadDim>(smem + kQ + slot * kStageBytes, q, params.q_strides.row,
-                                                       step.tile * kBr, params.seqlen_q, thread);
-        load_tile_async<QueryTile, kThreads, kHeadDim>(smem + kDo + slot * kStageBytes, dout, params.dout_strides.row,
-                                                       step.tile * kBr, params.seqlen_q, thread);
+        load_tile_async<QTile, kThreads, kHeadDim>(smem + kQ + slot * kStageBytes, q, params.q_strides.row,
+                                                   step.tile * kBr, params.seqlen_q, thread);
+        load_tile_async<DoTile, kThreads, kHeadDimV>(smem + kDo + slot * kStageBytes, dout, params.dout_strides.row,
+                                                     step.tile * kBr, params.seqlen_q, thread);
     }
 
     // The first kBr threads return lse * log2(e), the next kBr return -delta. An lse of +inf makes P zero, without a
@@ -165,8 +184,8 @@ struct BackwardDkdv {
         }
         const int32 row = threadIdx.x;
         if (is_hidden(row)) {
-            clear_row<QueryTile>(smem + kQ + slot * kStageBytes, row);
-            clear_row<QueryTile>(smem + kDo + slot * kStageBytes, row);
+            clear_row<QTile>(smem + kQ + slot * kStageBytes, row);
+            clear_row<DoTile>(smem + kDo + slot * kStageBytes, row);
         }
         block_barrier();
     }
@@ -175,16 +194,16 @@ struct BackwardDkdv {
         return smem + kP + (((pair * kM16 + m) * (kBr / 16) + s) * 32 + lane) * 16;
     }
 
-    // One role's part of an iteration. `own`: the warp's rows of K or V. `right`: the query-side operand of the first
-    // product, Q or dO. `second`: the query-side operand of the second product, dO or Q.
+    // One role's part of an iteration.
     template <bool kProbability>
-    __device__ void iterate(Gradient (&gradient)[kM16], int32 slot, int32 parity, Step step) const {
+    __device__ void iterate(Gradient<kProbability> (&gradient)[kM16], int32 slot, int32 parity, Step step) const {
         const int32 lane = computed_anew(this->lane);
         const uint32 q = smem + kQ + slot * kStageBytes, dout = smem + kDo + slot * kStageBytes;
-        const LaneAddress<KeyTile, MatrixOrder::kRowsFirst> own(smem + (kProbability ? kK : kV), pair * kPairKeys,
-                                                                lane);
-        const LaneAddress<QueryTile, MatrixOrder::kChunksFirst> right(kProbability ? q : dout, 0, lane);
-        const LaneAddress<QueryTile, MatrixOrder::kRowsFirst> second(kProbability ? dout : q, 0, lane);
+        using Tiles = Role<kProbability>;
+        const LaneAddress<typename Tiles::Own, MatrixOrder::kRowsFirst> own(smem + (kProbability ? kK : kV),
+                                                                            pair * kPairKeys, lane);
+        const LaneAddress<typename Tiles::Right, MatrixOrder::kChunksFirst> right(kProbability ? q : dout, 0, lane);
+        const LaneAddress<typename Tiles::Second, MatrixOrder::kRowsFirst> second(kProbability ? dout : q, 0, lane);
         const uint32 row_stats =
             smem + kRowStats + parity * kRowStatsBytes + (kProbability ? 0 : kBr * 4) + lane % 4 * 8;
 
@@ -199,7 +218,7 @@ struct BackwardDkdv {
 #pragma unroll
                 for (int e = 0; e < 4; ++e) x[m].value[n][e] = minus_delta[e % 2];
         }
-        multiply<Element, kD / 16>(
+        multiply<Element, Tiles::Own::kCols / 16>(
             x, [&](int m, int kk) { return ldmatrix_x4<false>(own.at(m, kk)); },
             [&](int n, int kk) { return ldmatrix_x4<false>(right.at(n, kk)); });
 
@@ -280,7 +299,7 @@ struct BackwardDkdv {
         const int32 lane = computed_anew(this->lane);
         const int32 m0 = warp % kDqWarpsM * kProductM16, n0 = warp / kDqWarpsM * kDqN16;
         const LaneAddress<DsTile, MatrixOrder::kChunksFirst> ds(smem + kDs + parity * DsTile::kBytes, 0, lane);
-        const LaneAddress<KeyTile, MatrixOrder::kRowsFirst> k(smem + kK, 0, lane);
+        const LaneAddress<KTile, MatrixOrder::kRowsFirst> k(smem + kK, 0, lane);
         Product product[kProductM16];
 #pragma unroll
         for (int m = 0; m < kProductM16; ++m) product[m].fill(0.0f);
@@ -302,7 +321,7 @@ struct BackwardDkdv {
 
     template <bool kProbability>
     __device__ void loop() const {
-        Gradient gradient[kM16];
+        Gradient<kProbability> gradient[kM16];
 #pragma unroll
         for (int m = 0; m < kM16; ++m) gradient[m].fill(0.0f);
 
@@ -378,21 +397,23 @@ struct BackwardDkdv {
     }
 
     template <bool kProbability>
-    __device__ void put_share(const Gradient (&gradient)[kM16]) const {
-        using Shares = common::ShareWorkspace<kBc, kHeadDim, kWithDq>;
-        float* own = Shares::of_block(params) + kProbability * Shares::kGradientElements;
+    __device__ void put_share(const Gradient<kProbability> (&gradient)[kM16]) const {
+        using Shares = common::ShareWorkspace<kBc, kHeadDim, kHeadDimV, kWithDq>;
+        using Own = common::AccumulatorTile<kBc, kResultDim<kProbability>>;
+        float* own = Shares::of_block(params) + kProbability * Shares::Dk::kElements;
 #pragma unroll
-        for (int m = 0; m < kM16; ++m) Shares::put(own, gradient[m], pair * kM16 + m, lane);
+        for (int m = 0; m < kM16; ++m) Shares::template put<Own>(own, gradient[m], pair * kM16 + m, lane);
     }
 
-    // dV is staged in this pair's rows of K, and dK in those of V, which no warp reads any more.
+    // No warp reads K and V any more.
     template <bool kProbability>
-    __device__ void store_gradient(Gradient (&gradient)[kM16]) const {
+    __device__ void store_gradient(Gradient<kProbability> (&gradient)[kM16]) const {
+        using Result = typename Role<kProbability>::Result;
         if constexpr (!kProbability || common::kHasKeptScale<Spec>)
 #pragma unroll
             for (int m = 0; m < kM16; ++m)
 #pragma unroll
-                for (int n = 0; n < kD / 8; ++n)
+                for (int n = 0; n < Result::kCols / 8; ++n)
 #pragma unroll
                     for (int e = 0; e < 4; ++e)
                         gradient[m].value[n][e] *=
@@ -400,8 +421,9 @@ struct BackwardDkdv {
         const auto where = common::scheduled_tile<Spec, kByKeys>(params, computed_anew(blockIdx.x));
         const Strides& strides = kProbability ? params.dv_strides : params.dk_strides;
         Element* gmem = (kProbability ? params.dv : params.dk) + strides.offset(where.batch, 0, where.head);
-        store_rows<KeyTile, kM16, kHeadDim>(smem + (kProbability ? kK : kV), pair * kPairKeys, 0, gradient, gmem,
-                                            strides.row, where.tile * kBc + pair * kPairKeys, params.seqlen_k, lane);
+        store_rows<Result, kM16, kResultDim<kProbability>>(
+            smem + (kProbability ? 0 : VTile::kBytes), pair * kPairKeys, 0, gradient, gmem, strides.row,
+            where.tile * kBc + pair * kPairKeys, params.seqlen_k, lane);
     }
 };
 

@@ -10,8 +10,8 @@
 //
 //   shared memory                     written by          read by
 //   Q [kBr][kD]                       all warps           each warp its rows, to compute S
-//   dO [kBr][kD]                      all warps           each warp its rows, to compute dP
-//   (K, V) [kStages], [kBc][kD]       all warps           all warps, to compute S and dQ (K) and dP (V)
+//   dO [kBr][kDv]                     all warps           each warp its rows, to compute dP
+//   (K, V) [kStages], [kBc][kD, kDv]  all warps           all warps, to compute S and dQ (K) and dP (V)
 //
 // At the end dQ is staged in the rows of Q.
 //
@@ -35,18 +35,20 @@ struct BackwardDq {
     using Element = typename Spec::Element;
     static constexpr bool kByKeys = false, kFindsSequences = false;
     static constexpr int kBr = Spec::kBr, kBc = Spec::kBc;
-    static constexpr int kHeadDim = Spec::kHeadDim;
-    static constexpr int kD = padded_head_dim(kHeadDim);
+    static constexpr int kHeadDim = Spec::kHeadDim, kHeadDimV = Spec::kHeadDimV;
+    static constexpr int kD = padded_head_dim(kHeadDim), kDv = padded_head_dim(kHeadDimV);
     static constexpr int kThreads = Spec::kWarps * 32;
     static constexpr int kWarpRows = kBr / Spec::kWarps;
     static constexpr int kM16 = kWarpRows / 16;
 
-    using QueryTile = SmemTile<kBr, kD>;
-    using KeyTile = SmemTile<kBc, kD>;
+    using QTile = SmemTile<kBr, kD>;
+    using DoTile = SmemTile<kBr, kDv>;
     static constexpr int kQ = 0;
-    static constexpr int kDo = QueryTile::kBytes;
-    static constexpr int kKeys = 2 * QueryTile::kBytes;
-    using Ring = KeyRing<common::KeyTiles<Spec>, Element, KeyTile, Spec::kStages, kThreads, kHeadDim>;
+    static constexpr int kDo = QTile::kBytes;
+    static constexpr int kKeys = kDo + DoTile::kBytes;
+    using Ring = KeyRing<common::KeyTiles<Spec>, Element, kBc, Spec::kStages, kThreads, kHeadDim, kHeadDimV>;
+    using KTile = typename Ring::KTile;
+    using VTile = typename Ring::VTile;
     static constexpr int kSharedBytes = kKeys + Ring::kBytes;
     static_assert(kSharedBytes == Spec::kSharedBytes);
 
@@ -78,10 +80,10 @@ struct BackwardDq {
                         thread,
                         tiles};
         const int32 begin = mask.first_query(0);  // rows before it see no key
-        load_tile_async<QueryTile, kThreads, kHeadDim>(smem + kQ, q, params.q_strides.row, first_row, params.seqlen_q,
-                                                       thread, begin);
-        load_tile_async<QueryTile, kThreads, kHeadDim>(smem + kDo, dout, params.dout_strides.row, first_row,
-                                                       params.seqlen_q, thread, begin);
+        load_tile_async<QTile, kThreads, kHeadDim>(smem + kQ, q, params.q_strides.row, first_row, params.seqlen_q,
+                                                   thread, begin);
+        load_tile_async<DoTile, kThreads, kHeadDimV>(smem + kDo, dout, params.dout_strides.row, first_row,
+                                                     params.seqlen_q, thread, begin);
         cp_async_commit();
         ring.start();
         common::clear_skipped_dbias<Spec>(params, {where.batch, where.head, first_row + warp_row, 0, lane}, kWarpRows,
@@ -102,8 +104,8 @@ struct BackwardDq {
                 minus_delta[m][i] = hidden ? 0.0f : -params.delta[first_stat + row];
             }
 
-        const LaneAddress<QueryTile, MatrixOrder::kRowsFirst> q_address(smem + kQ, warp_row, lane);
-        const LaneAddress<QueryTile, MatrixOrder::kRowsFirst> do_address(smem + kDo, warp_row, lane);
+        const LaneAddress<QTile, MatrixOrder::kRowsFirst> q_address(smem + kQ, warp_row, lane);
+        const LaneAddress<DoTile, MatrixOrder::kRowsFirst> do_address(smem + kDo, warp_row, lane);
         Gradient dq[kM16];
 #pragma unroll
         for (int m = 0; m < kM16; ++m) dq[m].fill(0.0f);
@@ -113,9 +115,9 @@ struct BackwardDq {
             int32 tile = position;
             if constexpr (common::kListsTiles<Spec>) tile = tiles.at(position);
             if (Spec::kMayHideRows && position == tiles.end - 1) clear_hidden_rows(smem, warp_row, lse, lane);
-            const LaneAddress<KeyTile, MatrixOrder::kChunksFirst> k_rows(slot, 0, lane);
-            const LaneAddress<KeyTile, MatrixOrder::kChunksFirst> v_rows(slot + KeyTile::kBytes, 0, lane);
-            const LaneAddress<KeyTile, MatrixOrder::kRowsFirst> k_columns(slot, 0, lane);
+            const LaneAddress<KTile, MatrixOrder::kChunksFirst> k_rows(slot, 0, lane);
+            const LaneAddress<VTile, MatrixOrder::kChunksFirst> v_rows(slot + KTile::kBytes, 0, lane);
+            const LaneAddress<KTile, MatrixOrder::kRowsFirst> k_columns(slot, 0, lane);
 
             Scores p[kM16], ds[kM16];
 #pragma unroll
@@ -152,7 +154,7 @@ struct BackwardDq {
                         common::hide_scores<false, Spec>(p[m], mask, params, score_tile, 0.0f);
                 }
             }
-            multiply<Element, kD / 16>(
+            multiply<Element, kDv / 16>(
                 ds, [&](int m, int kk) { return ldmatrix_x4<false>(do_address.at(m, kk)); },
                 [&](int n, int kk) { return ldmatrix_x4<false>(v_rows.at(n, kk)); });
 
@@ -185,9 +187,9 @@ struct BackwardDq {
             for (int n = 0; n < kD / 8; ++n)
 #pragma unroll
                 for (int e = 0; e < 4; ++e) dq[m].value[n][e] *= params.softmax_scale;
-        store_rows<QueryTile, kM16, kHeadDim>(smem + kQ, warp_row, 0, dq,
-                                              params.dq + params.dq_strides.offset(where.batch, 0, where.head),
-                                              params.dq_strides.row, first_row + warp_row, params.seqlen_q, lane);
+        store_rows<QTile, kM16, kHeadDim>(smem + kQ, warp_row, 0, dq,
+                                          params.dq + params.dq_strides.offset(where.batch, 0, where.head),
+                                          params.dq_strides.row, first_row + warp_row, params.seqlen_q, lane);
     }
 
   private:
@@ -200,8 +202,8 @@ struct BackwardDq {
             for (int i = 0; i < 2; ++i)
                 if (lse[m][i] == common::infinity<float>()) {
                     const int32 row = warp_row + 16 * m + Scores::row(i, lane);
-                    clear_row<QueryTile, 4>(smem + kQ, row, lane % 4);
-                    clear_row<QueryTile, 4>(smem + kDo, row, lane % 4);
+                    clear_row<QTile, 4>(smem + kQ, row, lane % 4);
+                    clear_row<DoTile, 4>(smem + kDo, row, lane % 4);
                 }
         __syncwarp();
     }

@@ -1,4 +1,4 @@
-// The forward has two main loops. Up to head_dim 128 a warp's registers hold 32 whole rows of O (forward_rows.cuh);
+// The forward has two main loops. Up to 128 columns of V a warp's registers hold 32 whole rows of O (forward_rows.cuh);
 // above, two warps share these rows (forward_split.cuh).
 #pragma once
 #include "sm80/forward_rows.cuh"
@@ -12,6 +12,6 @@ template <class Spec>
 struct ForwardOf<Spec, true> : ForwardSplit<Spec> {};
 
 template <class Spec>
-using Forward = ForwardOf<Spec, (Spec::kHeadDim > 128)>;
+using Forward = ForwardOf<Spec, (Spec::kHeadDimV > 128)>;
 
 }  // namespace fa2::sm80

@@ -12,8 +12,10 @@
 // (common/online_softmax.cuh).
 //
 //   shared memory                     written by          read by
-//   Q [kBr][kD]                       all warps           each warp its rows, to compute S; O is staged here at the end
-//   (K, V) [kStages], [kBc][kD]       all warps           all warps, to compute S (K) and O (V)
+//   Q [kBr][kD]                       all warps           each warp its rows, to compute S
+//   (K, V) [kStages], [kBc][kD, kDv]  all warps           all warps, to compute S (K) and O (V)
+//
+// At the end O [kBr][kDv] is staged at the place of Q, and of the first slots if it is larger.
 //
 // Barriers: one __syncthreads per key tile, in the ring of K and V (key_ring.cuh). P stays in registers and needs none.
 #pragma once
@@ -37,20 +39,22 @@ struct ForwardRows {
     using Element = typename Spec::Element;
     static constexpr bool kByKeys = false, kFindsSequences = false;
     static constexpr int kBr = Spec::kBr, kBc = Spec::kBc;
-    static constexpr int kHeadDim = Spec::kHeadDim;
-    static constexpr int kD = padded_head_dim(kHeadDim);
+    static constexpr int kHeadDim = Spec::kHeadDim, kHeadDimV = Spec::kHeadDimV;
+    static constexpr int kD = padded_head_dim(kHeadDim), kDv = padded_head_dim(kHeadDimV);
     static constexpr int kThreads = Spec::kWarps * 32;
     static constexpr int kWarpRows = kBr / Spec::kWarps;
     static constexpr int kM16 = kWarpRows / 16;
 
     using QTile = SmemTile<kBr, kD>;
-    using KeyTile = SmemTile<kBc, kD>;
-    using Ring = KeyRing<common::KeyTiles<Spec>, Element, KeyTile, Spec::kStages, kThreads, kHeadDim>;
-    static constexpr int kSharedBytes = QTile::kBytes + Ring::kBytes;
+    using OTile = SmemTile<kBr, kDv>;
+    using Ring = KeyRing<common::KeyTiles<Spec>, Element, kBc, Spec::kStages, kThreads, kHeadDim, kHeadDimV>;
+    using KTile = typename Ring::KTile;
+    using VTile = typename Ring::VTile;
+    static constexpr int kSharedBytes = common::max_of(QTile::kBytes + Ring::kBytes, OTile::kBytes);
     static_assert(kSharedBytes == Spec::kSharedBytes);
 
     using Scores = QuadFragment<kBc / 8>;
-    using Output = QuadFragment<kD / 8>;
+    using Output = QuadFragment<kDv / 8>;
     using Softmax = common::OnlineSoftmax<float, 2, 4, common::exp2_approx, false, 1, common::kNaturalInExponent<Spec>>;
 
     __device__ static void run(const Params& params, char* dynamic_smem) {
@@ -96,8 +100,8 @@ struct ForwardRows {
             const uint32 slot = ring.acquire(position);
             int32 tile = position;
             if constexpr (common::kListsTiles<Spec>) tile = tiles.at(position);
-            const LaneAddress<KeyTile, MatrixOrder::kChunksFirst> k_address(slot, 0, lane);
-            const LaneAddress<KeyTile, MatrixOrder::kRowsFirst> v_address(slot + KeyTile::kBytes, 0, lane);
+            const LaneAddress<KTile, MatrixOrder::kChunksFirst> k_address(slot, 0, lane);
+            const LaneAddress<VTile, MatrixOrder::kRowsFirst> v_address(slot + KTile::kBytes, 0, lane);
 
             Scores scores[kM16];
 #pragma unroll
@@ -123,7 +127,7 @@ struct ForwardRows {
                 float rescale[2];
                 softmax[m].update(scores[m], rescale);
 #pragma unroll
-                for (int n = 0; n < kD / 8; ++n)
+                for (int n = 0; n < kDv / 8; ++n)
 #pragma unroll
                     for (int e = 0; e < 4; ++e) output[m].value[n][e] *= rescale[e / 2];
                 p[m].set(scores[m]);
@@ -173,8 +177,8 @@ struct ForwardRows {
                     if (lane % 4 == 0 && row < params.seqlen_q) lse[row] = row_lse[i];
                 }
             }
-            store_rows<QTile, kM16, kHeadDim>(smem, warp_row, 0, output, o, params.o_strides.row, first_row + warp_row,
-                                              params.seqlen_q, lane);
+            store_rows<OTile, kM16, kHeadDimV>(smem, warp_row, 0, output, o, params.o_strides.row,
+                                               first_row + warp_row, params.seqlen_q, lane);
         }
     }
 };

@@ -1,4 +1,4 @@
-// FlashAttention-2 forward (Algorithm 1) on mma.sync for head dimensions above 128; see forward_rows.cuh.
+// FlashAttention-2 forward (Algorithm 1) on mma.sync for more than 128 columns of V; see forward_rows.cuh.
 //
 // At this width a warp's registers hold O of only 16 rows. Every right operand read from shared memory would then feed
 // half as many mma instructions, and shared memory bandwidth would be the limit. So two warps share 32 (or 16) rows:
@@ -12,11 +12,12 @@
 // both find P small enough, and otherwise both change to the new one.
 //
 //   shared memory                     written by           read by
-//   Q [kBr][kD]                       all warps            both warps of a pair, to compute S; O is staged here at the
-//                                                          end
-//   (K, V) [kStages], [kBc][kD]       all warps            all warps, to compute S (K) and O (V)
+//   Q [kBr][kD]                       all warps            both warps of a pair, to compute S
+//   (K, V) [kStages], [kBc][kD, kDv]  all warps            all warps, to compute S (K) and O (V)
 //   P per warp, in register order     each warp its half   its partner, to compute O
 //   statistics [kWarps][kPairRows]    each warp its part   its partner; row maxima, and at the end row sums
+//
+// At the end O [kBr][kDv] is staged at the place of Q, and of what follows up to the statistics if it is larger.
 //
 // Barriers: one __syncthreads per key tile, in the ring of K and V. Named barrier 1 + pair: both halves of P are
 // written; the same barrier combines the two votes. It is used once more when row maxima are exchanged.
@@ -41,21 +42,23 @@ struct ForwardSplit {
     using Element = typename Spec::Element;
     static constexpr bool kByKeys = false, kFindsSequences = false;
     static constexpr int kBr = Spec::kBr, kBc = Spec::kBc, kWarps = Spec::kWarps;
-    static constexpr int kHeadDim = Spec::kHeadDim;
-    static constexpr int kD = padded_head_dim(kHeadDim);
+    static constexpr int kHeadDim = Spec::kHeadDim, kHeadDimV = Spec::kHeadDimV;
+    static constexpr int kD = padded_head_dim(kHeadDim), kDv = padded_head_dim(kHeadDimV);
     static constexpr int kThreads = kWarps * 32;
     static constexpr int kPairs = kWarps / 2;
     static constexpr int kPairRows = kBr / kPairs;
     static constexpr int kM16 = kPairRows / 16;
     static constexpr int kHalfKeys = kBc / 2;
-    static constexpr int kHalfCols = kD / 2;
+    static constexpr int kHalfCols = kDv / 2;
 
     using QTile = SmemTile<kBr, kD>;
-    using KeyTile = SmemTile<kBc, kD>;
-    using Ring = KeyRing<common::KeyTiles<Spec>, Element, KeyTile, Spec::kStages, kThreads, kHeadDim>;
+    using OTile = SmemTile<kBr, kDv>;
+    using Ring = KeyRing<common::KeyTiles<Spec>, Element, kBc, Spec::kStages, kThreads, kHeadDim, kHeadDimV>;
+    using KTile = typename Ring::KTile;
+    using VTile = typename Ring::VTile;
     static constexpr int kKeys = QTile::kBytes;
     static constexpr int kP = kKeys + Ring::kBytes;
-    static constexpr int kStats = kP + kBr * kBc * 2;
+    static constexpr int kStats = common::max_of(kP + kBr * kBc * 2, OTile::kBytes);
     static constexpr int kSharedBytes = kStats + kWarps * kPairRows * 4;
     static_assert(kSharedBytes == Spec::kSharedBytes);
 
@@ -90,7 +93,7 @@ struct ForwardSplit {
 
     // O += P V over one half of the tile's keys. The lane addresses `v` start at that half.
     template <class FetchP>
-    __device__ static void accumulate(Output (&output)[kM16], const LaneAddress<KeyTile, MatrixOrder::kRowsFirst>& v,
+    __device__ static void accumulate(Output (&output)[kM16], const LaneAddress<VTile, MatrixOrder::kRowsFirst>& v,
                                       int32 first_c16, FetchP fetch_p) {
         multiply<Element, kHalfKeys / 16>(output, fetch_p,
                                           [&](int n, int kk) { return ldmatrix_x4<true>(v.at(kk, first_c16 + n)); });
@@ -154,7 +157,7 @@ struct ForwardSplit {
             const uint32 slot = ring.acquire(position);
             int32 tile = position;
             if constexpr (common::kListsTiles<Spec>) tile = tiles.at(position);
-            const LaneAddress<KeyTile, MatrixOrder::kChunksFirst> k_address(slot, half * kHalfKeys, lane);
+            const LaneAddress<KTile, MatrixOrder::kChunksFirst> k_address(slot, half * kHalfKeys, lane);
 
             Scores scores[kM16];
 #pragma unroll
@@ -211,7 +214,7 @@ struct ForwardSplit {
                 barrier_sync(barrier(), 64);
             }
 
-            const uint32 v = slot + KeyTile::kBytes;
+            const uint32 v = slot + KTile::kBytes;
             const int32 first_c16 = half * (kHalfCols / 16);
             accumulate(output, {v, half * kHalfKeys, lane}, first_c16, [&](int m, int kk) { return p[m].k16(kk); });
             accumulate(output, {v, (1 - half) * kHalfKeys, lane}, first_c16,
@@ -257,9 +260,9 @@ struct ForwardSplit {
                     if (half == 0 && lane % 4 == 0 && row < params.seqlen_q) lse[row] = row_lse[i];
                 }
             }
-            store_rows<QTile, kM16, kHeadDim>(smem, pair_row, half * kHalfChunks, output,
-                                              params.o + params.o_strides.offset(where.batch, 0, where.head),
-                                              params.o_strides.row, first_row, params.seqlen_q, lane);
+            store_rows<OTile, kM16, kHeadDimV>(smem, pair_row, half * kHalfChunks, output,
+                                               params.o + params.o_strides.offset(where.batch, 0, where.head),
+                                               params.o_strides.row, first_row, params.seqlen_q, lane);
         }
     }
 };

@@ -7,9 +7,11 @@
 namespace fa2::sm80 {
 
 // Tiles: a range of key tiles (common/tile_lists.cuh). The ring's tiles are numbered by their positions in it.
-template <class Tiles, class Element, class KeyTile, int kStages, int kThreads, int kHeadDim>
+template <class Tiles, class Element, int kBc, int kStages, int kThreads, int kHeadDim, int kHeadDimV>
 struct KeyRing {
-    static constexpr int kSlotBytes = 2 * KeyTile::kBytes;  // K, then V
+    using KTile = SmemTile<kBc, padded_head_dim(kHeadDim)>;
+    using VTile = SmemTile<kBc, padded_head_dim(kHeadDimV)>;
+    static constexpr int kSlotBytes = KTile::kBytes + VTile::kBytes;  // K, then V
     static constexpr int kBytes = kStages * kSlotBytes;
 
     uint32 smem;
@@ -46,10 +48,9 @@ struct KeyRing {
         if (position >= begin) {
             int32 tile = position;
             if constexpr (Tiles::kListed) tile = tiles.at(position);
-            load_tile_async<KeyTile, kThreads, kHeadDim>(slot(position), k, k_stride, tile * KeyTile::kRows, seqlen_k,
-                                                         thread);
-            load_tile_async<KeyTile, kThreads, kHeadDim>(slot(position) + KeyTile::kBytes, v, v_stride,
-                                                         tile * KeyTile::kRows, seqlen_k, thread);
+            load_tile_async<KTile, kThreads, kHeadDim>(slot(position), k, k_stride, tile * kBc, seqlen_k, thread);
+            load_tile_async<VTile, kThreads, kHeadDimV>(slot(position) + KTile::kBytes, v, v_stride, tile * kBc,
+                                                        seqlen_k, thread);
         }
         cp_async_commit();
     }

@@ -318,7 +318,7 @@ class BackwardGroup {
     template <class Record>
     __device__ __forceinline__ void put_share(const Gradient& x, const Record& params, int32 index, int32 row16) const {
         using Shares = typename Shape::Shares;
-        Shares::put(Shares::of_block(params) + index * Shares::kGradientElements, x, row16, lane_);
+        Shares::template put<typename Shares::Dk>(Shares::of_block(params) + index * Shares::Dk::kElements, x, row16, lane_);
     }
 
     // Stores this warp's 16 rows of a gradient by TMA; they pass through the rows of K or V in shared memory from `row`

@@ -16,7 +16,7 @@ struct BackwardShape {
     static constexpr bool kWithDq = kDq;
     static constexpr int kBr = Spec::kBr, kBc = Spec::kBc, kStages = Spec::kStages;
     static constexpr int kD = round_up(Spec::kHeadDim, 16), kPanels = ceil_div(kD, kPanelColumns);
-    using Shares = common::ShareWorkspace<kBc, kD, kDq>;
+    using Shares = common::ShareWorkspace<kBc, kD, kD, kDq>;
     // Beyond head_dim 128 a group's registers hold dK or dV of 64 keys, not both.
     static constexpr bool kDivided = kD > 128;
     static constexpr int kGroups = 2;  // consumer warp groups

@@ -94,7 +94,7 @@ MUTANTS = (
     Mutant(
         "dO of a row without a key is kept",
         "backward",
-        "clear_row<QueryTile>(smem + kDo + slot * kStageBytes, row);",
+        "clear_row<DoTile>(smem + kDo + slot * kStageBytes, row);",
         "",
         "numbers",
         without_keys(),

@@ -35,6 +35,7 @@ CATCHES = {
     "race": (ptxsim.PtxError, "shared memory race"),
     "blocks": (ptxsim.PtxError, "global memory race"),
     "bounds": (ptxsim.PtxError, "is out of bounds: at offset"),
+    "shared bounds": (ptxsim.PtxError, "shared access out of bounds"),
     "proxy": (ptxsim.PtxError, "without fence.proxy.async"),
     "in flight": (ptxsim.PtxError, "of an unfinished wgmma is accessed"),
     "ends": (ptxsim.PtxError, "the thread ends with a bulk copy from shared memory in flight"),

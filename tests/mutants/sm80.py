@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .mutant import Mutant
-from .problems import Problem
+from .problems import Problem, without_keys
 
 ONE_HEAD = Problem(heads=(1, 1))
 GROUPS = Problem(heads=(4, 2))
@@ -14,8 +14,49 @@ WIDE = Problem(head_dim=160)
 SECTIONS = Problem(lengths=(65, 65), batch=5, few_multiprocessors=True)
 #: The source between the bound of a loop over 8-column tiles and its body.
 EACH = "; ++n)\n#pragma unroll\n                    for (int e = 0; e < 4; ++e)"
+PAIR = Problem(head_dim=40, head_dim_v=72)
+PAIR_WIDE = Problem(head_dim=40, head_dim_v=136)
+PAIR_GROWING = Problem(head_dim=40, head_dim_v=72, growing=True)
+PAIR_HIDDEN = without_keys(head_dim=40, head_dim_v=72)
+PAIR_SHARES = Problem(head_dim=40, head_dim_v=72, num_splits=3)
+PAIR_AHEAD = Problem(head_dim=40, head_dim_v=72, rows_ahead=3)
+#: A kernel, a text, the head_dim of it that is exchanged for another, what catches the change, and the problem.
+SWAPPED = (
+    ("forward", "load_tile_async<VTile, kThreads, kHeadDimV>(slot", "kHeadDimV", "kHeadDim", "numbers", PAIR),
+    ("forward", "v_address(slot + KTile::kBytes", "KTile", "VTile", "shared bounds", PAIR),
+    ("forward", "store_rows<OTile, kM16, kHeadDimV>(smem, warp_row", "kHeadDimV", "kHeadDim", "unwritten", PAIR),
+    ("forward", "n < kDv / 8; ++n)", "kDv", "kD", "numbers", PAIR_GROWING),
+    ("forward", "AccumulatorTile<Spec::kBr, Spec::kHeadDimV>", "kHeadDimV", "kHeadDim", "uninitialised", PAIR_SHARES),
+    ("forward", "v = slot + KTile::kBytes", "KTile", "VTile", "shared bounds", PAIR_WIDE),
+    ("backward_dq", "load_tile_async<DoTile, kThreads, kHeadDimV>(", "kHeadDimV", "kHeadDim", "numbers", PAIR),
+    ("backward_dq", "v_rows(slot + KTile::kBytes", "KTile", "VTile", "shared bounds", PAIR),
+    ("backward_dq", "multiply<Element, kDv / 16>(", "kDv", "kD", "numbers", PAIR),
+    ("backward_dq", "clear_row<DoTile, 4>(", "DoTile", "QTile", "race", PAIR_HIDDEN),
+    ("backward_dkdv", "load_tile_async<VTile, kThreads, kHeadDimV>(", "kHeadDimV", "kHeadDim", "numbers", PAIR),
+    ("backward_dkdv", "load_tile_async<DoTile, kThreads, kHeadDimV>(", "kHeadDimV", "kHeadDim", "numbers", PAIR),
+    ("backward_dkdv", "clear_row<DoTile>(", "DoTile", "QTile", "numbers", PAIR_HIDDEN),
+    ("backward_dkdv", "multiply<Element, Tiles::Own::kCols / 16>(", "Tiles::Own::kCols", "kD", "numbers", PAIR),
+    ("backward_dkdv", "kProbability ? kHeadDimV : kHeadDim;", "kHeadDimV", "kHeadDim", "unwritten", PAIR),
+    ("backward_dkdv", "kProbability ? 0 : VTile::kBytes", "VTile", "KTile", "race", PAIR),
+    ("backward_dkdv", "kProbability * Shares::Dk::kElements", "Dk", "Dv", "bounds", PAIR_SHARES),
+    ("sum_dkdv", "is_dv ? Dk::kElements", "Dk", "Dv", "numbers", PAIR_SHARES),
+    ("sum_dkdv", "is_dv ? Spec::kHeadDimV / 8", "kHeadDimV", "kHeadDim", "unwritten", PAIR_SHARES),
+    ("sum_dkdv", "is_dv ? Dv::offset", "Dv", "Dk", "numbers", PAIR_SHARES),
+    ("clear_backward", "clear_row<Spec::kHeadDimV>(params.dv,", "kHeadDimV", "kHeadDim", "unwritten", PAIR_AHEAD),
+)
 
 MUTANTS = (
+    *(
+        Mutant(
+            f"sm80: the other head_dim in {operation}, {text}",
+            operation,
+            text,
+            text.replace(of, other),
+            caught_by,
+            problem,
+        )
+        for operation, text, of, other, caught_by, problem in SWAPPED
+    ),
     # sm80: the ring of key tiles
     Mutant(
         "no barrier in the ring",
@@ -85,16 +126,16 @@ MUTANTS = (
     Mutant(
         "v read with the strides of k",
         "forward",
-        "KeyTile::kBytes, v, v_stride,",
-        "KeyTile::kBytes, v, k_stride,",
+        "KTile::kBytes, v, v_stride,",
+        "KTile::kBytes, v, k_stride,",
         "uninitialised",
         Problem(packed="v"),
     ),
     Mutant(
         "o stored with the strides of q",
         "forward",
-        "store_rows<QTile, kM16, kHeadDim>(smem, warp_row, 0, output, o, params.o_strides.row",
-        "store_rows<QTile, kM16, kHeadDim>(smem, warp_row, 0, output, o, params.q_strides.row",
+        "store_rows<OTile, kM16, kHeadDimV>(smem, warp_row, 0, output, o, params.o_strides.row",
+        "store_rows<OTile, kM16, kHeadDimV>(smem, warp_row, 0, output, o, params.q_strides.row",
         "stray",
         Problem(heads=(1, 1), packed="o"),
     ),
@@ -167,8 +208,8 @@ MUTANTS = (
     Mutant(
         "output rescaled by the other row",
         "forward",
-        f"kD / 8{EACH} output[m].value[n][e] *= rescale[e / 2];",
-        f"kD / 8{EACH} output[m].value[n][e] *= rescale[0];",
+        f"kDv / 8{EACH} output[m].value[n][e] *= rescale[e / 2];",
+        f"kDv / 8{EACH} output[m].value[n][e] *= rescale[0];",
         "numbers",
     ),
     Mutant(

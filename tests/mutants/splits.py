@@ -83,7 +83,7 @@ MUTANTS = (
     Mutant(
         "dK in the place of dV",
         "backward",
-        "Shares::of_block(params) + kProbability * Shares::kGradientElements",
+        "Shares::of_block(params) + kProbability * Shares::Dk::kElements",
         "Shares::of_block(params)",
         "numbers",
         SPLIT,
