@@ -197,12 +197,9 @@ def _of_few_queries(
     known = OPERATIONS["decode"].features
     if not set(features) <= set(known) or any(functions.get(name) for name in ("score_mod", "mask_mod")):
         return []
-    family = choose_family("decode", dtype, device)
-    head_dim, head_dim_v = family.head_dims("forward", head_dim, head_dim_v)
-    if head_dim_v is not None and "decode" not in family.pair_calls:
-        return []
+    head_dims = choose_family("decode", dtype, device).head_dims("decode", head_dim, head_dim_v)
     try:
-        return decode_specs(device, dtype, head_dim, causal, features=features)
+        return decode_specs(device, dtype, *head_dims, causal, features=features)
     except UnsupportedProblemError:
         return []
 

@@ -220,10 +220,11 @@ def forward(
     with the Philox generator of Salmon et al. 2011.
 
     On the GPU, arrays are used in place if the last axis is contiguous and, for 16-bit data, rows are aligned to 16
-    bytes. Other arrays are copied first, and so are 16-bit data whose head_dim is not a multiple of 8, and data whose v
-    has another head_dim than q. The work is queued on CuPy's current stream of the arrays' device, without a
-    synchronisation; the first call of a kind compiles its kernel. Offsets are clamped to the arrays on the GPU;
-    decreasing offsets raise no error there and give undefined results.
+    bytes. Other arrays are copied first, and so are 16-bit data whose head_dim is not a multiple of 8. Where v has
+    another head_dim than q, the kernels of ``family="simt"`` and ``"sm80"`` take both; for the others, the narrower
+    arrays are copied to as many columns as the wider ones have. The work is queued on CuPy's current stream of the
+    arrays' device, without a synchronisation; the first call of a kind compiles its kernel. Offsets are clamped to the
+    arrays on the GPU; decreasing offsets raise no error there and give undefined results.
 
     Calls can be captured into a CUDA graph after a call of the same kind has loaded its kernels. Copies and workspaces
     are then memory of the graph: nodes of the graph allocate and free it, and CUDA's memory pool for graphs holds it
@@ -471,7 +472,7 @@ def decode(
     k_cache, v_cache : ndarray, shape (batch, rows, num_heads_kv, head_dim)
         Keys and values, of q's dtype and device; with `block_table`, pages of the shape (pages, page_size,
         num_heads_kv, head_dim), where page_size is a multiple of 16. num_heads must be a multiple of num_heads_kv, as
-        for `forward`.
+        for `forward`. v_cache, and `v` with it, may have another head_dim than q; o then has that of v_cache.
     cache_seqlens : ndarray of int32, shape (batch,)
         Number of rows of each sequence in the cache, those of `k` and `v` not included. Rows of the cache behind them
         are not read.

@@ -69,6 +69,21 @@ def test_nothing_is_needed_behind_the_last_whole_page(num_new):
     check(fa2cupy.decode, dataclasses.replace(WHOLE_PAGES, num_new=num_new))
 
 
+@pytest.mark.parametrize("head_dims", [(32, 8), (8, 32)], ids=str)
+def test_v_with_a_head_dim_of_its_own(head_dims):
+    sizes = {"head_dim": head_dims[0], "head_dim_v": head_dims[1]}
+    check(fa2cupy.decode, Case("float32", (5, 0, 20), num_new=1, page_size=16, **sizes))
+    check(fa2cupy.decode, Case("bfloat16", (5, 20), seqlen_q=3, layout="bhsd", **sizes))
+
+
+def test_caches_of_16_bit_data_whose_rows_do_not_begin_on_16_bytes_are_refused_by_name():
+    q, k_cache, v_cache, lengths, _ = Case("float16", (5, 20), head_dim_v=20).arguments()
+    with pytest.raises(
+        fa2cupy.UnsupportedProblemError, match="^v_cache: for float16 a head_dim that is a multiple of 8"
+    ):
+        fa2cupy.decode(q, k_cache, v_cache, lengths)
+
+
 def test_rows_behind_a_length_are_not_read_and_not_written():
     """`Case` fills them with NaN. Pages of no sequence stay unchanged, too."""
     case = Case("float32", (5, 20), num_new=1, page_size=16)
@@ -143,6 +158,9 @@ def changed(name: str, change):
         ("k_cache", lambda x: x.astype("float64"), TypeError, "^k_cache: expected dtype float32 to match q"),
         ("k_cache", lambda x: x[0], ValueError, "^k_cache: expected 4 axes"),
         ("v_cache", lambda x: x[:1], ValueError, "^v_cache: expected shape .* to match k_cache"),
+        ("v_cache", lambda x: x[..., :8], ValueError, r"^v: expected shape \(2, 1, 2, 8\) to match k and v_cache"),
+        ("v_cache", lambda x: x[..., None], ValueError, "^v_cache: expected shape"),
+        ("v", lambda x: x[..., :8], ValueError, r"^v: expected shape \(2, 1, 2, 32\) to match k"),
         ("v", lambda x: None, ValueError, "^v: rows are appended to both caches"),
         ("k", lambda x: None, ValueError, "^k: rows are appended to both caches"),
         ("k", lambda x: x[:, :, :1], ValueError, "^k: expected shape"),

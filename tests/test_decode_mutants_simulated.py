@@ -40,6 +40,8 @@ LONG = Case("float16", (22 * 128 - 3,), heads=(2, 1), head_dim=128)
 TWO_JOBS = Case("float32", (41 * 32 - 3, 4 * 32 - 5), heads=(1, 1), head_dim=160)
 SIXTEEN = Case("float16", (70,), heads=(16, 1))
 TOO_LONG = dataclasses.replace(DENSE, lengths=(91, 90), capacity=92)
+PAIR = dataclasses.replace(PAGED, head_dim=40, head_dim_v=72)
+PAIR_IEEE = dataclasses.replace(PAIR, dtype="float32")
 
 
 @dataclass(frozen=True)
@@ -167,6 +169,21 @@ MUTANTS = (
            "uninitialised", WHOLE_PAGES),
     Mutant("the entry behind a full tile", "if (step < segment.end && key < segment.job.cached) ahead",
            "if (step < segment.end) ahead", "bounds", WHOLE_PAGES),
+    # A head_dim of v in the place of that of q, and the other way round
+    Mutant("columns of k for new rows of v", "column < Spec::kHeadDimV)", "column < Spec::kHeadDim)", "blocks",
+           dataclasses.replace(PAIR, head_dim=72, head_dim_v=40)),
+    Mutant("columns of v for new rows of k", "column < Spec::kHeadDim)", "column < Spec::kHeadDimV)", "blocks", PAIR),
+    Mutant("v in the middle of a slot", "char* v = k + Warp::kKeyBytes;", "char* v = k + Warp::kSlotBytes / 2;",
+           "uninitialised", PAIR),
+    Mutant("v read from the end of v", "shared_address(slot) + kKeyBytes", "shared_address(slot) + VTile::kBytes",
+           "uninitialised", PAIR),
+    Mutant("columns of k for v", "load_rows_async<VTile, 32, Spec::kHeadDimV>",
+           "load_rows_async<VTile, 32, Spec::kHeadDim>", "numbers", PAIR),
+    Mutant("columns of k for o", "ceil_div(Spec::kHeadDimV, kVector)", "ceil_div(Spec::kHeadDim, kVector)",
+           "unwritten", PAIR),
+    Mutant("rows of k for v", "copy_rows<RowsV, 32, kKeys>", "copy_rows<Rows, 32, kKeys>", "uninitialised", PAIR_IEEE),
+    Mutant("v read from the end of v, in IEEE arithmetic", "posted, k + kKeys * Rows::", "posted, k + kKeys * RowsV::",
+           "uninitialised", PAIR_IEEE),
     # Parts that are far larger than others
     *(
         Mutant(f"weights beside those of the {place} part, {whose}", HIGHEST,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import numpy as np
 import pytest
@@ -47,6 +48,16 @@ def launched(monkeypatch):
     with simulated_gpu(monkeypatch, FEW) as stages:
         yield stages
         assert {stage.spec.operation for stage in stages} <= {"decode"}
+
+
+@pytest.mark.sample(dtype=("float16",), pair=((40, 72),))
+@pytest.mark.parametrize("pair", ((40, 72), (8, 136), (136, 8), (128, 64), (64, 128), (192, 128), (256, 128)), ids=str)
+@pytest.mark.parametrize("dtype", ("float16", "float32", "float64"))
+def test_v_with_a_head_dim_of_its_own(launched, dtype, pair):
+    sizes = {"head_dim": pair[0], "head_dim_v": pair[1]}
+    check(on_device, Case(dtype, (0, 1, 65, 200), heads=(2, 1), page_size=16, num_new=1, **sizes))
+    check(functools.partial(on_device, view=packed), Case(dtype, (17, 130), heads=(6, 2), seqlen_q=3, **sizes))
+    assert {(stage.spec.head_dim, stage.spec.head_dim_v) for stage in launched} == {pair}
 
 
 @pytest.mark.sample(dtype=("bfloat16",), head_dim=(40,))
@@ -334,19 +345,21 @@ def test_the_grid_does_not_depend_on_lengths(launched):
 @pytest.mark.matrix
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
 def test_a_forward_with_few_queries_runs_the_same_kernel(launched, dtype):
-    for lengths, heads, options in (
-        ((1, 200), (4, 1), {"causal": True}),
-        ((4, 130), (4, 1), {"causal": True, "layout": "bhsd"}),
-        ((3, 70), (2, 2), {"window": (30, 0)}),
-        ((5, 2), (2, 1), {"causal": True}),
-        ((2, 0), (2, 1), {}),
+    for lengths, heads, head_dim_v, options in (
+        ((1, 200), (4, 1), 64, {"causal": True}),
+        ((4, 130), (4, 1), 40, {"causal": True, "layout": "bhsd"}),
+        ((3, 70), (2, 2), 64, {"window": (30, 0)}),
+        ((5, 2), (2, 1), 64, {"causal": True}),
+        ((2, 0), (2, 1), 64, {}),
     ):
         layout = options.get("layout", "bshd")
         sizes = {"seqlen_q": lengths[0], "seqlen_k": lengths[1], "num_heads": heads[0], "num_heads_kv": heads[1]}
-        q, k, v, _ = (place(x) for x in make_inputs(dtype, batch=2, head_dim=64, layout=layout, **sizes))
+        q, k, v, _ = (
+            place(x) for x in make_inputs(dtype, batch=2, head_dim=64, head_dim_v=head_dim_v, layout=layout, **sizes)
+        )
         o, lse = forward(q, k, v, **options)
         Expectation(q, k, v, **options).check(o=o, lse=lse)
-    assert len(launched) == 5
+    assert [stage.spec.head_dim_v for stage in launched] == [None, 40, None, None, None]
 
 
 def test_other_forwards_do_not(monkeypatch):

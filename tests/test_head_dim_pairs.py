@@ -10,6 +10,7 @@ import pytest
 from fa2cupy import UnsupportedProblemError, legal_configs
 from fa2cupy.families import tuning
 from fa2cupy.families.device import DeviceInfo
+from fa2cupy.families.operations import TILED
 from fa2cupy.families.registry import FAMILIES
 from fa2cupy.families.simt import SIMT
 from fa2cupy.families.sm90 import SM90
@@ -17,7 +18,7 @@ from fa2cupy.families.tile import TileConfig
 from fa2cupy.families.tile_choice import candidate_tiles
 from fa2cupy.jit.source import render_kernel
 from fa2cupy.plan.schedule import COLUMNS_BY_QUERIES, groups_per_section
-from fa2cupy.plan.specs import default_specs
+from fa2cupy.plan.specs import decode_specs, default_specs
 from fa2cupy.problem.attention import AttentionProblem
 
 H100 = DeviceInfo.named("sm_90")
@@ -97,6 +98,17 @@ def test_legal_tiles_are_those_of_the_pair(family):
         )
     with pytest.raises(UnsupportedProblemError, match=r"^head_dim_v: up to 256 is supported, got 512$"):
         legal_configs("forward", head_dim_v=512, **given)
+
+
+@pytest.mark.parametrize("pair", [(192, 128), (64, 128), (256, 8), (8, 256)], ids=str)
+@pytest.mark.parametrize("arch", ("sm_80", "sm_86", "sm_90"))
+@with_pairs
+def test_every_pair_has_a_default_tile_and_a_tile_for_decoding(family, arch, pair):
+    device, dtype = DeviceInfo.named(arch), family.dtypes[0]
+    for method in METHODS:
+        specs = default_specs(device, dtype, pair[0], True, method, family.public_name, head_dim_v=pair[1])
+        assert all((spec.head_dim, spec.head_dim_v) == pair for spec in specs if spec.operation in TILED)
+    assert {(spec.head_dim, spec.head_dim_v) for spec in decode_specs(device, dtype, *pair)} == {pair}
 
 
 def test_families_without_pairs_have_the_tiles_of_the_wider():

@@ -132,7 +132,7 @@ def _attend_at_once(
     found = p[..., : v.shape[2]] @ v
     found /= np.maximum(row_sum, 1)  # only the sum of a row without a visible key is less: 0
     o, lse = results
-    o[...] = found.reshape(count, grouped[2], seqlen_q, group, columns).swapaxes(1, 2).reshape(o.shape)
+    o[...] = found.reshape(count, grouped[2], seqlen_q, group, o.shape[3]).swapaxes(1, 2).reshape(o.shape)
     found_lse = (row_max + np.log(row_sum)).reshape(count, grouped[2], seqlen_q, group)
     lse[...] = found_lse.swapaxes(2, 3).reshape(lse.shape)
 

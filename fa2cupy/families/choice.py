@@ -209,8 +209,6 @@ def _choice_of_few_queries(problem: AttentionProblem, device: DeviceInfo, taken_
     for family in FAMILIES:
         if family.supports("decode", problem.dtype, device) and "decode" in family.operations:
             problem, _ = taken_by(family)
-            if problem.head_dim_v is not None and "decode" not in family.pair_calls:
-                return None
             try:
                 most = default_tile(family, "decode", problem, device).b_r
             except UnsupportedProblemError:

@@ -34,7 +34,7 @@ class Simt(Family):
     min_compute_capability = 60
     row_alignment = 1
     head_dim_step = 1
-    pair_calls = ("forward", "backward")
+    pair_calls = ("forward", "backward", "decode")
     backward_owns = "queries"
     has_natural_scores = True
     features = tuple(FEATURES)
@@ -168,8 +168,8 @@ class Simt(Family):
         row, row_v = (self.padded_head_dim(n) * element + 16 for n in (head_dim, head_dim_v or head_dim))
         own, other = (getattr(tile, name) for name in _OWN_AND_OTHER[operation])
         if operation == "decode":
-            rows = 2 * own + tile.num_stages * 2 * other
-            return rows * row + tile.num_warps * own * (16 + 8 + 1) * element
+            rows = 2 * own * row + tile.num_stages * other * (row + row_v)
+            return rows + tile.num_warps * own * (16 + 8 + 1) * element
         own_v = 0 if operation == "forward" else own
         statistics = 2 * other if operation == "backward_dkdv" else 0
         tiles = (own + other) * row + (own_v + other) * row_v
@@ -181,7 +181,7 @@ class Simt(Family):
         own_name, other_name = _OWN_AND_OTHER[operation]
         own, other = getattr(tile, own_name), getattr(tile, other_name)
         if operation == "decode":
-            sums = (head_dim // 8 + 2 * 2) * ITEMSIZE[dtype] // 4
+            sums = ((head_dim_v or head_dim) // 8 + 2 * 2) * ITEMSIZE[dtype] // 4
             return why_no_decode(tile, (4, 8, 16)) or register_shortage(own // 4 * sums, 40, tile)
         step = 4 * tile.num_warps
         if own % step or own // step not in (1, 2, 4, 8):

@@ -45,7 +45,7 @@ class Sm80(Family):
     min_compute_capability = 80
     row_alignment = 16
     head_dim_step = 8
-    pair_calls = ("forward", "backward")
+    pair_calls = ("forward", "backward", "decode")
     backward_owns = "keys"
     default_methods = ("single_pass",)
     split_operations = ("forward", "backward", "backward_dkdv")
@@ -141,7 +141,9 @@ class Sm80(Family):
         if operation == "backward_dq":
             return b_r * both + tile.num_stages * b_c * both
         if operation == "decode":
-            return 2 * b_r * row + tile.num_stages * 2 * b_c * row + 4 * tile.num_warps * b_r
+            keys = b_c // tile.num_warps
+            slot = max(keys * both, 2 * 16 * row_v)  # K and V, or 16 rows of O
+            return 2 * b_r * row + tile.num_stages * tile.num_warps * slot + 4 * tile.num_warps * b_r
         by_keys = b_c * both + tile.num_stages * b_r * both + scores + 4 * b_r * 4
         return {"backward": by_keys + 2 * scores, "backward_dkdv": by_keys}[operation]
 
@@ -156,7 +158,7 @@ class Sm80(Family):
         if operation == "decode":
             keys = tile.b_c // tile.num_warps
             why_not = why_no_decode(tile, (16, 32), (16, 32))
-            return why_not or register_shortage(tile.b_r // 16 * (head_dim + keys) // 2, 40, tile)
+            return why_not or register_shortage(tile.b_r // 16 * (columns_v + keys) // 2, 40, tile)
         with_dq = {"backward": True, "backward_dkdv": False}[operation]
         return _why_no_key_rows(tile, head_dim, columns_v, with_dq=with_dq)
 

@@ -113,7 +113,13 @@ def layout_of_kernel(
 
 
 def decode_specs(
-    device: DeviceInfo, dtype: str, head_dim: int, causal: bool = True, *, features: Sequence[str] = ()
+    device: DeviceInfo,
+    dtype: str,
+    head_dim: int,
+    head_dim_v: int | None = None,
+    causal: bool = True,
+    *,
+    features: Sequence[str] = (),
 ) -> list[KernelSpec]:
     """The kernels of `fa2cupy.decode`, for all numbers of rows that query heads of a group and queries can make.
 
@@ -125,8 +131,9 @@ def decode_specs(
     jobs = {1, *(math.ceil(row.jobs_on(device)) for row in family.tiles["decode"] if row.least_jobs)}
     for batch, rows in itertools.product(sorted(jobs), (1, 2, 4, 8, 16, 32)):
         (keywords,) = _examples(features, dtype, {})
-        q, cache = _array((batch, rows, 1, head_dim), dtype), _array((batch, _ROWS, 1, head_dim), dtype)
-        arrays = {"q": q, "k_cache": cache, "v_cache": cache, "cache_seqlens": np.zeros(batch, "int32")}
+        q, k_cache = _array((batch, rows, 1, head_dim), dtype), _array((batch, _ROWS, 1, head_dim), dtype)
+        v_cache = _array((batch, _ROWS, 1, head_dim_v or head_dim), dtype)
+        arrays = {"q": q, "k_cache": k_cache, "v_cache": v_cache, "cache_seqlens": np.zeros(batch, "int32")}
         absent = dict.fromkeys(("k", "v", "block_table"))
         problem = check_decode({**arrays, **absent}, CallOptions(causal), keywords).problem
         strides: dict[str, AnyStrides] = dict.fromkeys(

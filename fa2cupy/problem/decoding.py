@@ -46,11 +46,12 @@ def check_decode(arrays: Mapping[str, Any], options: CallOptions, keywords: Mapp
     batch, seqlen_q, num_heads, head_dim = sizes_of("q", q, layout)
     if q.ndim != 4:
         raise ValueError(f"q: expected 4 axes, {_axes(layout)}, got shape {q.shape}")
-    cache, num_heads_kv = _check_cache(arrays, batch, head_dim, layout)
+    cache, num_heads_kv, head_dim_v = _check_cache(arrays, batch, head_dim, layout)
     check_heads("k_cache", num_heads, num_heads_kv)
     scale = head_dim**-0.5 if options.softmax_scale is None else finite_number("softmax_scale", options.softmax_scale)
     sizes = (batch, seqlen_q, cache.capacity, num_heads, num_heads_kv, head_dim)
-    problem = AttentionProblem(dtype, *sizes, bool(options.causal), scale, layout, q.ndim, cache=cache)
+    own_v = None if head_dim_v == head_dim else head_dim_v
+    problem = AttentionProblem(dtype, *sizes, bool(options.causal), scale, layout, q.ndim, own_v, cache=cache)
     for name, length in (("q", seqlen_q), ("k_cache", cache.capacity)):
         if length > MAX_SEQLEN:
             raise UnsupportedProblemError(f"{name}: sequences of up to {MAX_SEQLEN} rows are supported, got {length}")
@@ -60,8 +61,8 @@ def check_decode(arrays: Mapping[str, Any], options: CallOptions, keywords: Mapp
     return Request(problem, results)
 
 
-def _check_cache(arrays: Mapping[str, Any], batch: int, head_dim: int, layout: str) -> tuple[CacheShape, int]:
-    """The division of the cache, and its number of heads."""
+def _check_cache(arrays: Mapping[str, Any], batch: int, head_dim: int, layout: str) -> tuple[CacheShape, int, int]:
+    """The division of the cache, its number of heads, and its columns of v."""
     q, k_cache, v_cache, table = (arrays[name] for name in ("q", "k_cache", "v_cache", "block_table"))
     for name in ("k_cache", "v_cache"):
         if arrays[name].dtype != q.dtype:
@@ -87,16 +88,17 @@ def _check_cache(arrays: Mapping[str, Any], batch: int, head_dim: int, layout: s
             raise ValueError(f"block_table: expected shape (batch, pages of a sequence), got {table.shape}")
         pages_per_sequence = table.shape[1]
         _check_int32("block_table", table, (batch, pages_per_sequence))
-    check_array("v_cache", v_cache, k_cache.shape, q.dtype, "k_cache")
+    head_dim_v = sizes_of("v_cache", v_cache, layout)[3] if v_cache.ndim == 4 else head_dim
+    check_array("v_cache", v_cache, (*k_cache.shape[:-1], head_dim_v), q.dtype, "k_cache")
     _check_int32("cache_seqlens", arrays["cache_seqlens"], (batch,))
-    num_new = _check_new_rows(arrays, batch, num_heads_kv, head_dim, layout)
+    num_new = _check_new_rows(arrays, batch, num_heads_kv, head_dim, head_dim_v, layout)
     cache = CacheShape(num_pages, page_size, pages_per_sequence, num_new)
     if num_new > cache.capacity:
         raise ValueError(f"k: {num_new} rows are more than the {cache.capacity} that a sequence has in the cache")
     if num_new:
         for name in ("k_cache", "v_cache"):
             check_writable(name, arrays[name], "new rows")
-    return cache, num_heads_kv
+    return cache, num_heads_kv, head_dim_v
 
 
 def check_caches(
@@ -114,13 +116,13 @@ def check_caches(
     addresses : sequence of int
         Those of the caches.
     """
-    if problem.head_dim % head_dim_step:
-        raise UnsupportedProblemError(
-            f"k_cache: for {problem.dtype} a head_dim that is a multiple of {head_dim_step} is supported, "
-            f"got {problem.head_dim}"
-        )
     for name, address in zip(CACHES, addresses, strict=True):
-        array = arrays[name]
+        array, columns = arrays[name], problem.columns_of(name)
+        if columns % head_dim_step:
+            raise UnsupportedProblemError(
+                f"{name}: for {problem.dtype} a head_dim that is a multiple of {head_dim_step} is supported, "
+                f"got {columns}"
+            )
         if array.size and not takes_rows(alignment, array, address):
             starts = f" that start on {alignment} bytes" if alignment > 1 else ""
             place = f" at {address:#x}" if address else ""
@@ -130,7 +132,9 @@ def check_caches(
             )
 
 
-def _check_new_rows(arrays: Mapping[str, Any], batch: int, num_heads_kv: int, head_dim: int, layout: str) -> int:
+def _check_new_rows(
+    arrays: Mapping[str, Any], batch: int, num_heads_kv: int, head_dim: int, head_dim_v: int, layout: str
+) -> int:
     """The number of rows that are appended."""
     q, k, v = (arrays[name] for name in ("q", "k", "v"))
     if (k is None) != (v is None):
@@ -144,7 +148,7 @@ def _check_new_rows(arrays: Mapping[str, Any], batch: int, num_heads_kv: int, he
         wanted = ", ".join(map(str, array_shape(layout, 4, batch, "new rows", num_heads_kv, head_dim)))
         raise ValueError(f"k: expected shape ({wanted}) to match q and k_cache, got {k.shape}")
     check_array("k", k, shape, q.dtype, "q and k_cache")
-    check_array("v", v, shape, q.dtype, "k")
+    check_array("v", v, (*shape[:-1], head_dim_v), q.dtype, "k" if head_dim_v == head_dim else "k and v_cache")
     return num_new
 
 

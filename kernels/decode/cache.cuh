@@ -32,9 +32,10 @@ __device__ __forceinline__ Place place_of(const Params& params, int32 batch, int
 template <class Spec>
 __device__ __forceinline__ void append_rows(const Params& params, const Job& job) {
     using Element = typename Spec::Element;
-    constexpr int kWidth = sizeof(Element) == 2 ? 8 : 1, kVectors = Spec::kHeadDim / kWidth;
+    constexpr int kWidth = sizeof(Element) == 2 ? 8 : 1, kWidest = common::max_of(Spec::kHeadDim, Spec::kHeadDimV);
+    constexpr int kVectors = kWidest / kWidth;
     using Copied = Vector<Element, kWidth>;
-    static_assert(Spec::kHeadDim % kWidth == 0);
+    static_assert(Spec::kHeadDim % kWidth == 0 && Spec::kHeadDimV % kWidth == 0);
     for (int32 index = threadIdx.x; index < params.seqlen_new * kVectors; index += blockDim.x) {
         const int32 row = index / kVectors, column = index % kVectors * kWidth;
         const Place place = place_of(params, job.batch, job.cached + row);
@@ -43,8 +44,10 @@ __device__ __forceinline__ void append_rows(const Params& params, const Job& job
             *reinterpret_cast<Copied*>(to + place.offset(to_strides, job.head_kv) + column) =
                 *reinterpret_cast<const Copied*>(from + from_strides.offset(job.batch, row, job.head_kv) + column);
         };
-        copy(params.k_cache, params.k_cache_strides, params.k, params.k_strides);
-        copy(params.v_cache, params.v_cache_strides, params.v, params.v_strides);
+        if (Spec::kHeadDim == kWidest || column < Spec::kHeadDim)
+            copy(params.k_cache, params.k_cache_strides, params.k, params.k_strides);
+        if (Spec::kHeadDimV == kWidest || column < Spec::kHeadDimV)
+            copy(params.v_cache, params.v_cache_strides, params.v, params.v_strides);
     }
 }
 

@@ -149,12 +149,12 @@ struct Decode {
             const int32 first = first_key(job, step);
             if (step < segment.end && first < job.length) {
                 char* k = slots + filled * Warp::kSlotBytes;
-                char* v = k + Warp::kSlotBytes / 2;
+                char* v = k + Warp::kKeyBytes;
                 const auto k_rows = cached_rows(params.k_cache, params.k_cache_strides, job.head_kv);
                 const auto v_rows = cached_rows(params.v_cache, params.v_cache_strides, job.head_kv);
                 if (first + kKeys <= job.cached) {
                     Warp::copy_keys(k, k_rows);
-                    Warp::copy_keys(v, v_rows);
+                    Warp::copy_values(v, v_rows);
                 } else {
                     const int32 cached = job.cached - first, present = job.length - first;
                     const Element* new_k = params.k + params.k_strides.offset(job.batch, -cached, job.head_kv);
@@ -163,7 +163,7 @@ struct Decode {
                         if (key < cached) return k_rows(key);
                         return key < present ? new_k + key * params.k_strides.row : nullptr;
                     });
-                    Warp::copy_keys(v, [=](int32 key) -> const Element* {
+                    Warp::copy_values(v, [=](int32 key) -> const Element* {
                         if (key < cached) return v_rows(key);
                         return key < present ? new_v + key * params.v_strides.row : nullptr;
                     });

@@ -65,8 +65,8 @@ template <class Spec, int kD, class Record = Params>
 struct Partials {
     using Element = typename Spec::Element;
     using Accum = typename common::ElementTraits<Element>::Accum;
-    static constexpr int kVector = 16 / sizeof(Accum);                // columns of an item
-    static constexpr int kItems = ceil_div(Spec::kHeadDim, kVector);  // of a row
+    static constexpr int kVector = 16 / sizeof(Accum);                 // columns of an item
+    static constexpr int kItems = ceil_div(Spec::kHeadDimV, kVector);  // of a row
     static constexpr int kPartialElements = Spec::kBr * (kD + 1);
     static constexpr int kThreads = 32 * Spec::kWarps;
     using Columns = Vector<Accum, kVector>;
@@ -146,7 +146,7 @@ struct Partials {
     __device__ __forceinline__ void store_result(int32 row, int32 column, const Accum (&x)[kVector]) const {
         const int32 packed = first_row + row, query = packed / params.heads_per_group;
         Element* o = params.o + params.o_strides.offset(job.batch, query, head_of(packed)) + column;
-        if constexpr (Spec::kHeadDim % kVector == 0 && sizeof(Element) == 2) {
+        if constexpr (Spec::kHeadDimV % kVector == 0 && sizeof(Element) == 2) {
             Vector<Element, kVector> rounded;
 #pragma unroll
             for (int c = 0; c < kVector; ++c) rounded.item[c] = common::rounded<Element>(x[c]);
@@ -154,7 +154,7 @@ struct Partials {
         } else {
 #pragma unroll
             for (int c = 0; c < kVector; ++c)
-                if (column + c < Spec::kHeadDim) o[c] = common::rounded<Element>(x[c]);
+                if (column + c < Spec::kHeadDimV) o[c] = common::rounded<Element>(x[c]);
         }
     }
     __device__ __forceinline__ void store_partial(int32 partial, int32 row, int32 column,

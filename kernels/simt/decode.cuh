@@ -16,22 +16,25 @@ class DecodeWarp {
     using Real = typename Spec::Element;
     static constexpr int kBr = Spec::kBr;
     using Micro = Microtile<Real, kBr, kKeys, Spec::kHeadDim>;
+    using MicroV = Microtile<Real, kBr, kKeys, Spec::kHeadDimV>;
     using Rows = typename Micro::Rows;
+    using RowsV = typename MicroV::Rows;
     using Scores = typename Micro::Scores;
-    using Sums = typename Micro::Sums;
+    using Sums = typename MicroV::Sums;
     using Job = decode::Job;
     static constexpr int kRows = Scores::kRows;
     static_assert(kBr <= 16);
 
   public:
-    static constexpr int kColumns = Rows::kColumns;
-    static constexpr int kSlotBytes = 2 * kKeys * Rows::kRowLength * sizeof(Real);
+    static constexpr int kColumns = RowsV::kColumns;
+    static constexpr int kKeyBytes = kKeys * Rows::kRowLength * sizeof(Real);
+    static constexpr int kSlotBytes = kKeyBytes + kKeys * RowsV::kRowLength * sizeof(Real);
     static constexpr int kQueryBytes = kBr * Rows::kRowLength * sizeof(Real);
     static constexpr int kScratchBytes = Micro::kPostedElements * sizeof(Real);
 
     template <int kThreads>
     __device__ __forceinline__ static void copy_queries(char* to, const Params& params, const Job& job, int32 rows) {
-        copy_rows<kThreads, kBr>(to, threadIdx.x, [&](int32 row) -> const Real* {
+        copy_rows<Rows, kThreads, kBr>(to, threadIdx.x, [&](int32 row) -> const Real* {
             const int32 packed = job.row_tile * kBr + row, query = packed / params.heads_per_group;
             if (packed >= rows) return nullptr;
             const int32 head = job.head_kv * params.heads_per_group + packed - query * params.heads_per_group;
@@ -40,7 +43,11 @@ class DecodeWarp {
     }
     template <class SourceOf>
     __device__ __forceinline__ static void copy_keys(char* to, const SourceOf& source_of) {
-        copy_rows<32, kKeys>(to, threadIdx.x % 32, source_of);
+        copy_rows<Rows, 32, kKeys>(to, threadIdx.x % 32, source_of);
+    }
+    template <class SourceOf>
+    __device__ __forceinline__ static void copy_values(char* to, const SourceOf& source_of) {
+        copy_rows<RowsV, 32, kKeys>(to, threadIdx.x % 32, source_of);
     }
     // GPUs without asynchronous copies have copied when they get here.
     __device__ __forceinline__ static void commit() {
@@ -74,7 +81,7 @@ class DecodeWarp {
         __syncwarp();  // nobody reads the P of the step before any more
         Micro::post(scores, posted, lane);
         __syncwarp();
-        Micro::accumulate(output_, rescale, posted, k + kKeys * Rows::kRowLength, lane);
+        MicroV::accumulate(output_, rescale, posted, k + kKeys * Rows::kRowLength, lane);
     }
 
     __device__ __forceinline__ void finish(Real* lse) {
@@ -95,27 +102,27 @@ class DecodeWarp {
         for (int i = 0; i < kRows; ++i)
 #pragma unroll
             for (int c = 0; c < Sums::kChunks; ++c)
-                *reinterpret_cast<typename Rows::Vec*>(
+                *reinterpret_cast<typename RowsV::Vec*>(
                     rows + Exchange::offset(Scores::row(i, lane), Sums::col(c, lane))) = output_.scaled(i, c, Real(1));
     }
 
   private:
     // Starts the copy of rows from anywhere: 16 bytes at a time where a row begins on them, else one element.
-    template <int kThreads, int kCount, class SourceOf>
+    template <class RowsOf, int kThreads, int kCount, class SourceOf>
     __device__ __forceinline__ static void copy_rows(char* to, int32 thread, const SourceOf& source_of) {
-        constexpr int kVector = Rows::kVector, kVectors = Rows::kColumns / kVector;
+        constexpr int kVector = RowsOf::kVector, kVectors = RowsOf::kColumns / kVector;
         Real* rows = reinterpret_cast<Real*>(to);
         for (int32 index = thread; index < kCount * kVectors; index += kThreads) {
             const int32 row = index / kVectors, column = index % kVectors * kVector;
             const Real* source = source_of(row);
-            Real* target = rows + row * Rows::kRowLength + column;
-            if (Rows::in_vectors(source, 0)) {
-                Rows::template copy_vector<kVector>(target, source + column, source && column < Spec::kHeadDim);
+            Real* target = rows + row * RowsOf::kRowLength + column;
+            if (RowsOf::in_vectors(source, 0)) {
+                RowsOf::template copy_vector<kVector>(target, source + column, source && column < RowsOf::kHeadDim);
             } else {
 #pragma unroll
                 for (int v = 0; v < kVector; ++v)
-                    Rows::template copy_vector<1>(target + v, source + column + v,
-                                                  source && column + v < Spec::kHeadDim);
+                    RowsOf::template copy_vector<1>(target + v, source + column + v,
+                                                  source && column + v < RowsOf::kHeadDim);
             }
         }
     }

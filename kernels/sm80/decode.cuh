@@ -15,18 +15,21 @@ class DecodeWarp {
   private:
     using Element = typename Spec::Element;
     static constexpr int kBr = Spec::kBr, kM16 = kBr / 16;
-    static constexpr int kD = padded_head_dim(Spec::kHeadDim);
+    static constexpr int kD = padded_head_dim(Spec::kHeadDim), kDv = padded_head_dim(Spec::kHeadDimV);
     using QTile = SmemTile<kBr, kD>;
-    using KeyTile = SmemTile<kKeys, kD>;
+    using KTile = SmemTile<kKeys, kD>;
+    using VTile = SmemTile<kKeys, kDv>;
     using Scores = QuadFragment<kKeys / 8>;
-    using Output = QuadFragment<kD / 8>;
+    using Output = QuadFragment<kDv / 8>;
     using Softmax = common::OnlineSoftmax<float, 2, 4, common::exp2_approx>;
     using Job = decode::Job;
     static_assert(kBr % 16 == 0);
 
   public:
-    static constexpr int kColumns = kD;
-    static constexpr int kSlotBytes = 2 * KeyTile::kBytes, kQueryBytes = QTile::kBytes, kScratchBytes = 0;
+    static constexpr int kColumns = kDv;
+    static constexpr int kKeyBytes = KTile::kBytes, kQueryBytes = QTile::kBytes, kScratchBytes = 0;
+    // A slot has room for K and V, and for 16 rows of O.
+    static constexpr int kSlotBytes = common::max_of(kKeyBytes + VTile::kBytes, 16 * kDv * 4);
 
     // Starts the copy of a job's rows of Q by all threads of the block.
     template <int kThreads>
@@ -39,10 +42,14 @@ class DecodeWarp {
         };
         load_rows_async<QTile, kThreads, Spec::kHeadDim>(shared_address(to), source_of, threadIdx.x);
     }
-    // Starts the copy of the warp's keys in K or V.
+    // Starts the copy of the warp's rows of K, or of V.
     template <class SourceOf>
     __device__ __forceinline__ static void copy_keys(char* to, const SourceOf& source_of) {
-        load_rows_async<KeyTile, 32, Spec::kHeadDim>(shared_address(to), source_of, threadIdx.x % 32);
+        load_rows_async<KTile, 32, Spec::kHeadDim>(shared_address(to), source_of, threadIdx.x % 32);
+    }
+    template <class SourceOf>
+    __device__ __forceinline__ static void copy_values(char* to, const SourceOf& source_of) {
+        load_rows_async<VTile, 32, Spec::kHeadDimV>(shared_address(to), source_of, threadIdx.x % 32);
     }
     __device__ __forceinline__ static void commit() { cp_async_commit(); }
     template <int kPending>
@@ -65,8 +72,8 @@ class DecodeWarp {
                                          int32 first_row, int32 first_key, bool masked) {
         const int32 lane = threadIdx.x % 32;
         const LaneAddress<QTile, MatrixOrder::kRowsFirst> q_address(shared_address(q), 0, lane);
-        const LaneAddress<KeyTile, MatrixOrder::kChunksFirst> k_address(shared_address(slot), 0, lane);
-        const LaneAddress<KeyTile, MatrixOrder::kRowsFirst> v_address(shared_address(slot) + KeyTile::kBytes, 0, lane);
+        const LaneAddress<KTile, MatrixOrder::kChunksFirst> k_address(shared_address(slot), 0, lane);
+        const LaneAddress<VTile, MatrixOrder::kRowsFirst> v_address(shared_address(slot) + kKeyBytes, 0, lane);
         Scores scores[kM16];
 #pragma unroll
         for (int m = 0; m < kM16; ++m) scores[m].fill(0.0f);
@@ -91,7 +98,7 @@ class DecodeWarp {
             float rescale[2];
             softmax_[m].update(scores[m], rescale);
 #pragma unroll
-            for (int n = 0; n < kD / 8; ++n)
+            for (int n = 0; n < kDv / 8; ++n)
 #pragma unroll
                 for (int e = 0; e < 4; ++e) output_[m].value[n][e] *= rescale[e / 2];
             p[m].set(scores[m]);
@@ -109,7 +116,7 @@ class DecodeWarp {
             float inverse[2], row_lse[2];
             softmax_[m].finish(inverse, row_lse);
 #pragma unroll
-            for (int n = 0; n < kD / 8; ++n)
+            for (int n = 0; n < kDv / 8; ++n)
 #pragma unroll
                 for (int e = 0; e < 4; ++e) output_[m].value[n][e] *= inverse[e / 2];
 #pragma unroll
@@ -127,7 +134,7 @@ class DecodeWarp {
         for (int m = 0; m < kM16; ++m) {
             if (16 * m != begin) continue;
 #pragma unroll
-            for (int n = 0; n < kD / 8; ++n)
+            for (int n = 0; n < kDv / 8; ++n)
 #pragma unroll
                 for (int i = 0; i < 2; ++i)
                     *reinterpret_cast<float2*>(rows +

@@ -39,6 +39,8 @@ class Case:
     capacity : int or None
         Rows that a sequence has in the cache; None means as many as the longest needs, in whole pages. Entries of the
         block table behind its last row are numbers of no page.
+    head_dim_v : int or None
+        Columns of v and o; None if there are head_dim.
     dominant : int
         If not 0, sequence i has weights of e**100 and more for the i-th of its groups of so many keys, beside others.
     """
@@ -54,6 +56,7 @@ class Case:
     layout: str = "bshd"
     seed: int = 0
     dominant: int = 0
+    head_dim_v: int | None = None
 
     @property
     def room(self) -> int:
@@ -67,11 +70,12 @@ class Case:
         batch, (num_heads, num_heads_kv) = len(self.lengths), self.heads
         dtype = ml_dtypes.bfloat16 if self.dtype == "bfloat16" else self.dtype
 
-        def draw(rows: int, heads: int) -> np.ndarray:
-            return rng.standard_normal((batch, rows, heads, self.head_dim)).astype(dtype)
+        def draw(rows: int, heads: int, columns: int = self.head_dim) -> np.ndarray:
+            return rng.standard_normal((batch, rows, heads, columns)).astype(dtype)
 
-        q, k, v = draw(self.seqlen_q, num_heads), draw(self.room, num_heads_kv), draw(self.room, num_heads_kv)
-        new = draw(self.num_new, num_heads_kv), draw(self.num_new, num_heads_kv)
+        of_v = (num_heads_kv, self.head_dim_v or self.head_dim)
+        q, k, v = draw(self.seqlen_q, num_heads), draw(self.room, num_heads_kv), draw(self.room, *of_v)
+        new = draw(self.num_new, num_heads_kv), draw(self.num_new, *of_v)
         if self.dominant:
             q[...] = np.copysign(np.float32(4), rng.standard_normal(self.head_dim)).astype(dtype)
             k *= np.asarray(0.1, dtype)
