@@ -97,7 +97,7 @@ class Row:
 
 def kernel_of(options: argparse.Namespace) -> dict[str, Any]:
     """Returns the keywords that describe the kernel of the sweep."""
-    return {name: getattr(options, name) for name in ("operation", "dtype", "head_dim", "arch", "family")}
+    return {name: getattr(options, name) for name in ("operation", "dtype", "head_dim", "head_dim_v", "arch", "family")}
 
 
 def choose_tiles(options: argparse.Namespace) -> list[TileConfig]:
@@ -113,16 +113,21 @@ def choose_tiles(options: argparse.Namespace) -> list[TileConfig]:
     return tiles
 
 
+def columns_of(kernel: KernelSpec) -> str:
+    """Returns the head_dim of q, and that of v if it differs, for names and titles."""
+    return f"{kernel.head_dim}" + ("" if kernel.head_dim_v is None else f"v{kernel.head_dim_v}")
+
+
 def problem_of(kernel: KernelSpec, seqlen: int) -> Problem:
     """Returns the problem on which a kernel is timed."""
     batch, num_heads = max(1, TOKENS[kernel.dtype] // seqlen), max(1, MODEL_DIM // kernel.head_dim)
-    return Problem(kernel.dtype, kernel.head_dim, seqlen, batch, num_heads, kernel.causal)
+    return Problem(kernel.dtype, kernel.head_dim, seqlen, batch, num_heads, kernel.causal, head_dim_v=kernel.head_dim_v)
 
 
 def default_of(kernel: KernelSpec, device: DeviceInfo) -> TileConfig | None:
     """Returns the tile that calls have without a ``config=``; None if none fits the device."""
     key = (kernel.operation, device, kernel.dtype, kernel.head_dim, kernel.causal, kernel.family_name)
-    layout = layout_of_kernel(*key)
+    layout = layout_of_kernel(*key, head_dim_v=kernel.head_dim_v)
     try:
         return choose_tile(kernel.operation, layout.family, layout.problem, device)
     except UnsupportedProblemError:
@@ -141,7 +146,8 @@ class KernelRunner:
             o, lse = fa2cupy.forward(q, k, v, causal=problem.causal, family=spec.family_name)
             arrays = {"q": q, "k": k, "v": v, "o": o, "lse": lse, "dout": tensors.do}
             self._arrays.append({**arrays, "delta": fa2cupy.delta(o, tensors.do)})
-        outputs = {name: xp.zeros(problem.shape, problem.numpy_dtype) for name in ("dq", "dk", "dv")}
+        shapes = {"dq": problem.shape, "dk": problem.shape, "dv": problem.shape_v}
+        outputs = {name: xp.zeros(shape, problem.numpy_dtype) for name, shape in shapes.items()}
         for arrays in self._arrays:
             arrays.update(outputs)
         first = self._arrays[0]
@@ -180,7 +186,7 @@ def time_rows(gpu: Gpu, problem: Problem, rows: Sequence[Row], rounds: int) -> N
     if not compiled:
         return
     spec = compiled[0].report.kernel
-    small = Problem(problem.dtype, problem.head_dim, CHECK_SEQLEN, 1, 2, problem.causal)
+    small = dataclasses.replace(problem, seqlen=CHECK_SEQLEN, batch=1, num_heads=2)
     check = HeadCheck(gpu.xp, small, *gpu.tensors(small, 1))
     runner = KernelRunner(gpu, problem, spec)
     with progress(len(compiled), "timing") as bar:
@@ -210,6 +216,7 @@ def as_record(row: Row, problem: Problem, stamp: dict[str, object]) -> dict[str,
         "arch": spec.arch,
         "family": spec.family_name,
         **{name: getattr(spec, name) for name in ("operation", "dtype", "head_dim")},
+        "head_dim_v": spec.head_dim_v or spec.head_dim,
         "seqlen": problem.seqlen,
         "causal": int(spec.causal),
         **dataclasses.asdict(report.tile),
@@ -236,7 +243,9 @@ def row_of(record: Mapping[str, str]) -> Row:
     family = family_of_kernel(record["operation"], record["dtype"], device, record["family"])
     tile = TileConfig(*(int(record[field.name]) for field in dataclasses.fields(TileConfig)))
     numbers = (record["dtype"], int(record["head_dim"]), bool(int(record["causal"])))
-    kernel = KernelSpec(record["operation"], family, record["arch"], *numbers, tile)
+    head_dim_v = record.get("head_dim_v", record["head_dim"])
+    own_v = None if head_dim_v == record["head_dim"] else int(head_dim_v)
+    kernel = KernelSpec(record["operation"], family, record["arch"], *numbers, tile, head_dim_v=own_v)
     registers, spilled, shared = (int(record[name]) for name in ("registers", "spill_bytes", "shared_bytes"))
     blocks = device.resident_blocks(tile.num_threads, registers, shared) if registers else 0
     failure = "" if registers else record["status"]
@@ -302,9 +311,8 @@ def plot(rows: Sequence[Row], problem: Problem, path: Path, device: DeviceInfo, 
     if cells:
         spec = shown[0].report.kernel
         mask = "causal" if spec.causal else "full"
-        title = (
-            f"{spec.operation}, {spec.dtype}, head_dim {spec.head_dim}, {mask}, {device.name}\n(warps, stages, blocks)"
-        )
+        kernel = f"{spec.operation}, {spec.dtype}, head_dim {columns_of(spec)}, {mask}"
+        title = f"{kernel}, {device.name}\n(warps, stages, blocks)"
         marks = {f"default: {default}": (default.b_r, default.b_c)} if default else {}
         if timed:
             fastest = min(timed, key=lambda row: row.ms).report.tile
@@ -319,6 +327,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     add("--operation", choices=TILED, help="the kernel")
     add("--dtype", choices=DTYPES, default="float16", help="default: %(default)s")
     add("--head-dim", type=supported_head_dim, default=128, metavar="N", help="default: %(default)s")
+    add("--head-dim-v", type=supported_head_dim, metavar="N", help="columns of v if they differ")
     add("--seqlen", type=positive_int, default=4096, metavar="N", help="of the timed calls; default: %(default)s")
     add("--causal", action="store_true", help="the kernel with the causal mask")
     add("--family", metavar="NAME", help="kernel family; default: what the device and dtype call for")
@@ -372,7 +381,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     rows = [Row(report, report.failure or "compiled") for report in reports]
     problem = problem_of(reports[0].kernel, options.seqlen)
     stamp = {"gpu": device.name if gpu else "", "date": datetime.date.today().isoformat()}
-    name = f"sweep-{options.operation}-{options.dtype}-d{problem.head_dim}-s{problem.seqlen}"
+    name = f"sweep-{options.operation}-{options.dtype}-d{columns_of(reports[0].kernel)}-s{problem.seqlen}"
     path = (
         results_folder(device.name if gpu else device.arch, options.out)
         / f"{name}{'-causal' if options.causal else ''}.csv"
@@ -397,7 +406,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def save(spec: KernelSpec, device: DeviceInfo) -> int:
     """Makes a tile the default for calls on this device; returns 0 if it could be saved."""
     try:
-        save_tuned_tile(spec.operation, spec.family, spec.dtype, spec.head_dim, spec.causal, device, spec.tile)
+        kernel = (spec.operation, spec.family, spec.dtype, spec.head_dim, spec.causal, device)
+        save_tuned_tile(*kernel, spec.tile, spec.head_dim_v)
     except OSError as error:  # somebody else can write to the folder, or saves to it just now
         print(f"--save: {error}", file=sys.stderr)
         return 1

@@ -25,6 +25,15 @@ def test_flops_against_hand_numbers():
     assert problem.tflops("forward", 1.0) == pytest.approx(274.878, rel=1e-5)
 
 
+def test_flops_of_two_head_dims_are_those_of_each_product():
+    """S, dQ and dK have the columns of q; O, dP and dV those of v."""
+    products = {"forward": (1, 1), "single_pass": (3, 2), "backward_dq": (2, 1), "backward_dkdv": (2, 2)}
+    one = Problem("float16", 192, 64, 1, 1, False, head_dim_v=128)
+    for operation, (of_q, of_v) in products.items():
+        assert one.flops(operation) == 2 * 64**2 * (192 * of_q + 128 * of_v)
+    assert one.input_bytes == 2 * 64 * (192 + 192 + 128) and one.tensor_bytes == 2 * 64 * 128
+
+
 def test_inputs_rotate_beyond_twice_the_cache():
     assert measure.sets_beyond_cache(100, 1000) * 100 > 2000
     assert measure.sets_beyond_cache(10**9, 1000) == 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 
 import pytest
@@ -72,6 +73,19 @@ def row_of(kernel: KernelSpec, *samples: float, failure: str = "", registers: in
 
 
 PROBLEM = Problem("float16", 64, 4096, 4, 32, False)
+
+
+def test_a_row_of_two_head_dims_is_read_back(tmp_path):
+    pair = dataclasses.replace(kernel_with(64), head_dim=192, head_dim_v=128)
+    problem = sweep.problem_of(pair, 4096)
+    assert (problem.shape[-1], problem.shape_o[-1]) == (192, 128)
+    for kernel in (pair, kernel_with(64)):
+        written = sweep.as_record(row_of(kernel), problem, {})
+        measure.write_csv(tmp_path / "rows.csv", list(written), [written])
+        (record,) = measure.read_csv(tmp_path / "rows.csv")
+        assert sweep.row_of(record).report.kernel == kernel
+    del record["head_dim_v"]  # as in records of sweeps before
+    assert sweep.row_of(record).report.kernel == kernel_with(64)
 
 
 def test_a_compiler_that_crashed_is_one_row():

@@ -52,7 +52,7 @@ class HeadCheck:
         """
         t, group = self._tensors, self._group
         options = {**self._options, "family": family, "precision": self._precision}
-        forward = {"o": self._unwritten(t.q.shape, t.q.dtype), "lse": self._unwritten(*self._statistics)}
+        forward = {"o": self._unwritten(t.do.shape, t.do.dtype), "lse": self._unwritten(*self._statistics)}
         forward_config = config if operation == "forward" else None
         fa2cupy.forward(t.q, t.k, t.v, out=tuple(forward.values()), config=forward_config, **options)
         if operation == "forward":

@@ -46,25 +46,26 @@ def visible_pairs(seqlen: int, left: int) -> float:
 #: reproducible, and a forward and a backward, attention's part of a training step.
 DEFAULT, DETERMINISTIC, TRAINING = "default", "deterministic", "training"
 
-#: Matrix products of one tile pair. ``single_pass``, ``two_pass`` and the operations above name whole calls; the useful
-#: work of a backward is five products. The other names are those of single kernels, with the products that the kernel
-#: really computes.
+#: Matrix products of one tile pair: those with the columns of q (S, dQ and dK), and with those of v (O, dP and dV).
+#: ``single_pass``, ``two_pass`` and the operations above name whole calls; the useful work of a backward is five
+#: products. The other names are those of single kernels, with the products that the kernel really computes.
 _PRODUCTS = {
-    "forward": 2,
-    "single_pass": 5,
-    "two_pass": 5,
-    DEFAULT: 5,
-    DETERMINISTIC: 5,
-    TRAINING: 7,
-    "backward": 5,
-    "backward_dq": 3,
-    "backward_dkdv": 4,
+    "forward": (1, 1),
+    "single_pass": (3, 2),
+    "two_pass": (3, 2),
+    DEFAULT: (3, 2),
+    DETERMINISTIC: (3, 2),
+    TRAINING: (4, 3),
+    "backward": (3, 2),
+    "backward_dq": (2, 1),
+    "backward_dkdv": (2, 2),
 }
 
 
-def flops(operation: str, pairs: float, head_dim: int) -> float:
+def flops(operation: str, pairs: float, head_dim: int, head_dim_v: int | None = None) -> float:
     """Returns the floating-point operations on pairs of a query and a key: 2 for each multiply-add of the products."""
-    return 2 * _PRODUCTS[operation] * pairs * head_dim
+    of_q, of_v = _PRODUCTS[operation]
+    return 2 * pairs * (of_q * head_dim + of_v * (head_dim_v or head_dim))
 
 
 def backward_options(operation: str) -> dict[str, object]:
@@ -76,7 +77,10 @@ def backward_options(operation: str) -> dict[str, object]:
 
 @dataclass(frozen=True)
 class Problem:
-    """Self-attention of (batch, seqlen, num_heads, head_dim) arrays; k and v may have fewer heads."""
+    """Self-attention of (batch, seqlen, num_heads, head_dim) arrays.
+
+    k and v may have fewer heads, and v may have another head_dim.
+    """
 
     dtype: str
     head_dim: int
@@ -85,6 +89,7 @@ class Problem:
     num_heads: int
     causal: bool
     num_heads_kv: int | None = None
+    head_dim_v: int | None = None
 
     @property
     def heads_kv(self) -> int:
@@ -93,23 +98,33 @@ class Problem:
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
-        """The shape of q, o and their gradients."""
+        """The shape of q and its gradient."""
         return self.batch, self.seqlen, self.num_heads, self.head_dim
 
     @property
     def shape_kv(self) -> tuple[int, int, int, int]:
-        """The shape of k, v and their gradients."""
+        """The shape of k and its gradient."""
         return self.batch, self.seqlen, self.heads_kv, self.head_dim
 
     @property
+    def shape_o(self) -> tuple[int, int, int, int]:
+        """The shape of o and its gradient."""
+        return (*self.shape[:-1], self.head_dim_v or self.head_dim)
+
+    @property
+    def shape_v(self) -> tuple[int, int, int, int]:
+        """The shape of v and its gradient."""
+        return (*self.shape_kv[:-1], self.head_dim_v or self.head_dim)
+
+    @property
     def tensor_bytes(self) -> int:
-        """Bytes of q, o or one of their gradients."""
-        return math.prod(self.shape) * ITEMSIZE[self.dtype]
+        """Bytes of o or its gradient."""
+        return math.prod(self.shape_o) * ITEMSIZE[self.dtype]
 
     @property
     def input_bytes(self) -> int:
         """Bytes of q, k and v."""
-        return (math.prod(self.shape) + 2 * math.prod(self.shape_kv)) * ITEMSIZE[self.dtype]
+        return sum(map(math.prod, (self.shape, self.shape_kv, self.shape_v))) * ITEMSIZE[self.dtype]
 
     def result_bytes(self, operation: str) -> int:
         """Returns the bytes of o in a forward, of dq, dk and dv in a backward, and of all four in a training step."""
@@ -118,9 +133,9 @@ class Problem:
         return self.input_bytes + (self.tensor_bytes if operation == TRAINING else 0)
 
     def columns(self) -> dict[str, object]:
-        """Returns the columns of a CSV that identify it, except the heads of k and v."""
+        """Returns the columns of a CSV that identify it, except the heads of k and v and the head_dim of v."""
         columns = {**vars(self), "causal": int(self.causal)}
-        del columns["num_heads_kv"]
+        del columns["num_heads_kv"], columns["head_dim_v"]
         return columns
 
     @property
@@ -131,7 +146,7 @@ class Problem:
     def flops(self, operation: str) -> float:
         """Returns the floating-point operations: 2 for each multiply-add of the matrix products, half when causal."""
         pairs = self.batch * self.num_heads * self.seqlen**2
-        return flops(operation, pairs / 2 if self.causal else pairs, self.head_dim)
+        return flops(operation, pairs / 2 if self.causal else pairs, self.head_dim, self.head_dim_v)
 
     def tflops(self, operation: str, milliseconds: float) -> float:
         """Returns the TFLOP/s of a call."""
@@ -140,7 +155,8 @@ class Problem:
     def __str__(self) -> str:
         mask = "causal" if self.causal else "full"
         heads = self.num_heads if self.heads_kv == self.num_heads else f"{self.num_heads}/{self.heads_kv}"
-        return f"{self.dtype} d={self.head_dim} seqlen={self.seqlen} batch={self.batch} heads={heads} {mask}"
+        columns = f"{self.head_dim}" + (f"/{self.head_dim_v}" if self.head_dim_v else "")
+        return f"{self.dtype} d={columns} seqlen={self.seqlen} batch={self.batch} heads={heads} {mask}"
 
 
 @dataclass(frozen=True)
@@ -170,7 +186,7 @@ class Gpu:
         random_state = self.xp.random.RandomState(0)
         drawn = [
             random_state.standard_normal((count, *shape), dtype=self.xp.float32).astype(problem.numpy_dtype)
-            for shape in (problem.shape, problem.shape_kv, problem.shape_kv, problem.shape)
+            for shape in (problem.shape, problem.shape_kv, problem.shape_v, problem.shape_o)
         ]
         return [Tensors(*arrays) for arrays in zip(*drawn, strict=True)]
 
