@@ -6,6 +6,7 @@ import dataclasses
 import json
 
 import pytest
+from support import plans
 
 from fa2cupy import UnsupportedProblemError, legal_configs
 from fa2cupy.families import tuning
@@ -24,7 +25,8 @@ from fa2cupy.problem.attention import AttentionProblem
 H100 = DeviceInfo.named("sm_90")
 BASE = AttentionProblem("float32", 2, 300, 500, 4, 2, 40, True, 0.25, "bshd", 4, 72)
 METHODS = (None, "single_pass", "two_pass")
-WITH_PAIRS = tuple(family for family in FAMILIES if family.pair_calls)
+#: The families all of whose kernels take pairs.
+WITH_PAIRS = tuple(family for family in FAMILIES if "backward" in family.pair_calls)
 with_pairs = pytest.mark.parametrize("family", WITH_PAIRS, ids=lambda family: family.name)
 
 
@@ -111,12 +113,20 @@ def test_every_pair_has_a_default_tile_and_a_tile_for_decoding(family, arch, pai
     assert {(spec.head_dim, spec.head_dim_v) for spec in decode_specs(device, dtype, *pair)} == {pair}
 
 
-def test_families_without_pairs_have_the_tiles_of_the_wider():
+def test_calls_without_pairs_have_the_tiles_of_the_wider():
     given = {"family": "sm90", "arch": "sm_90"}
-    assert "forward" not in SM90.pair_calls
-    assert legal_configs("forward", head_dim=64, head_dim_v=128, **given) == legal_configs(
-        "forward", head_dim=128, **given
+    assert "backward" not in SM90.pair_calls
+    assert legal_configs("backward", head_dim=64, head_dim_v=128, **given) == legal_configs(
+        "backward", head_dim=128, **given
     )
+
+
+def test_tensor_maps_have_the_columns_of_their_tensors():
+    """TMA then fills what lies behind them with zeros in a load, and skips it in a store."""
+    one = dataclasses.replace(BASE, dtype="float16")
+    (stage,) = plans.forward_plan(one, H100, one.contiguous_strides(), family="sm90", num_splits=1).stages
+    columns = dict(zip(stage.spec.params.maps, (layout.sizes[0] for layout in stage.maps), strict=True))
+    assert columns == {"q": 40, "k": 40, "v": 72, "o": 72}
 
 
 def test_a_saved_tile_is_for_its_pair_alone(tmp_path, monkeypatch):

@@ -28,7 +28,7 @@ pytestmark = pytest.mark.simulated
 PAIRS = ((40, 72), (8, 136), (136, 8), (128, 64), (64, 128), (192, 128), (256, 128))
 METHODS = ("single_pass", "two_pass")
 #: The dtypes of families whose kernels take such pairs in forward and backward.
-DTYPES = tuple(family.dtypes[0] for family in FAMILIES if family.pair_calls)
+DTYPES = tuple(family.dtypes[0] for family in FAMILIES if "backward" in family.pair_calls)
 SCORES = ("softcap", "alibi", "bias of keys", "mask", "padding", "sink", "dropout", "window left")
 #: Features by their names in `feature_cases.options_of`, or other calls.
 CALLS = ("plain", "lse", "scores", "bias", "packed", "strided", "shares")
@@ -116,6 +116,50 @@ def test_o_that_needs_more_shared_memory_than_q_and_keys(launched, pair, tile):
     q, k, v, _ = draw("float16", (150, 70), pair[0], head_dim_v=pair[1])
     o, lse = forward(q, k, v, causal=True, config=tile, family="sm80")
     Expectation(q, k, v, causal=True).check(spec=pair, o=o, lse=lse)
+
+
+#: Pairs and tiles of the forward on Hopper: O in a buffer of its own beside one or two of Q, one panel of it, three of
+#: four, and O that passes through Q's buffer in one panel at a time.
+ON_HOPPER = (
+    ((40, 72), TileConfig(64, 48, 8, 2, 2)),
+    ((136, 8), TileConfig(128, 32, 12, 2)),
+    ((8, 136), TileConfig(128, 32, 12, 2)),
+    ((128, 64), TileConfig(128, 64, 12, 2)),
+    ((64, 128), TileConfig(192, 32, 16, 2)),
+    ((192, 128), TileConfig(128, 128, 12, 2)),
+    ((256, 128), TileConfig(128, 48, 12, 3)),
+    ((64, 256), TileConfig(128, 96, 12, 3)),
+    ((64, 256), TileConfig(128, 80, 12, 4)),
+)
+
+
+@pytest.mark.sample(pair=((40, 72),))
+@pytest.mark.parametrize(("pair", "tile"), ON_HOPPER, ids=str)
+def test_the_forward_on_hopper(launched, pair, tile):
+    q, k, v, _ = draw("float16", (150, 210), pair[0], head_dim_v=pair[1], view=packed)
+    out = packed(np.full((*q.shape[:-1], pair[1]), np.nan, q.dtype)), None
+    o, lse = forward(q, k, v, causal=True, config=tile, family="sm90", num_splits=1, out=out)
+    Expectation(q, k, v, causal=True).check(spec=pair, o=o, lse=lse)
+    assert {(stage.spec.family_name, stage.spec.head_dim, stage.spec.head_dim_v) for stage in launched} == {
+        ("sm90", *pair)
+    }
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("call", CALLS[2:])
+def test_each_call_of_the_forward_on_hopper(launched, call):
+    lengths, pair, config = (70, 90), (40, 72), TileConfig(64, 48, 8, 2, 2)
+    inputs = tuple(map(place, draw("float16", lengths, pair[0], (4, 2), head_dim_v=pair[1], batch=2)))
+    options = {"causal": call != "scores", **options_for(call, "float16", lengths)}
+    if call == "packed":
+        inputs = tuple(place(x[0]) for x in inputs)
+        options |= {"cu_seqlens_q": place(np.array([3, 9, 9, 68], "int32"))}
+        options |= {"cu_seqlens_k": place(np.array([0, 5, 12, 87], "int32"))}
+    own = {"config": config, "family": "sm90", "num_splits": 3 if call == "shares" else None}
+    o, lse = forward(*inputs[:3], **own, **options)
+    Expectation(*inputs[:3], **options).check(spec=call, o=o, lse=lse)
+    tiled = [stage.spec for stage in launched if stage.spec.operation in TILED]
+    assert {(spec.head_dim, spec.head_dim_v) for spec in tiled} == {pair}
 
 
 @pytest.mark.matrix

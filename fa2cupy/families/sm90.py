@@ -87,6 +87,7 @@ class Sm90(Family):
     min_compute_capability = max_compute_capability = 90
     row_alignment = 16
     head_dim_step = 8
+    pair_calls = ("forward",)
     arch_suffix = "a"
     clears_unlisted_keys = True
     needs_positive_scale = True
@@ -169,7 +170,7 @@ class Sm90(Family):
     ) -> int:
         array = _held_array(features)
         if operation == "forward":
-            return _forward_bytes(head_dim, tile, array)
+            return _forward_bytes(head_dim, head_dim_v, tile, array)
         if operation == "backward_dq":
             return _dq_bytes(head_dim, tile, array)
         return _backward_bytes(head_dim, tile, array, with_dq={"backward": True, "backward_dkdv": False}[operation])
@@ -178,7 +179,7 @@ class Sm90(Family):
         self, operation: str, dtype: str, head_dim: int, tile: TileConfig, head_dim_v: int | None = None
     ) -> str | None:
         if operation == "forward":
-            return _why_no_forward(tile, head_dim)
+            return _why_no_forward(tile, head_dim_v or head_dim)
         if operation == "backward_dq":
             return _why_no_dq(tile, head_dim)
         return _why_no_backward(tile, head_dim, with_dq={"backward": True, "backward_dkdv": False}[operation])
@@ -232,20 +233,22 @@ def _held_bytes(array: str | None, queries: int, keys: int) -> int:
 # Kernels that own queries.
 
 
-def _forward_bytes(head_dim: int, tile: TileConfig, array: str | None) -> int:
+def _forward_bytes(head_dim: int, head_dim_v: int | None, tile: TileConfig, array: str | None) -> int:
     """Dynamic shared memory of the forward."""
     # The same as in kernels/sm90/forward_shape.cuh: panels of 64 columns; O has a buffer, or two panels, and Q a
     # second one, if they fit.
-    row = -(-head_dim // 64) * 128
-    queries = tile.b_r * row
+    row, row_v = (-(-columns // 64) * 128 for columns in (head_dim, head_dim_v or head_dim))
+    queries, output, panel = tile.b_r * row, tile.b_r * row_v, tile.b_r * 128
     barriers = 8 * (4 + 4 * tile.num_stages + 2 * 4) + 4 * 32 + 4 * tile.num_threads
-    fixed = 1024 + 2 * tile.num_stages * tile.b_c * row + barriers
+    fixed = 1024 + tile.num_stages * tile.b_c * (row + row_v) + barriers
     held = _held_bytes(array, tile.b_r, tile.b_c)
     if fixed + queries + held <= _SHARED_BYTES:
         fixed += held
-    two_panels = (2 * tile.b_r * 128,) if row > 2 * 128 else ()
-    besides = (2 * queries, queries, *two_panels, 0)
     fixed += queries
+    pieces = [2 * panel] if row_v > 2 * 128 else []
+    if head_dim_v is not None:
+        pieces = [max(0, _SHARED_BYTES - fixed) // panel * panel]
+    besides = (output + queries, output, *pieces, 0)
     return next((fixed + n for n in besides if fixed + n <= _SHARED_BYTES), fixed)
 
 
@@ -264,9 +267,9 @@ def _dq_bytes(head_dim: int, tile: TileConfig, array: str | None) -> int:
     return next((n for n in (ring + 5 * queries, ring + 3 * queries) if n <= most), ring + 2 * queries)
 
 
-def _why_no_forward(tile: TileConfig, head_dim: int) -> str | None:
+def _why_no_forward(tile: TileConfig, head_dim_v: int) -> str | None:
     """The reason why the forward cannot have this tile, or None if it can."""
-    return _why_no_query_rows(tile, head_dim, head_dim // 2 + tile.b_c // 2 + tile.b_c // 4, 25)
+    return _why_no_query_rows(tile, head_dim_v, head_dim_v // 2 + tile.b_c // 2 + tile.b_c // 4, 25)
 
 
 def _why_no_dq(tile: TileConfig, head_dim: int) -> str | None:
@@ -275,7 +278,7 @@ def _why_no_dq(tile: TileConfig, head_dim: int) -> str | None:
     return _why_no_query_rows(tile, head_dim, head_dim // 2 + tile.b_c, 32)
 
 
-def _why_no_query_rows(tile: TileConfig, head_dim: int, accumulators: int, operands: int) -> str | None:
+def _why_no_query_rows(tile: TileConfig, columns: int, accumulators: int, operands: int) -> str | None:
     groups = tile.b_r // 64
     if tile.b_r % 64 or groups > 3 or tile.num_warps != 4 * (groups + 1):
         return (
@@ -293,7 +296,7 @@ def _why_no_query_rows(tile: TileConfig, head_dim: int, accumulators: int, opera
         )
     # Registers of a thread at the start, and those of consumers after setmaxnreg.
     at_entry, available = {1: (128, 232), 2: (168, 240), 3: (128, 160)}[groups]
-    if max(head_dim, tile.b_c) // 2 + 30 > at_entry:
+    if max(columns, tile.b_c) // 2 + 30 > at_entry:
         return f"one product's operands do not fit in the {at_entry} registers that a thread starts with"
     if accumulators + operands > available:
         return f"its accumulators take {accumulators} of the {available} registers that a thread can have"

@@ -39,6 +39,7 @@ class ForwardConsumer : common::HeadTerms<Spec>,
         Base::output_box, Base::score_tile, Base::wait_for_box, typename Base::TileMask;
     using Base::group_, Base::lane_, Base::memory_, Base::params_, Base::warp_;
     using Base::kBc, Base::kBr, Base::kD, Base::kLeftLimit, Base::kRightLimit;
+    static constexpr int kDv = Shape::kDv;
     using Base::keys_, Base::queries_, Base::release_key, Base::release_value, Base::tiles_, Base::values_;
     using Element = typename Spec::Element;
     friend Base;
@@ -50,7 +51,7 @@ class ForwardConsumer : common::HeadTerms<Spec>,
     static constexpr int kTurnBarrier = Base::kOwnBarrier;
 
     using Scores = QuadFragment<kBc / 8>;
-    using Output = QuadFragment<kD / 8>;
+    using Output = QuadFragment<kDv / 8>;
     using Probabilities = PackedFragment<Element, kBc / 8>;
     using Softmax = common::OnlineSoftmax<float, 2, 4, common::exp2_approx, false, 1, common::kNaturalInExponent<Spec>>;
 
@@ -329,7 +330,8 @@ class ForwardConsumer : common::HeadTerms<Spec>,
 
     __device__ __forceinline__ void issue_scores() {
         uint64 q = query_operand_ + queries_.slot() * (Shape::kQueryBytes / 16);
-        if constexpr (kD > 192) q = as_if_new(q);  // else the descriptors of sixteen k-steps are kept, and spill
+        // Else the descriptors of sixteen k-steps are kept, and spill; so are twelve beside O of a wide key tile.
+        if constexpr (kD > 192 || (kD > 128 && Shape::kIsPair)) q = as_if_new(q);
         const uint64 k = key_operand_ + keys_.slot() * (Shape::kKeyBytes / 16);
         pin(scores_);
         wgmma_fence();
@@ -342,7 +344,7 @@ class ForwardConsumer : common::HeadTerms<Spec>,
     }
 
     __device__ __forceinline__ void issue_output(const Probabilities& p) {
-        const uint64 v = value_operand_ + values_.slot() * (Shape::kKeyBytes / 16);
+        const uint64 v = value_operand_ + values_.slot() * (Shape::kValueBytes / 16);
         pin(output_);
         wgmma_fence();
         multiply_keys(output_, p, v);
@@ -350,7 +352,7 @@ class ForwardConsumer : common::HeadTerms<Spec>,
 
     __device__ __forceinline__ void multiply_output(const float (&factor)[2]) {
 #pragma unroll
-        for (int n = 0; n < kD / 8; ++n)
+        for (int n = 0; n < kDv / 8; ++n)
 #pragma unroll
             for (int e = 0; e < 4; ++e) output_.value[n][e] *= factor[e / 2];
     }
@@ -402,8 +404,8 @@ class ForwardConsumer : common::HeadTerms<Spec>,
         multiply_output(inverse_sum);
         constexpr int kPanelsAtOnce = Shape::kOwnOutput ? Shape::kOutputPanels : Shape::kPanels;
 #pragma unroll
-        for (int first = 0; first < Shape::kPanels; first += kPanelsAtOnce) {
-            const int end = min_of(first + kPanelsAtOnce, Shape::kPanels);
+        for (int first = 0; first < Shape::kPanelsV; first += kPanelsAtOnce) {
+            const int end = min_of(first + kPanelsAtOnce, Shape::kPanelsV);
             if (first > 0) wait_for_box();
             write_box<Element>(box.address, box.panel_bytes, output_, lane_, first, end - first);
             async_proxy_fence();

@@ -8,25 +8,29 @@ namespace fa2::sm90 {
 template <class Spec>
 struct ForwardShape : QueryTileShape<Spec, 1> {
     using Base = QueryTileShape<Spec, 1>;
-    using Base::kBc, Base::kConsumerRegisters, Base::kD, Base::kStages;
-    using Base::kHeldBytes, Base::kFixedBytes, Base::kKeyBytes, Base::kPanels, Base::kQueryBytes,
-        Base::kQueryPanelBytes;
+    using Base::kBc, Base::kConsumerRegisters, Base::kDv, Base::kStages;
+    using Base::kHeldBytes, Base::kFixedBytes, Base::kKeyBytes, Base::kPanelsV, Base::kQueryBytes,
+        Base::kQueryPanelBytes, Base::kValueBytes;
 
     static constexpr int kValueStages = kStages;
     static constexpr int kScratchBytes = 4 * 32 * Spec::kWarps;
-    static constexpr int kWithoutArray = kFixedBytes + (kStages + kValueStages) * kKeyBytes + kScratchBytes;
+    static constexpr int kWithoutArray =
+        kFixedBytes + kStages * kKeyBytes + kValueStages * kValueBytes + kScratchBytes;
     static constexpr bool kHoldsArray =
         common::kMayHoldArray<Spec> && kWithoutArray + kQueryBytes + kHeldBytes <= kMaxSharedBytes;
     static constexpr int kBesidesQueries = kWithoutArray + (kHoldsArray ? kHeldBytes : 0);
     // O has its own buffer if that fits, or one of two panels, through which it passes two panels at a time: Q of the
-    // next query tile is loaded meanwhile. Else O is stored through Q's buffer. If a second Q buffer fits beside all of
-    // O, Q is loaded one query tile ahead.
+    // next query tile is loaded meanwhile. Where V has a head_dim of its own, it is one of all panels that fit. Else O
+    // is stored through Q's buffer. If a second Q buffer fits beside all of O, Q is loaded one query tile ahead.
+    static constexpr int kOutputBytes = kPanelsV * kQueryPanelBytes;
     static constexpr int kFreeBytes = kMaxSharedBytes - kBesidesQueries - kQueryBytes;
-    static constexpr int kOutputPanels = kFreeBytes >= kQueryBytes                           ? kPanels
-                                         : kPanels > 2 && kFreeBytes >= 2 * kQueryPanelBytes ? 2
-                                                                                             : 0;
+    static constexpr bool kIsPair = Spec::kHeadDim != Spec::kHeadDimV;
+    static constexpr int kOutputPanels = kFreeBytes >= kOutputBytes ? kPanelsV
+                                         : kIsPair                  ? common::max_of(kFreeBytes, 0) / kQueryPanelBytes
+                                         : kPanelsV > 2 && kFreeBytes >= 2 * kQueryPanelBytes ? 2
+                                                                                              : 0;
     static constexpr bool kOwnOutput = kOutputPanels > 0;
-    static constexpr int kQueryBuffers = kFreeBytes >= 2 * kQueryBytes ? 2 : 1;
+    static constexpr int kQueryBuffers = kFreeBytes >= kOutputBytes + kQueryBytes ? 2 : 1;
     static constexpr int kSharedBytes =
         kBesidesQueries + kQueryBuffers * kQueryBytes + kOutputPanels * kQueryPanelBytes;
     static_assert(kSharedBytes == Spec::kSharedBytes);
@@ -34,7 +38,7 @@ struct ForwardShape : QueryTileShape<Spec, 1> {
     // Two P tiles in registers: the exponentials of the next key tile then overlap with the product that reads P of the
     // present one. This needs registers for O, S, twice P, and kBesidesTiles more.
     static constexpr int kBesidesTiles = common::kNeedsRegisters<Spec> ? 72 : 48;
-    static constexpr bool kTwoP = kD / 2 + kBc / 2 + 2 * (kBc / 4) + kBesidesTiles <= kConsumerRegisters;
+    static constexpr bool kTwoP = kDv / 2 + kBc / 2 + 2 * (kBc / 4) + kBesidesTiles <= kConsumerRegisters;
 };
 
 template <class Shape>

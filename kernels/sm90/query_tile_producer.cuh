@@ -30,7 +30,7 @@ class QueryTileProducer {
         int32 key_tile = block;
         if constexpr (common::kListsTiles<Spec>) key_tile = tile.list.entries[block];  // ahead of the wait
         mbarrier_wait(memory_.empty_key(stage), keys_.parity() ^ 1);
-        load_keys(params_.k, memory_.key(stage), memory_.full_key(stage), tile, key_tile);
+        load_keys<Shape::kPanels>(params_.k, memory_.key(stage), memory_.full_key(stage), tile, key_tile);
         keys_.advance();
     }
 
@@ -39,7 +39,7 @@ class QueryTileProducer {
         int32 key_tile = block;
         if constexpr (common::kListsTiles<Spec>) key_tile = tile.list.entries[block];  // ahead of the wait
         mbarrier_wait(memory_.empty_value(stage), values_.parity() ^ 1);
-        load_keys(params_.v, memory_.value(stage), memory_.full_value(stage), tile, key_tile);
+        load_keys<Shape::kPanelsV>(params_.v, memory_.value(stage), memory_.full_value(stage), tile, key_tile);
         values_.advance();
     }
 
@@ -51,10 +51,11 @@ class QueryTileProducer {
     RingPosition<kTileSlots> tiles_;
 
   private:
+    template <int kPanels>
     __device__ void load_keys(const TensorMap& map, uint32 smem, uint32 full, const Tile& tile, int32 key_tile) const {
-        mbarrier_arrive_expect(full, Shape::kKeyBytes);
+        mbarrier_arrive_expect(full, kPanels * Shape::kKeyPanelBytes);
 #pragma unroll
-        for (int panel = 0; panel < Shape::kPanels; ++panel)
+        for (int panel = 0; panel < kPanels; ++panel)
             tile.keys.load(smem + panel * Shape::kKeyPanelBytes, map, full, panel * kPanelColumns,
                            key_tile * Shape::kBc, tile.head / params_.heads_per_group, tile.batch);
     }

@@ -14,12 +14,14 @@ struct QueryTileShape {
     static constexpr int kBr = Spec::kBr, kBc = Spec::kBc, kStages = Spec::kStages;
     static constexpr int kSharers = kSharers_, kGroups = kBr / kGroupRows * kSharers;  // consumer warp groups
     static constexpr int kD = round_up(Spec::kHeadDim, 16);
-    static constexpr int kPanels = kParts * ceil_div(kD, kPanelColumns);
+    static constexpr int kDv = round_up(Spec::kHeadDimV, 16);  // columns of V and O
+    static constexpr int kPanels = kParts * ceil_div(kD, kPanelColumns), kPanelsV = kParts * ceil_div(kDv, kPanelColumns);
     static_assert(kBr % kGroupRows == 0 && Spec::kWarps == 4 * (kGroups + 1) && kBc % 16 == 0);
 
     // -------------------------------------------------------------------------------------------------- shared memory
     static constexpr int kQueryPanelBytes = kBr * kPanelRowBytes, kQueryBytes = kPanels * kQueryPanelBytes;
-    static constexpr int kKeyPanelBytes = kBc * kPanelRowBytes, kKeyBytes = kPanels * kKeyPanelBytes;
+    static constexpr int kKeyPanelBytes = kBc * kPanelRowBytes;
+    static constexpr int kKeyBytes = kPanels * kKeyPanelBytes, kValueBytes = kPanelsV * kKeyPanelBytes;
     static constexpr int kBarriers = 4 * kOperands + 4 * kStages + 2 * kTileSlots;
     static constexpr int kFixedBytes = kAlignment + 8 * kBarriers + sizeof(QueryTile) * kTileSlots;
     static constexpr int kHeldBytes = kBr / 16 * common::HeldOfQueries<Spec, kBc>::Tile::kBytes;
@@ -49,7 +51,7 @@ struct QueryTileMemory {
     __device__ uint32 key(uint32 stage) const {
         return query(Shape::kOperands * Shape::kQueryBuffers) + stage * Shape::kKeyBytes;
     }
-    __device__ uint32 value(uint32 stage) const { return key(kStages) + stage * Shape::kKeyBytes; }
+    __device__ uint32 value(uint32 stage) const { return key(kStages) + stage * Shape::kValueBytes; }
     __device__ uint32 output() const { return value(Shape::kValueStages); }
     __device__ uint32 barrier(uint32 index) const {
         return output() + Shape::kOutputPanels * Shape::kQueryPanelBytes + 8 * index;

@@ -24,6 +24,7 @@ struct PartsShape : QueryTileShape<Spec, kOperands, kParts, kSharersOfRows<Spec,
     static constexpr int kPanelsOfPart = Base::kPanels / kParts;
     static constexpr bool kInPieces = PartsLayout<Spec::kHeadDim>::kInPieces;
     static constexpr int kKeyBytes = kInPieces ? kPieceBytes : Base::kKeyBytes;  // of a stage
+    static constexpr int kValueBytes = kKeyBytes;
     static constexpr int kWithoutValues = kFixedBytes + kOperands * kQueryBytes + kStages * kKeyBytes;
     // V has one stage where shared memory does not hold as many as K has.
     static constexpr int kValueStages = kWithoutValues + kStages * kKeyBytes <= kMaxSharedBytes ? kStages : 1;

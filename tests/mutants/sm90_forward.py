@@ -9,8 +9,24 @@ from .problems import HOPPER_PANELS, HOPPER_TILES, ONE_GROUP, Problem
 
 OUTPUT_IN_PARTS = Problem(head_dim=200, lengths=(70, 70), hopper_tile=TileConfig(128, 64, 12, 2))
 HOPPER_GROWING = Problem(lengths=(35, 320), causal=False, growing=True, hopper_tile=ONE_GROUP)
+HOPPER_PAIR = Problem(head_dim=40, lengths=(200, 150), hopper_tile=ONE_GROUP, head_dim_v=72)
+#: A text of the forward, the head_dim of it that is exchanged for another, and what catches the change.
+SWAPPED = (
+    ("load_keys<Shape::kPanelsV>(params_.v", "kPanelsV", "kPanels", "uninitialised"),
+    ("load_keys<Shape::kPanels>(params_.k", "kPanels", "kPanelsV", "race"),
+    ("key(kStages) + stage * Shape::kValueBytes", "kValueBytes", "kKeyBytes", "race"),
+    ("values_.slot() * (Shape::kValueBytes / 16)", "kValueBytes", "kKeyBytes", "race"),
+    ("n < kDv / 8; ++n)", "kDv", "kD", "numbers"),
+    ("min_of(first + kPanelsAtOnce, Shape::kPanelsV)", "kPanelsV", "kPanels", "unwritten"),
+)
 
 MUTANTS = (
+    *(
+        Mutant(
+            f"the other head_dim on Hopper, {text}", "forward", text, text.replace(of, other), caught_by, HOPPER_PAIR
+        )
+        for text, of, other, caught_by in SWAPPED
+    ),
     # sm90: the barriers between producer and consumers
     Mutant(
         "no wait for K",
