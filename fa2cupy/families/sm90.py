@@ -172,7 +172,7 @@ class Sm90(Family):
         if operation == "forward":
             return _forward_bytes(head_dim, head_dim_v, tile, array)
         if operation == "backward_dq":
-            return _dq_bytes(head_dim, tile, array)
+            return _dq_bytes(head_dim, head_dim_v, tile, array)
         return _backward_bytes(head_dim, tile, array, with_dq={"backward": True, "backward_dkdv": False}[operation])
 
     def why_not_shape(
@@ -230,14 +230,18 @@ def _held_bytes(array: str | None, queries: int, keys: int) -> int:
     return queries * (2 * keys + (0 if keys == 16 or keys % 64 == 0 else 16))
 
 
+def _row_bytes(head_dim: int, head_dim_v: int | None) -> tuple[int, int]:
+    """Shared memory of a row of k, and of v: panels of 64 columns."""
+    return -(-head_dim // 64) * 128, -(-(head_dim_v or head_dim) // 64) * 128
+
+
 # Kernels that own queries.
 
 
 def _forward_bytes(head_dim: int, head_dim_v: int | None, tile: TileConfig, array: str | None) -> int:
     """Dynamic shared memory of the forward."""
-    # The same as in kernels/sm90/forward_shape.cuh: panels of 64 columns; O has a buffer, or two panels, and Q a
-    # second one, if they fit.
-    row, row_v = (-(-columns // 64) * 128 for columns in (head_dim, head_dim_v or head_dim))
+    # The same as in kernels/sm90/forward_shape.cuh: O has a buffer, or two panels, and Q a second one, if they fit.
+    row, row_v = _row_bytes(head_dim, head_dim_v)
     queries, output, panel = tile.b_r * row, tile.b_r * row_v, tile.b_r * 128
     barriers = 8 * (4 + 4 * tile.num_stages + 2 * 4) + 4 * 32 + 4 * tile.num_threads
     fixed = 1024 + tile.num_stages * tile.b_c * (row + row_v) + barriers
@@ -252,19 +256,21 @@ def _forward_bytes(head_dim: int, head_dim_v: int | None, tile: TileConfig, arra
     return next((fixed + n for n in besides if fixed + n <= _SHARED_BYTES), fixed)
 
 
-def _dq_bytes(head_dim: int, tile: TileConfig, array: str | None) -> int:
+def _dq_bytes(head_dim: int, head_dim_v: int | None, tile: TileConfig, array: str | None) -> int:
     """Dynamic shared memory of the dQ kernel."""
     # The same as in kernels/sm90/backward_dq_shape.cuh: dQ has a buffer, and Q and dO a second one, if they fit.
-    row = -(-head_dim // 64) * 128
-    queries, keys = tile.b_r * row, tile.b_c * row
-    fixed = 1024 + 8 * (8 + 4 * tile.num_stages + 2 * 4) + 4 * 32
+    row, row_v = _row_bytes(head_dim, head_dim_v)
+    output, queries, panel = tile.b_r * row, tile.b_r * (row + row_v), tile.b_r * 128
+    fixed = 1024 + 8 * (8 + 4 * tile.num_stages + 2 * 4) + 4 * 32 + queries
     most = (_SHARED_BYTES + 1024) // tile.blocks_per_sm - 1024
-    two_and_two = tile.num_stages == 2 and fixed + 4 * keys + 2 * queries <= most
-    ring = fixed + (4 if two_and_two else 2 * tile.num_stages - 1) * keys
+    two_and_two = tile.num_stages == 2 and fixed + 2 * tile.b_c * (row + row_v) <= most
+    fixed += tile.b_c * (tile.num_stages * row + (2 if two_and_two else tile.num_stages - 1) * row_v)
     held = _held_bytes(array, tile.b_r, tile.b_c)
-    if ring + 2 * queries + held <= most:
-        ring += held
-    return next((n for n in (ring + 5 * queries, ring + 3 * queries) if n <= most), ring + 2 * queries)
+    if fixed + held <= most:
+        fixed += held
+    pieces = [] if head_dim_v is None else [max(0, most - fixed) // panel * panel]
+    besides = (output + queries, output, *pieces, 0)
+    return next((fixed + n for n in besides if fixed + n <= most), fixed)
 
 
 def _why_no_forward(tile: TileConfig, head_dim_v: int) -> str | None:

@@ -15,7 +15,7 @@
 //
 // Shared memory, in panels of 64 columns with the 128-byte swizzle that TMA writes and wgmma reads:
 //
-//   Q [1 or 2 buffers][kBr][D] | dO [1 or 2][kBr][D] | K [kStages][kBc][D] | V [kValueStages][kBc][D] |
+//   Q [1 or 2 buffers][kBr][D] | dO [1 or 2][kBr][Dv] | K [kStages][kBc][D] | V [kValueStages][kBc][Dv] |
 //   dQ [kBr][D] if it fits, else dQ uses dO's | barriers | next query tiles [4]
 //
 // K is read for S and, one key tile later, for dQ; V is released after dP, and therefore has one stage less.

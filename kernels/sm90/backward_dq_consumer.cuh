@@ -52,7 +52,7 @@ class BackwardDqConsumer : common::HeadTerms<Spec>,
     using Memory = QueryTileMemory<Shape>;
     using Base = QueryTileConsumer<Spec, Shape, Memory>;
     using Base::first_row, Base::load_array, Base::make_positions_uniform, Base::mask, Base::multiply_keys,
-        Base::output_box, Base::score_tile;
+        Base::output_box, Base::score_tile, Base::wait_for_box;
     using Base::group_, Base::lane_, Base::memory_, Base::params_, Base::warp_;
     using Base::kBc, Base::kBr, Base::kD, Base::kLeftLimit, Base::kRightLimit;
     using Base::keys_, Base::queries_, Base::release_key, Base::release_value, Base::tiles_, Base::values_;
@@ -227,22 +227,23 @@ class BackwardDqConsumer : common::HeadTerms<Spec>,
 
     __device__ __forceinline__ void issue_scores_of(const KeyPosition& at) {
         mbarrier_wait(memory_.full_key(at.slot()), at.parity());
-        multiply_rows(scores_, memory_.query(queries_.slot()), memory_.key(at.slot()));
+        multiply_rows<kD>(scores_, memory_.query(queries_.slot()), memory_.key(at.slot()));
     }
     __device__ __forceinline__ void issue_dp() {
         mbarrier_wait(memory_.full_value(values_.slot()), values_.parity());
-        multiply_rows(dp_, memory_.dout(queries_.slot()), memory_.value(values_.slot()));
+        multiply_rows<Shape::kDv>(dp_, memory_.dout(queries_.slot()), memory_.value(values_.slot()));
     }
 
     // Issues x = (the group's rows of Q or dO) (the key tile's rows of K or V)^T.
+    template <int kColumns>
     __device__ __forceinline__ void multiply_rows(Scores& x, uint32 query_tile, uint32 key_tile) {
         uint64 rows = matrix_descriptor(query_tile + group_ * kGroupRows * kPanelRowBytes, 0);
-        if constexpr (kD > 192) rows = as_if_new(rows);  // as in the forward's issue_scores
+        if constexpr (kColumns > 192) rows = as_if_new(rows);  // as in the forward's issue_scores
         const uint64 keys = matrix_descriptor(key_tile, 0);
         wgmma_fence();
         wgmma_first_scores(x, rows, keys);
 #pragma unroll
-        for (int s = 1; s < kD / 16; ++s)
+        for (int s = 1; s < kColumns / 16; ++s)
             wgmma_scores(x, rows + along_columns<Shape::kQueryPanelBytes>(s),
                          keys + along_columns<Shape::kKeyPanelBytes>(s), true);
         wgmma_commit();
@@ -297,10 +298,10 @@ class BackwardDqConsumer : common::HeadTerms<Spec>,
             if (minus_lse_[i] == -common::infinity<float>()) {
                 const uint32 row = (group_ * kGroupRows + warp_ * 16 + Scores::row(i, lane_)) * kPanelRowBytes;
 #pragma unroll 1
-                for (uint32 chunk = lane_ % 4; chunk < 8 * Shape::kPanels; chunk += 4) {
+                for (uint32 chunk = lane_ % 4; chunk < 8 * max_of(Shape::kPanels, Shape::kPanelsV); chunk += 4) {
                     const uint32 at = chunk / 8 * Shape::kQueryPanelBytes + row + chunk % 8 * 16;
-                    store_shared(memory_.query(queries_.slot()) + at, 0, 0, 0, 0);
-                    store_shared(memory_.dout(queries_.slot()) + at, 0, 0, 0, 0);
+                    if (chunk < 8 * Shape::kPanels) store_shared(memory_.query(queries_.slot()) + at, 0, 0, 0, 0);
+                    if (chunk < 8 * Shape::kPanelsV) store_shared(memory_.dout(queries_.slot()) + at, 0, 0, 0, 0);
                 }
             }
         async_proxy_fence();
@@ -336,16 +337,8 @@ class BackwardDqConsumer : common::HeadTerms<Spec>,
         for (int n = 0; n < kD / 8; ++n)
 #pragma unroll
             for (int e = 0; e < 4; ++e) dq_.value[n][e] *= params_.softmax_scale;
-        write_box<Element>(box.address, box.panel_bytes, dq_, lane_);
-        const auto rows = query_tma_rows<Spec>(params_, tile.batch());
-        async_proxy_fence();
-        __syncwarp();
+        store_panels<0>(box, tile);
         if (lane_ == 0) {
-#pragma unroll
-            for (int panel = 0; panel < Shape::kPanels; ++panel)
-                rows.store(params_.dq, box.address + panel * box.panel_bytes, panel * kPanelColumns, first_row(tile),
-                           tile.head(), tile.batch());
-            tma_store_commit();
             mbarrier_arrive(tile.empty);
             if constexpr (!Shape::kOwnOutput) {
                 tma_store_wait_read();
@@ -353,6 +346,29 @@ class BackwardDqConsumer : common::HeadTerms<Spec>,
             }
         }
         queries_.advance();
+    }
+
+    // Stores the panels of dQ from kFirst on, as many at a time as the box has. (An unrolled loop over them would compile
+    // to more instructions.)
+    template <int kFirst>
+    __device__ __forceinline__ void store_panels(const typename Base::Box& box, const TileInSlot& tile) {
+        constexpr int kPanelsAtOnce = Shape::kOwnOutput ? Shape::kOutputPanels : Shape::kPanelsV;
+        constexpr int kEnd = min_of(kFirst + kPanelsAtOnce, Shape::kPanels);
+        write_box<Element>(box.address, box.panel_bytes, dq_, lane_, kFirst, kEnd - kFirst);
+        const auto rows = query_tma_rows<Spec>(params_, tile.batch());
+        async_proxy_fence();
+        __syncwarp();
+        if (lane_ == 0) {
+#pragma unroll
+            for (int panel = kFirst; panel < kEnd; ++panel)
+                rows.store(params_.dq, box.address + (panel - kFirst) * box.panel_bytes, panel * kPanelColumns,
+                           first_row(tile), tile.head(), tile.batch());
+            tma_store_commit();
+        }
+        if constexpr (kEnd < Shape::kPanels) {
+            wait_for_box();
+            store_panels<kEnd>(box, tile);
+        }
     }
 
     bool lse_is_large_;                    // in one of the warp's rows, which makes it bound P

@@ -7,10 +7,11 @@ namespace fa2::sm90 {
 
 template <class Spec>
 class BackwardDqProducer : QueryTileProducer<Spec, BackwardDqShape<Spec>, QueryTileMemory<BackwardDqShape<Spec>>> {
-    using Memory = QueryTileMemory<BackwardDqShape<Spec>>;
-    using Base = QueryTileProducer<Spec, BackwardDqShape<Spec>, Memory>;
+    using Shape = BackwardDqShape<Spec>;
+    using Memory = QueryTileMemory<Shape>;
+    using Base = QueryTileProducer<Spec, Shape, Memory>;
     using Base::kLeftLimit, Base::memory_, Base::params_, Base::queries_;
-    using Base::load_key, Base::load_rows, Base::load_value, Base::publish;
+    using Base::load_key, Base::load_value, Base::publish;
     using typename Base::Tile;
 
   public:
@@ -23,11 +24,13 @@ class BackwardDqProducer : QueryTileProducer<Spec, BackwardDqShape<Spec>, QueryT
             const Tile tile = query_tile<Spec>(params_, index);
             publish(tile);
             if (tile.key_tiles == 0) break;
-            load_queries(params_.q, memory_.query(queries_.slot()), memory_.full_query(queries_.slot()),
-                         memory_.empty_query(queries_.slot()), tile);
+            load_queries<Shape::kPanels>(params_.q, memory_.query(queries_.slot()),
+                                         memory_.full_query(queries_.slot()), memory_.empty_query(queries_.slot()),
+                                         tile);
             load_key(tile, tile.key_tiles - 1);
-            load_queries(params_.dout, memory_.dout(queries_.slot()), memory_.full_dout(queries_.slot()),
-                         memory_.empty_dout(queries_.slot()), tile);
+            load_queries<Shape::kPanelsV>(params_.dout, memory_.dout(queries_.slot()),
+                                          memory_.full_dout(queries_.slot()), memory_.empty_dout(queries_.slot()),
+                                          tile);
             load_value(tile, tile.key_tiles - 1);
             queries_.advance();
             const int32 first = kLeftLimit ? tile.first_key_tile : 0;
@@ -49,9 +52,10 @@ class BackwardDqProducer : QueryTileProducer<Spec, BackwardDqShape<Spec>, QueryT
         }
     }
 
+    template <int kPanels>
     __device__ void load_queries(const TensorMap& map, uint32 smem, uint32 full, uint32 empty, const Tile& tile) {
         mbarrier_wait(empty, queries_.parity() ^ 1);
-        load_rows(map, smem, full, tile);
+        Base::template load_rows<kPanels>(map, smem, full, tile);
     }
 };
 

@@ -7,24 +7,32 @@ namespace fa2::sm90 {
 template <class Spec>
 struct BackwardDqShape : QueryTileShape<Spec, 2> {
     using Base = QueryTileShape<Spec, 2>;
-    using Base::kBc, Base::kConsumerRegisters, Base::kD, Base::kStages;
-    using Base::kHeldBytes, Base::kFixedBytes, Base::kKeyBytes, Base::kPanels, Base::kQueryBytes;
+    using Base::kBc, Base::kConsumerRegisters, Base::kD, Base::kIsPair, Base::kStages;
+    using Base::kDoutBytes, Base::kFixedBytes, Base::kHeldBytes, Base::kKeyBytes, Base::kPanels, Base::kQueryBytes,
+        Base::kQueryPanelBytes, Base::kValueBytes;
 
     // Shared memory available to a block; the system reserves 1024 bytes for each block.
     static constexpr int kMostBytes = (kMaxSharedBytes + 1024) / Spec::kBlocksPerSm - 1024;
     // V is released earlier than K and has one stage less; with two stages of K, V gets two as well if they fit.
-    static constexpr bool kTwoAndTwo = kStages == 2 && kFixedBytes + 4 * kKeyBytes + 2 * kQueryBytes <= kMostBytes;
+    static constexpr int kOperandBytes = kQueryBytes + kDoutBytes;
+    static constexpr bool kTwoAndTwo =
+        kStages == 2 && kFixedBytes + 2 * (kKeyBytes + kValueBytes) + kOperandBytes <= kMostBytes;
     static constexpr int kValueStages = kTwoAndTwo ? 2 : kStages - 1;
-    static constexpr int kWithoutArray = kFixedBytes + (kStages + kValueStages) * kKeyBytes;
+    static constexpr int kWithoutArray = kFixedBytes + kStages * kKeyBytes + kValueStages * kValueBytes;
     static constexpr bool kHoldsArray =
-        common::kMayHoldArray<Spec> && kWithoutArray + 2 * kQueryBytes + kHeldBytes <= kMostBytes;
+        common::kMayHoldArray<Spec> && kWithoutArray + kOperandBytes + kHeldBytes <= kMostBytes;
     static constexpr int kBesidesQueries = kWithoutArray + (kHoldsArray ? kHeldBytes : 0);
-    // dQ has its own buffer if that fits; else it is stored through dO's buffer. If second buffers of Q and dO fit,
-    // too, they are loaded one query tile ahead.
-    static constexpr bool kOwnOutput = kBesidesQueries + 3 * kQueryBytes <= kMostBytes;
-    static constexpr int kOutputPanels = kOwnOutput ? kPanels : 0;
-    static constexpr int kQueryBuffers = kBesidesQueries + 5 * kQueryBytes <= kMostBytes ? 2 : 1;
-    static constexpr int kSharedBytes = kBesidesQueries + (2 * kQueryBuffers + kOwnOutput) * kQueryBytes;
+    // dQ has its own buffer if that fits or, where V has a head_dim of its own, one of all panels that fit. Else it is
+    // stored through dO's buffer. If second buffers of Q and dO fit beside all of dQ, they are loaded one query tile
+    // ahead.
+    static constexpr int kFreeBytes = kMostBytes - kBesidesQueries - kOperandBytes;
+    static constexpr int kOutputPanels = kFreeBytes >= kQueryBytes ? kPanels
+                                         : kIsPair ? common::max_of(kFreeBytes, 0) / kQueryPanelBytes
+                                                   : 0;
+    static constexpr bool kOwnOutput = kOutputPanels > 0;
+    static constexpr int kQueryBuffers = kFreeBytes >= kQueryBytes + kOperandBytes ? 2 : 1;
+    static constexpr int kSharedBytes =
+        kBesidesQueries + kQueryBuffers * kOperandBytes + kOutputPanels * kQueryPanelBytes;
     static_assert(kSharedBytes == Spec::kSharedBytes);
 
     // The order of the products (backward_dq_consumer.cuh). With kScoresFirst, dP is computed while dS K of the

@@ -62,7 +62,7 @@ class ForwardProducer : QueryTileProducer<Spec, ForwardShape<Spec>, ForwardMemor
     __device__ void load_query(const Tile& tile) {
         const uint32 buffer = queries_.slot(), full = memory_.full_query(buffer);
         mbarrier_wait(memory_.empty_query(buffer), queries_.parity() ^ 1);
-        load_rows(params_.q, memory_.query(buffer), full, tile);
+        load_rows<Shape::kPanels>(params_.q, memory_.query(buffer), full, tile);
         queries_.advance();
     }
 };

@@ -9,7 +9,7 @@ template <class Spec>
 struct ForwardShape : QueryTileShape<Spec, 1> {
     using Base = QueryTileShape<Spec, 1>;
     using Base::kBc, Base::kConsumerRegisters, Base::kDv, Base::kStages;
-    using Base::kHeldBytes, Base::kFixedBytes, Base::kKeyBytes, Base::kPanelsV, Base::kQueryBytes,
+    using Base::kHeldBytes, Base::kFixedBytes, Base::kIsPair, Base::kKeyBytes, Base::kPanelsV, Base::kQueryBytes,
         Base::kQueryPanelBytes, Base::kValueBytes;
 
     static constexpr int kValueStages = kStages;
@@ -24,7 +24,6 @@ struct ForwardShape : QueryTileShape<Spec, 1> {
     // is stored through Q's buffer. If a second Q buffer fits beside all of O, Q is loaded one query tile ahead.
     static constexpr int kOutputBytes = kPanelsV * kQueryPanelBytes;
     static constexpr int kFreeBytes = kMaxSharedBytes - kBesidesQueries - kQueryBytes;
-    static constexpr bool kIsPair = Spec::kHeadDim != Spec::kHeadDimV;
     static constexpr int kOutputPanels = kFreeBytes >= kOutputBytes ? kPanelsV
                                          : kIsPair                  ? common::max_of(kFreeBytes, 0) / kQueryPanelBytes
                                          : kPanelsV > 2 && kFreeBytes >= 2 * kQueryPanelBytes ? 2

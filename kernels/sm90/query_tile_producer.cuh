@@ -17,10 +17,11 @@ class QueryTileProducer {
     __device__ void publish(const Tile& tile) { publish_tile<Spec>(memory_, tiles_, tile); }
 
     // Loads the query tile's rows of Q or dO.
+    template <int kPanels>
     __device__ void load_rows(const TensorMap& map, uint32 smem, uint32 full, const Tile& tile) const {
-        mbarrier_arrive_expect(full, Shape::kQueryBytes);
+        mbarrier_arrive_expect(full, kPanels * Shape::kQueryPanelBytes);
 #pragma unroll
-        for (int panel = 0; panel < Shape::kPanels; ++panel)
+        for (int panel = 0; panel < kPanels; ++panel)
             tile.queries.load(smem + panel * Shape::kQueryPanelBytes, map, full, panel * kPanelColumns, tile.first_row,
                               tile.head, tile.batch);
     }

@@ -14,12 +14,14 @@ struct QueryTileShape {
     static constexpr int kBr = Spec::kBr, kBc = Spec::kBc, kStages = Spec::kStages;
     static constexpr int kSharers = kSharers_, kGroups = kBr / kGroupRows * kSharers;  // consumer warp groups
     static constexpr int kD = round_up(Spec::kHeadDim, 16);
-    static constexpr int kDv = round_up(Spec::kHeadDimV, 16);  // columns of V and O
+    static constexpr int kDv = round_up(Spec::kHeadDimV, 16);  // columns of V, O and dO
+    static constexpr bool kIsPair = Spec::kHeadDim != Spec::kHeadDimV;
     static constexpr int kPanels = kParts * ceil_div(kD, kPanelColumns), kPanelsV = kParts * ceil_div(kDv, kPanelColumns);
     static_assert(kBr % kGroupRows == 0 && Spec::kWarps == 4 * (kGroups + 1) && kBc % 16 == 0);
 
     // -------------------------------------------------------------------------------------------------- shared memory
-    static constexpr int kQueryPanelBytes = kBr * kPanelRowBytes, kQueryBytes = kPanels * kQueryPanelBytes;
+    static constexpr int kQueryPanelBytes = kBr * kPanelRowBytes;
+    static constexpr int kQueryBytes = kPanels * kQueryPanelBytes, kDoutBytes = kPanelsV * kQueryPanelBytes;
     static constexpr int kKeyPanelBytes = kBc * kPanelRowBytes;
     static constexpr int kKeyBytes = kPanels * kKeyPanelBytes, kValueBytes = kPanelsV * kKeyPanelBytes;
     static constexpr int kBarriers = 4 * kOperands + 4 * kStages + 2 * kTileSlots;
@@ -47,9 +49,9 @@ struct QueryTileMemory {
         : base((shared_address(dynamic_smem) + kAlignment - 1) & ~(kAlignment - 1u)) {}
 
     __device__ uint32 query(uint32 buffer) const { return base + buffer * Shape::kQueryBytes; }
-    __device__ uint32 dout(uint32 buffer) const { return query(Shape::kQueryBuffers + buffer); }
+    __device__ uint32 dout(uint32 buffer) const { return query(Shape::kQueryBuffers) + buffer * Shape::kDoutBytes; }
     __device__ uint32 key(uint32 stage) const {
-        return query(Shape::kOperands * Shape::kQueryBuffers) + stage * Shape::kKeyBytes;
+        return dout((Shape::kOperands - 1) * Shape::kQueryBuffers) + stage * Shape::kKeyBytes;
     }
     __device__ uint32 value(uint32 stage) const { return key(kStages) + stage * Shape::kValueBytes; }
     __device__ uint32 output() const { return value(Shape::kValueStages); }
