@@ -13,11 +13,11 @@ pytest.importorskip("cupy")
 from support.fake_cupy import place
 from support.fake_gpu import backward, forward
 from support.feature_cases import accumulator, numbers, options_of
-from support.simulated_problems import HALF, draw, family_of, small_tiles
+from support.simulated_problems import HALF, draw, family_of, leave_out, small_tiles
 from support.simulator import simulated_gpu
 from support.strided_arrays import packed
 
-from fa2cupy import TileConfig
+from fa2cupy import TileConfig, reference
 from fa2cupy.families.operations import TILED
 from fa2cupy.families.registry import FAMILIES
 from fa2cupy.gpu.copies import CopyingCall
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.simulated
 PAIRS = ((40, 72), (8, 136), (136, 8), (128, 64), (64, 128), (192, 128), (256, 128))
 METHODS = ("single_pass", "two_pass")
 #: The dtypes of families whose kernels take such pairs in forward and backward.
-DTYPES = tuple(family.dtypes[0] for family in FAMILIES if "backward" in family.pair_calls)
+DTYPES = tuple(dict.fromkeys(family.dtypes[0] for family in FAMILIES if "backward" in family.pair_calls))
 SCORES = ("softcap", "alibi", "bias of keys", "mask", "padding", "sink", "dropout", "window left")
 #: Features by their names in `feature_cases.options_of`, or other calls.
 CALLS = ("plain", "lse", "scores", "bias", "packed", "strided", "shares")
@@ -160,6 +160,69 @@ def test_each_call_of_the_forward_on_hopper(launched, call):
     Expectation(*inputs[:3], **options).check(spec=call, o=o, lse=lse)
     tiled = [stage.spec for stage in launched if stage.spec.operation in TILED]
     assert {(spec.head_dim, spec.head_dim_v) for spec in tiled} == {pair}
+
+
+#: Kernels of Hopper that own keys, pairs and tiles. Both groups compute dK and dV, with dQ by panels of columns, halves
+#: of one panel, rows, and transposed; or, where one of the head dimensions is beyond 128, one of them each.
+BY_KEYS = (
+    ("backward", (96, 64), TileConfig(64, 128, 12, 2)),
+    ("backward", (64, 128), TileConfig(64, 128, 12, 2)),
+    ("backward", (40, 72), TileConfig(64, 128, 12, 2)),
+    ("backward", (64, 32), TileConfig(128, 128, 12, 2)),
+    ("backward", (128, 64), TileConfig(80, 128, 12, 2)),
+    ("backward", (72, 128), TileConfig(48, 128, 12, 2)),
+    ("backward", (192, 128), TileConfig(64, 64, 12, 2)),
+    ("backward", (136, 8), TileConfig(64, 64, 12, 3)),
+    ("backward", (72, 136), TileConfig(64, 64, 12, 2)),
+    ("backward", (8, 136), TileConfig(64, 64, 12, 2)),
+    ("backward_dkdv", (64, 128), TileConfig(48, 128, 12, 2)),
+    ("backward_dkdv", (72, 40), TileConfig(32, 128, 12, 3)),
+    ("backward_dkdv", (192, 128), TileConfig(48, 64, 12, 2)),
+    ("backward_dkdv", (8, 136), TileConfig(48, 64, 12, 3)),
+)
+
+
+@pytest.mark.sample(operation=("backward",), pair=((8, 136),))
+@pytest.mark.parametrize(("operation", "pair", "tile"), BY_KEYS, ids=str)
+def test_the_kernels_of_hopper_that_own_keys(launched, monkeypatch, operation, pair, tile):
+    check_by_keys(launched, monkeypatch, operation, pair, tile, "plain")
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("call", CALLS[1:])
+@pytest.mark.parametrize(("operation", "pair", "tile"), [BY_KEYS[i] for i in (2, 9, 11, 13)], ids=str)
+def test_each_call_of_the_kernels_of_hopper_that_own_keys(launched, monkeypatch, operation, pair, tile, call):
+    check_by_keys(launched, monkeypatch, operation, pair, tile, call)
+
+
+def check_by_keys(
+    launched: list, monkeypatch, operation: str, pair: tuple[int, int], tile: TileConfig, call: str
+) -> None:
+    """Checks the results of a kernel that owns keys, on two tiles of queries and of keys."""
+    lengths, sizes = (tile.b_r + 30, tile.b_c + 20), {"heads": (1, 1), "batch": 1}
+    if call != "plain":
+        sizes = {"heads": (4, 2), "batch": 2}
+    q, k, v, do = draw("float16", lengths, pair[0], head_dim_v=pair[1], view=packed, **sizes)
+    options = {"causal": call != "scores", **options_for(call, "float16", lengths)}
+    if call == "packed":
+        q, k, v, do = (packed(x[0]) for x in (q, k, v, do))
+        options |= {"cu_seqlens_q": place(np.array([3, 9, 9, lengths[0] - 2], "int32"))}
+        options |= {"cu_seqlens_k": place(np.array([0, 5, 12, lengths[1] - 3], "int32"))}
+    dlse = place(numbers((2, 4, lengths[0]), np.float32)) if call == "lse" else None
+    expected = Expectation(q, k, v, do, dlse=dlse, **options)
+    o, lse = reference.forward(q, k, v, **options)
+    o, lse = place(o.astype(q.dtype)), place(lse.astype(np.float32))
+    names, method = ("dq", "dk", "dv"), "single_pass"
+    if operation == "backward_dkdv":
+        names, method = names[1:], "two_pass"
+        leave_out(monkeypatch, "backward_dq")
+    out = tuple(packed(np.full_like(x, np.nan)) for x in (q, k, v))
+    splits = 3 if call == "shares" else 1
+    own = {"config": {operation: tile}, "family": "sm90", "method": method, "num_splits": splits, "out": out}
+    gradients = dict(zip(("dq", "dk", "dv"), backward(q, k, v, o, lse, do, dlse=dlse, **own, **options), strict=True))
+    expected.check(spec=pair, **{name: gradients[name] for name in names})
+    specs = {stage.spec for stage in launched if stage.spec.operation in TILED}
+    assert {(spec.operation, spec.head_dim, spec.head_dim_v) for spec in specs} == {(operation, *pair)}
 
 
 @pytest.mark.matrix

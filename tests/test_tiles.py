@@ -49,8 +49,10 @@ KERNELS = [
 ]
 
 
-def problem(dtype: str = "float16", head_dim: int = 64, causal: bool = False, batch: int = 1) -> AttentionProblem:
-    return AttentionProblem(dtype, batch, 256, 256, 4, 4, head_dim, causal, 0.125, "bshd", 4)
+def problem(
+    dtype: str = "float16", head_dim: int = 64, causal: bool = False, batch: int = 1, head_dim_v: int | None = None
+) -> AttentionProblem:
+    return AttentionProblem(dtype, batch, 256, 256, 4, 4, head_dim, causal, 0.125, "bshd", 4, head_dim_v)
 
 
 def choose_tile(operation: str, family: str, call: AttentionProblem, device: DeviceInfo, config=None) -> TileConfig:
@@ -401,13 +403,14 @@ def chosen_rows() -> set[int]:
             if operation not in row.operations or not row.supports(operation, dtype, device):
                 continue
             has_own_tiles = any(entry.features for entry in row.tiles[operation])
-            for head_dim, causal, features, batch in itertools.product(
-                head_dims_of(dtype),
+            pairs = [(64, 128)] if row.name == "sm90" and operation != "decode" else []
+            for (head_dim, head_dim_v), causal, features, batch in itertools.product(
+                [*((head_dim, None) for head_dim in head_dims_of(dtype)), *pairs],
                 (False, True),
                 (NO_SETTINGS, DROPPED, OF_A_FUNCTION) if has_own_tiles else (NO_SETTINGS,),
                 (1, 512) if operation == "decode" else (1,),
             ):
-                call = problem(dtype, head_dim, causal, batch).with_settings(features)
+                call = problem(dtype, head_dim, causal, batch, head_dim_v).with_settings(features)
                 try:
                     tile = choose_tile_of(operation, row, call, device)
                 except UnsupportedProblemError:
@@ -419,13 +422,13 @@ def chosen_rows() -> set[int]:
                     of_parts = row.multiplies_parts and (operation == "backward" or head_dim > row.largest_head_dim)
                     assert head_dim > 128 and ((device in OLDER and dtype == "float64") or of_parts)
                     continue
-                assert row.why_illegal(operation, dtype, head_dim, tile, device) is None
+                assert row.why_illegal(operation, dtype, head_dim, tile, device, head_dim_v) is None
                 found.add(
                     next(
                         position
                         for position, (of, name, entry) in enumerate(ROWS)
                         if (of, name, entry.tile) == (row, operation, tile)
-                        and row.padded_head_dim(head_dim) <= entry.head_dim
+                        and row.padded_head_dim(head_dim_v or head_dim) <= entry.head_dim
                         and (entry.dtypes is None or dtype in entry.dtypes)
                         and (not entry.features or not set(entry.features).isdisjoint(features.features))
                     )

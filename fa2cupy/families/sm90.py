@@ -87,7 +87,7 @@ class Sm90(Family):
     min_compute_capability = max_compute_capability = 90
     row_alignment = 16
     head_dim_step = 8
-    pair_calls = ("forward",)
+    pair_calls = ("forward", "backward")
     arch_suffix = "a"
     clears_unlisted_keys = True
     needs_positive_scale = True
@@ -111,6 +111,7 @@ class Sm90(Family):
             TileRow(128, TileConfig(64, 128, 12, 2), _H100_LATER, features=(*_IN_REGISTERS, "window", "block_mask")),
             TileRow(96, TileConfig(96, 128, 12, 2), _H100),
             TileRow(128, TileConfig(80, 128, 12, 2), _H100),
+            TileRow(128, TileConfig(64, 128, 12, 2)),
             TileRow(256, TileConfig(64, 64, 12, 2), _H100),
         ),
         "backward_dq": (
@@ -173,7 +174,8 @@ class Sm90(Family):
             return _forward_bytes(head_dim, head_dim_v, tile, array)
         if operation == "backward_dq":
             return _dq_bytes(head_dim, head_dim_v, tile, array)
-        return _backward_bytes(head_dim, tile, array, with_dq={"backward": True, "backward_dkdv": False}[operation])
+        with_dq = {"backward": True, "backward_dkdv": False}[operation]
+        return _backward_bytes(head_dim, head_dim_v or head_dim, tile, array, with_dq=with_dq)
 
     def why_not_shape(
         self, operation: str, dtype: str, head_dim: int, tile: TileConfig, head_dim_v: int | None = None
@@ -182,7 +184,8 @@ class Sm90(Family):
             return _why_no_forward(tile, head_dim_v or head_dim)
         if operation == "backward_dq":
             return _why_no_dq(tile, head_dim)
-        return _why_no_backward(tile, head_dim, with_dq={"backward": True, "backward_dkdv": False}[operation])
+        with_dq = {"backward": True, "backward_dkdv": False}[operation]
+        return _why_no_backward(tile, head_dim, head_dim_v or head_dim, with_dq=with_dq)
 
 
 @functools.lru_cache(maxsize=None)
@@ -312,21 +315,23 @@ def _why_no_query_rows(tile: TileConfig, columns: int, accumulators: int, operan
 # Kernels that own keys.
 
 
-def _backward_bytes(head_dim: int, tile: TileConfig, array: str | None, *, with_dq: bool) -> int:
+def _backward_bytes(head_dim: int, head_dim_v: int, tile: TileConfig, array: str | None, *, with_dq: bool) -> int:
     """Dynamic shared memory of the kernels that own keys."""
     # The same as in kernels/sm90/backward_shape.cuh. Two groups that compute dV and dK exchange P.
-    row, scores = -(-head_dim // 64) * 128, 2 * 2 * tile.b_r * tile.b_c
-    as_step = head_dim <= (_WIDE if with_dq else 64)  # statistics enter as a k-step, multiplied by a tile of ones
-    queries = 2 * tile.num_stages * tile.b_r * (row + (32 if as_step else 4)) + 64 * 32 * as_step
-    exchanged = with_dq + (head_dim > _WIDE)
-    needed = 1024 + 2 * tile.b_c * row + queries + exchanged * scores + 8 * (2 + 4 * tile.num_stages + 12)
+    rows = sum(_row_bytes(head_dim, head_dim_v))  # of K and V, or of Q and dO
+    widest, scores = max(head_dim, head_dim_v), 2 * 2 * tile.b_r * tile.b_c
+    as_step = widest <= (_WIDE if with_dq else 64)  # statistics enter as a k-step, multiplied by a tile of ones
+    queries = tile.num_stages * tile.b_r * (rows + 2 * (32 if as_step else 4)) + 64 * 32 * as_step
+    exchanged = with_dq + (widest > _WIDE)
+    needed = 1024 + tile.b_c * rows + queries + exchanged * scores + 8 * (2 + 4 * tile.num_stages + 12)
     held = tile.b_c // 16 * _held_bytes(array, tile.b_r, 16)  # a warp's tile has 16 keys
     return needed + held if needed + held <= _SHARED_BYTES else needed
 
 
-def _why_no_backward(tile: TileConfig, head_dim: int, *, with_dq: bool) -> str | None:
+def _why_no_backward(tile: TileConfig, head_dim: int, head_dim_v: int, *, with_dq: bool) -> str | None:
     """The reason why the kernels that own keys cannot have this tile, or None if they can."""
-    keys, groups = (64, "dV and one for dK") if head_dim > _WIDE else (128, "each 64 keys")
+    is_divided = max(head_dim, head_dim_v) > _WIDE
+    keys, groups = (64, "dV and one for dK") if is_divided else (128, "each 64 keys")
     if tile.b_c != keys or tile.num_warps != 12 or tile.blocks_per_sm != 1:
         return (
             f"b_c={tile.b_c}, num_warps={tile.num_warps} and blocks_per_sm={tile.blocks_per_sm} are not one block of "
@@ -334,13 +339,15 @@ def _why_no_backward(tile: TileConfig, head_dim: int, *, with_dq: bool) -> str |
         )
     if tile.b_r % 16 or tile.b_r > 128:
         return f"b_r={tile.b_r} is not a multiple of 16 up to 128"
-    if with_dq and ((head_dim <= 64 and tile.b_r != 128) or (head_dim > _WIDE and tile.b_r != 64)):
+    # Halves of up to 64 columns are for pairs: 128 rows take more than there is with a wider V.
+    of_columns = (64, 128) if head_dim != head_dim_v else (128,)
+    if with_dq and (tile.b_r != 64 if is_divided else head_dim <= 64 and tile.b_r not in of_columns):
         return f"dQ of b_r={tile.b_r} rows does not divide between two warp groups"
-    if with_dq and tile.b_r % 64 == 0 and 64 < head_dim <= _WIDE and tile.b_r != 64:
+    if with_dq and tile.b_r == 128 and head_dim > 64:
         return f"dQ of b_r={tile.b_r} rows by 64 columns is more than a warp group multiplies"
     if not 2 <= tile.num_stages <= 4:
         return f"num_stages={tile.num_stages} is not from 2 to 4"
-    accumulators = tile.b_r + head_dim if head_dim <= _WIDE else tile.b_r + head_dim // 2
+    accumulators = tile.b_r + (max(head_dim, head_dim_v) if is_divided else head_dim + head_dim_v) // 2
     if accumulators > 208:
         return f"its accumulators take {accumulators} of the 208 registers that a thread has for them"
     return None

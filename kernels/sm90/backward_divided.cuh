@@ -1,5 +1,5 @@
-// Consumer warp groups of the backward beyond head_dim 128. The registers of a group hold dK or dV of 64 keys, not
-// both, so two groups divide the work on one key tile:
+// Consumer warp groups of the backward where head_dim or head_dim_v is beyond 128. The registers of a group hold dK or
+// dV of 64 keys, not both, so two groups divide the work on one key tile:
 //
 //   probability group                                     derivative group
 //   S^T(j) = K Q^T - lse / scale          (release Q)     dP^T(j) = V dO^T - delta              (release dO)
@@ -8,9 +8,9 @@
 //   its columns of dQ(j - 1) = dS K                       its columns of dQ(j - 1) = dS K
 //   dV += P^T dO                          (release dO)    dK += dS^T Q                          (release Q)
 //
-// Both groups multiply matrices of the same sizes, and a stage of Q or dO is empty when both have released it. P^T
-// passes from each warp to its counterpart in register order, without bank conflicts, and as float16 for any element
-// type: P is in [0, 1], where float16 keeps eleven significant bits.
+// Both groups multiply as much, if not for dQ: S and dK have head_dim columns, dP and dV head_dim_v. A stage of Q or dO
+// is empty when both have released it. P^T passes from each warp to its counterpart in register order, without bank
+// conflicts, and as float16 for any element type: P is in [0, 1], where float16 keeps eleven significant bits.
 //
 // Registers hold the gradient and the accumulators of one other product at a time: dQ is issued after S^T or dP^T has
 // been rounded, and added to the workspace while dV or dK is in flight. The groups run out of phase by themselves,
@@ -26,17 +26,17 @@ class BackwardDivided : BackwardGroup<Spec, Shape> {
     using Memory = typename Base::Memory;
     using Scores = typename Base::Scores;
     using Rounded = typename Base::Rounded;
-    using Gradient = typename Base::Gradient;
+    using Gradient = QuadFragment<(kProbability ? Shape::kDv : Shape::kD) / 8>;
     using Exchanged = PackedFragment<float16, Shape::kBr / 8>;
     using Base::arrive, Base::lane_, Base::memory_, Base::own_, Base::params_, Base::warp_;
     static constexpr int kBr = Shape::kBr;
     static constexpr bool kWithDq = Shape::kWithDq;
     friend Base;
 
-    // The derivative group computes the first two panels of dQ, the probability group, which also has the exponentials,
-    // the remaining columns.
-    static constexpr int kDqPanel = kProbability ? 2 : 0, kDqColumn8 = kDqPanel * (kPanelColumns / 8);
-    static constexpr int kDqWidth = kProbability ? Shape::kD - 2 * kPanelColumns : 2 * kPanelColumns;
+    // The derivative group computes the first columns of dQ, and the probability group, which also has the exponentials,
+    // the remaining ones.
+    static constexpr int kDqColumn = kProbability ? Shape::kFirstDqColumns : 0, kDqColumn8 = kDqColumn / 8;
+    static constexpr int kDqWidth = kProbability ? Shape::kD - Shape::kFirstDqColumns : Shape::kFirstDqColumns;
     using Dq = QuadFragment<kDqWidth / 8>;
 
   public:
@@ -46,7 +46,7 @@ class BackwardDivided : BackwardGroup<Spec, Shape> {
           scores_operand_(matrix_descriptor(kProbability ? memory.query(0) : memory.dout(0), 0)),
           gradient_operand_(
               matrix_descriptor(kProbability ? memory.dout(0) : memory.query(0), Shape::kQueryPanelBytes)),
-          key_columns_(matrix_descriptor(memory.key() + kDqPanel * Shape::kKeyPanelBytes, Shape::kKeyPanelBytes)),
+          key_columns_(Base::columns_of_k(kDqColumn)),
           ds_operand_(matrix_descriptor(memory.ds(0), 0)) {}
 
     // Inlined, however large the kernel is: its members are registers only then.
@@ -72,7 +72,7 @@ class BackwardDivided : BackwardGroup<Spec, Shape> {
     template <class Record>
     __device__ __forceinline__ void store_gradient(const Record& params, const Record& maps) {
         if constexpr (Spec::kSplit)
-            Base::put_share(gradient_, params, kProbability, warp_);
+            Base::template put_share<kProbability>(gradient_, params, warp_);
         else
             store_result(maps);
     }
@@ -97,7 +97,9 @@ class BackwardDivided : BackwardGroup<Spec, Shape> {
 
     template <bool kMasked>
     __device__ __forceinline__ void step(const QueryStep& step) {
-        const uint32 stage = stages_.slot(), parity = stages_.parity(), offset = stage * (Shape::kQueryBytes / 16);
+        const uint32 stage = stages_.slot(), parity = stages_.parity();
+        const uint32 query = stage * (Shape::kQueryBytes / 16), dout = stage * (Shape::kDoutBytes / 16);
+        const uint32 of_scores = kProbability ? query : dout, of_gradient = kProbability ? dout : query;
         const uint32 full_query = memory_.full_query(stage), full_dout = memory_.full_dout(stage);
         const uint32 empty_query = memory_.empty_query(stage), empty_dout = memory_.empty_dout(stage);
         Scores scores;
@@ -106,7 +108,9 @@ class BackwardDivided : BackwardGroup<Spec, Shape> {
         constexpr bool kFromStatistic = kProbability ? Base::kFromLse : Base::kFromDelta;
         const uint32 statistic = kProbability ? memory_.lse(stage) : memory_.delta(stage);
         Base::template start_scores<kFromStatistic>(scores, statistic);
-        Base::template issue_scores<kFromStatistic>(scores, own_operand_, scores_operand_ + offset, statistic);
+        constexpr int kColumns = kProbability ? Shape::kD : Shape::kDv;
+        Base::template issue_scores<kFromStatistic, kColumns>(scores, own_operand_, scores_operand_ + of_scores,
+                                                              statistic);
         constexpr bool kMasksScores = kProbability && kMasked;
         const auto mask = Base::template mask_ahead<kMasksScores>(step, own_.first_key);
         const auto distances = Base::distances_ahead(step, own_.first_key);
@@ -140,13 +144,13 @@ class BackwardDivided : BackwardGroup<Spec, Shape> {
             if (!is_first_) {
                 Dq dq;
                 Base::issue_dq(dq, key_columns_, ds_operand_);
-                Base::issue_gradient(gradient_, rounded, gradient_operand_ + offset);
+                Base::issue_gradient(gradient_, rounded, gradient_operand_ + of_gradient);
                 wgmma_wait<1>();
                 pin(dq);
                 Base::add_dq(dq, warp_, kDqColumn8, step);
             }
         }
-        if (!kWithDq || is_first_) Base::issue_gradient(gradient_, rounded, gradient_operand_ + offset);
+        if (!kWithDq || is_first_) Base::issue_gradient(gradient_, rounded, gradient_operand_ + of_gradient);
         wgmma_wait<0>();
         pin(gradient_);
         arrive(kProbability ? empty_dout : empty_query);

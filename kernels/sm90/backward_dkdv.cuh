@@ -9,12 +9,13 @@
 //
 //   0       producer: one thread loads tiles by TMA, two warps prepare lse and delta, one thread fences dS; the group
 //           releases most of its registers
-//   1, 2    consumers. Up to head_dim 128 each owns 64 of 128 keys (backward_keys.cuh). Beyond, the registers of a
-//           group hold only one gradient of 64 keys: one group computes dV, the other dK (backward_divided.cuh)
+//   1, 2    consumers. Up to head_dim 128 each owns 64 of 128 keys (backward_keys.cuh). If one of the two is wider,
+//           the registers of a group hold only one gradient of 64 keys: one group computes dV, the other dK
+//           (backward_divided.cuh)
 //
 // Shared memory, in panels of 64 columns with the 128-byte swizzle that TMA writes and wgmma reads:
 //
-//   K [kBc][D] | V [kBc][D] | Q [kStages][kBr][D] | dO [kStages][kBr][D] | dS [2][kBr][kBc] if dQ is computed |
+//   K [kBc][D] | V [kBc][Dv] | Q [kStages][kBr][D] | dO [kStages][kBr][Dv] | dS [2][kBr][kBc] if dQ is computed |
 //   P [2] in register order, beyond head_dim 128 | -lse / scale, -delta [kStages][kBr] | ones (statistic.cuh) |
 //   barriers
 //

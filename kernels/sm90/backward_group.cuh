@@ -20,12 +20,11 @@ class BackwardGroup {
   protected:
     using Memory = BackwardMemory<Shape>;
     using Element = typename Spec::Element;
-    static constexpr int kBr = Shape::kBr, kBc = Shape::kBc, kD = Shape::kD, kStages = Shape::kStages;
+    static constexpr int kBr = Shape::kBr, kBc = Shape::kBc, kD = Shape::kD, kDv = Shape::kDv;
     static constexpr int kStoreBarrier = 1, kStartBarrier = 3;  // named barriers: one per group to store, one for both
 
     using Scores = QuadFragment<kBr / 8>;
     using Rounded = PackedFragment<Element, kBr / 8>;
-    using Gradient = QuadFragment<kD / 8>;
     using Workspace = DqWorkspace<kBr, kD>;
     // True if S^T starts from -lse, dP^T from -delta. S^T does not if the plain product must be capped or scaled first;
     // dP^T does not with dropout, which scales dP before delta is subtracted.
@@ -87,7 +86,8 @@ class BackwardGroup {
     }
 
     // x = (64 rows of K or V) (Q or dO)^T, plus the statistic of each column with kFromStatistic. `start_scores`
-    // initialises the accumulators (if the statistic is no k-step), `issue_scores` issues the product.
+    // initialises the accumulators (if the statistic is no k-step), `issue_scores` issues the product of kColumns
+    // columns.
     template <bool kFromStatistic>
     __device__ __forceinline__ void start_scores(Scores& x, uint32 statistic) const {
         if constexpr (!kFromStatistic)
@@ -95,7 +95,7 @@ class BackwardGroup {
         else if constexpr (!Shape::kStatisticsAsStep)
             start_from(x, statistic);
     }
-    template <bool kFromStatistic>
+    template <bool kFromStatistic, int kColumns>
     __device__ __forceinline__ void issue_scores(Scores& x, uint64 keys, uint64 queries, uint32 statistic) const {
         constexpr bool kAsStep = kFromStatistic && Shape::kStatisticsAsStep;
         if constexpr (!kAsStep) pin(x);
@@ -103,7 +103,7 @@ class BackwardGroup {
         if constexpr (kAsStep)
             wgmma_statistic(x, statistic_descriptor(memory_.ones()), statistic_descriptor(statistic));
 #pragma unroll
-        for (int s = 0; s < kD / 16; ++s)
+        for (int s = 0; s < kColumns / 16; ++s)
             wgmma_scores(x, keys + along_columns<Shape::kKeyPanelBytes>(s),
                          queries + along_columns<Shape::kQueryPanelBytes>(s));
         wgmma_commit();
@@ -111,7 +111,8 @@ class BackwardGroup {
     }
 
     // Issues x += p (dO or Q).
-    __device__ __forceinline__ static void issue_gradient(Gradient& x, Rounded& p, uint64 queries) {
+    template <int kN8>
+    __device__ __forceinline__ static void issue_gradient(QuadFragment<kN8>& x, Rounded& p, uint64 queries) {
         pin(x);
         pin(p);
         wgmma_fence();
@@ -230,6 +231,12 @@ class BackwardGroup {
         written_.advance();
     }
 
+    // K from a column on, as the operand of dQ: MN-major.
+    __device__ __forceinline__ uint64 columns_of_k(int32 column) const {
+        const uint32 panel = column / kPanelColumns * Shape::kKeyPanelBytes;
+        return matrix_descriptor(memory_.key() + panel + column % kPanelColumns * 2, Shape::kKeyPanelBytes);
+    }
+
     // Issues dQ of the oldest dS tile not yet read (the previous step's in the loop, the last one after it) once that
     // tile is complete. `keys`: MN-major descriptor of K. `ds`: descriptor of dS buffer 0.
     template <int kN8>
@@ -314,21 +321,23 @@ class BackwardGroup {
         return (own.head - own_.first_query_head) * query_tiles() + own.tile;
     }
 
-    // Leaves this warp's 16 rows of a gradient in the workspace of shares: of dK, or of dV (`index` 1).
-    template <class Record>
-    __device__ __forceinline__ void put_share(const Gradient& x, const Record& params, int32 index, int32 row16) const {
+    // Leaves this warp's 16 rows of dV or dK in the workspace of shares.
+    template <bool kIsDv, int kN8, class Record>
+    __device__ __forceinline__ void put_share(const QuadFragment<kN8>& x, const Record& params, int32 row16) const {
         using Shares = typename Shape::Shares;
-        Shares::template put<typename Shares::Dk>(Shares::of_block(params) + index * Shares::Dk::kElements, x, row16, lane_);
+        using Own = common::AccumulatorTile<kBc, 8 * kN8>;
+        Shares::template put<Own>(Shares::of_block(params) + kIsDv * Shares::Dk::kElements, x, row16, lane_);
     }
 
     // Stores this warp's 16 rows of a gradient by TMA; they pass through the rows of K or V in shared memory from `row`
     // on.
-    __device__ __forceinline__ void store_gradient(const Gradient& x, float scale, const TensorMap& map, uint32 smem,
-                                                   int32 row) const {
+    template <int kN8>
+    __device__ __forceinline__ void store_gradient(const QuadFragment<kN8>& x, float scale, const TensorMap& map,
+                                                   uint32 smem, int32 row) const {
         const uint32 box = smem + row * kPanelRowBytes, lane_row = lane_ % 16;
         PackedFragment<Element, 2> packed;
 #pragma unroll
-        for (int n = 0; n < kD / 8; n += 2) {
+        for (int n = 0; n < kN8; n += 2) {
 #pragma unroll
             for (int j = 0; j < 2; ++j)
 #pragma unroll
@@ -341,7 +350,7 @@ class BackwardGroup {
         __syncwarp();
         if (lane_ == 0) {
 #pragma unroll
-            for (int panel = 0; panel < Shape::kPanels; ++panel)
+            for (int panel = 0; panel < ceil_div(kN8 * 8, kPanelColumns); ++panel)
                 own_.keys.store(map, box + panel * Shape::kKeyPanelBytes, panel * kPanelColumns, own_.first_key + row,
                                 own_.head, own_.batch);
             tma_store_commit();

@@ -33,14 +33,13 @@ class BackwardKeys : BackwardGroup<Spec, Shape> {
     using Memory = typename Base::Memory;
     using Scores = typename Base::Scores;
     using Rounded = typename Base::Rounded;
-    using Gradient = typename Base::Gradient;
     using Base::arrive, Base::lane_, Base::memory_, Base::own_, Base::params_, Base::warp_;
-    static constexpr int kBr = Shape::kBr, kD = Shape::kD;
+    static constexpr int kBr = Shape::kBr, kD = Shape::kD, kDv = Shape::kDv;
     static constexpr bool kWithDq = Shape::kWithDq;
     friend Base;
 
     // A group's part of dQ: 64 accumulator rows (queries; columns of dQ if it is transposed) by kDqWidth columns.
-    static constexpr int kDqWidth = Shape::kDqTransposed ? kBr : min_of(kD, kPanelColumns);
+    static constexpr int kDqWidth = Shape::kDqTransposed ? kBr : Shape::kDqByRows ? kD : Shape::kFirstDqColumns;
     using Dq = QuadFragment<kDqWidth / 8>;
     // The leading dimension that turns a K-major descriptor of Q or dO into an MN-major one.
     static constexpr uint64 kQueryRows = static_cast<uint64>(Shape::kQueryPanelBytes / 16) << 16;
@@ -52,8 +51,7 @@ class BackwardKeys : BackwardGroup<Spec, Shape> {
           value_operand_(matrix_descriptor(memory.value() + kGroup * kGroupRows * kPanelRowBytes, 0)),
           query_operand_(matrix_descriptor(memory.query(0), 0)),
           dout_operand_(matrix_descriptor(memory.dout(0), 0)),
-          key_columns_(matrix_descriptor(memory.key() + (Shape::kDqByRows ? 0 : kGroup) * Shape::kKeyPanelBytes,
-                                         Shape::kKeyPanelBytes)),
+          key_columns_(Base::columns_of_k(Shape::kDqByRows ? 0 : kGroup * Shape::kFirstDqColumns)),
           ds_operand_(
               matrix_descriptor(memory.ds(0) + (Shape::kDqByRows ? kGroup : 0) * kGroupRows * kPanelRowBytes, 0)) {}
 
@@ -80,8 +78,8 @@ class BackwardKeys : BackwardGroup<Spec, Shape> {
     template <class Record>
     __device__ __forceinline__ void store_gradients(const Record& params) {
         if constexpr (Spec::kSplit) {
-            Base::put_share(dk_, params, 0, kGroup * 4 + warp_);
-            Base::put_share(dv_, params, 1, kGroup * 4 + warp_);
+            Base::template put_share<false>(dk_, params, kGroup * 4 + warp_);
+            Base::template put_share<true>(dv_, params, kGroup * 4 + warp_);
         } else {
             store_results(Base::maps_);
         }
@@ -102,7 +100,8 @@ class BackwardKeys : BackwardGroup<Spec, Shape> {
 
     template <bool kMasked>
     __device__ __forceinline__ void step(const QueryStep& step) {
-        const uint32 stage = stages_.slot(), parity = stages_.parity(), offset = stage * (Shape::kQueryBytes / 16);
+        const uint32 stage = stages_.slot(), parity = stages_.parity();
+        const uint32 query = stage * (Shape::kQueryBytes / 16), dout = stage * (Shape::kDoutBytes / 16);
         Scores scores, derivatives;
         Rounded p, ds;
         const auto terms = Base::head_terms(step);
@@ -110,7 +109,8 @@ class BackwardKeys : BackwardGroup<Spec, Shape> {
         mbarrier_wait(memory_.full_query(stage), parity);
         Base::template start_scores<Base::kFromLse>(scores, memory_.lse(stage));
         if (kWithDq && is_first_ && kGroup == 1) barrier_sync(Base::kStartBarrier, 2 * kGroupThreads);
-        Base::template issue_scores<Base::kFromLse>(scores, key_operand_, query_operand_ + offset, memory_.lse(stage));
+        Base::template issue_scores<Base::kFromLse, kD>(scores, key_operand_, query_operand_ + query,
+                                                        memory_.lse(stage));
         if (is_first_) mbarrier_wait(memory_.full_value(), 0);
         mbarrier_wait(memory_.full_dout(stage), parity);
         Base::template start_scores<Base::kFromDelta>(derivatives, memory_.delta(stage));
@@ -118,8 +118,8 @@ class BackwardKeys : BackwardGroup<Spec, Shape> {
         const auto distances = Base::distances_ahead(step, own_.first_key + kGroup * kGroupRows);
         wgmma_wait<0>();
         pin(scores);
-        Base::template issue_scores<Base::kFromDelta>(derivatives, value_operand_, dout_operand_ + offset,
-                                                      memory_.delta(stage));
+        Base::template issue_scores<Base::kFromDelta, kDv>(derivatives, value_operand_, dout_operand_ + dout,
+                                                           memory_.delta(stage));
         if (kWithDq && is_first_ && kGroup == 0) barrier_arrive(Base::kStartBarrier, 2 * kGroupThreads);
         if constexpr (common::kTakesWeights<Spec>) {
             Base::template take_weights<kMasked>(scores, p, step, own_.first_key + kGroup * kGroupRows,
@@ -128,7 +128,7 @@ class BackwardKeys : BackwardGroup<Spec, Shape> {
             Base::template exponentiate<kMasked>(scores, step, own_.first_key + kGroup * kGroupRows, mask);
             p.set(scores);
         }
-        Base::issue_gradient(dv_, p, dout_operand_ + offset + kQueryRows);
+        Base::issue_gradient(dv_, p, dout_operand_ + dout + kQueryRows);
         wgmma_wait<1>();
         pin(derivatives);
 #pragma unroll
@@ -151,14 +151,14 @@ class BackwardKeys : BackwardGroup<Spec, Shape> {
                 wgmma_wait<1>();
                 pin(dv_);
                 arrive(memory_.empty_dout(stage));
-                Base::issue_gradient(dk_, ds, query_operand_ + offset + kQueryRows);
+                Base::issue_gradient(dk_, ds, query_operand_ + query + kQueryRows);
                 wgmma_wait<1>();
                 pin(dq);
                 add_dq(dq, step);
             }
         }
         if (!kWithDq || is_first_) {
-            Base::issue_gradient(dk_, ds, query_operand_ + offset + kQueryRows);
+            Base::issue_gradient(dk_, ds, query_operand_ + query + kQueryRows);
             wgmma_wait<1>();
             pin(dv_);
             arrive(memory_.empty_dout(stage));
@@ -175,15 +175,16 @@ class BackwardKeys : BackwardGroup<Spec, Shape> {
         Base::add_dq(dq, dq_row16(), kDqColumn8, next);
     }
     // The groups split dQ by accumulator rows (queries; columns of dQ if it is transposed), or else (kDqAcross) by
-    // panels of columns.
+    // columns.
     static constexpr bool kDqAcross = !Shape::kDqByRows && !Shape::kDqTransposed;
-    static constexpr int kDqColumn8 = kDqAcross ? kGroup * 8 : 0;
+    static constexpr int kDqColumn8 = kDqAcross ? kGroup * Shape::kFirstDqColumns / 8 : 0;
     __device__ __forceinline__ int32 dq_row16() const { return (kDqAcross ? 0 : kGroup * 4) + warp_; }
 
     const uint64 key_operand_, value_operand_, query_operand_, dout_operand_, key_columns_, ds_operand_;
     RingPosition<Shape::kStages> stages_;
     bool is_first_ = true;
-    Gradient dk_, dv_;
+    QuadFragment<kD / 8> dk_;
+    QuadFragment<kDv / 8> dv_;
 };
 
 }  // namespace fa2::sm90

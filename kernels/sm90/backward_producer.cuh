@@ -57,13 +57,14 @@ class BackwardProducer {
     }
 
     __device__ void load_keys() const {
-        load_keys(maps_.k, memory_.key(), memory_.full_key());
-        load_keys(maps_.v, memory_.value(), memory_.full_value());
+        load_keys<Shape::kPanels>(maps_.k, memory_.key(), memory_.full_key());
+        load_keys<Shape::kPanelsV>(maps_.v, memory_.value(), memory_.full_value());
     }
+    template <int kPanels>
     __device__ void load_keys(const TensorMap& map, uint32 smem, uint32 full) const {
-        mbarrier_arrive_expect(full, Shape::kKeyBytes);
+        mbarrier_arrive_expect(full, kPanels * Shape::kKeyPanelBytes);
 #pragma unroll
-        for (int panel = 0; panel < Shape::kPanels; ++panel)
+        for (int panel = 0; panel < kPanels; ++panel)
             own_.keys.load(smem + panel * Shape::kKeyPanelBytes, map, full, panel * kPanelColumns, own_.first_key,
                            own_.head, own_.batch);
     }
@@ -73,13 +74,15 @@ class BackwardProducer {
     __device__ void load_queries(uint32 stage, const QueryStep& own, bool clears) const {
         const TensorMap& map = kQ ? maps_.q : maps_.dout;
         const uint32 full = full_of<kQ>(stage), barrier = clears ? landed<kQ>() : full;
-        mbarrier_arrive_expect(barrier, Shape::kQueryBytes);
+        mbarrier_arrive_expect(barrier, kPanelsOf<kQ> * Shape::kQueryPanelBytes);
 #pragma unroll
-        for (int panel = 0; panel < Shape::kPanels; ++panel)
+        for (int panel = 0; panel < kPanelsOf<kQ>; ++panel)
             own_.queries.load(rows_of<kQ>(stage) + panel * Shape::kQueryPanelBytes, map, barrier, panel * kPanelColumns,
                               own.tile * kBr, own.head, own_.batch);
         if (clears) mbarrier_arrive(full);
     }
+    template <bool kQ>
+    static constexpr int kPanelsOf = kQ ? Shape::kPanels : Shape::kPanelsV;
     template <bool kQ>
     __device__ uint32 rows_of(uint32 stage) const {
         return kQ ? memory_.query(stage) : memory_.dout(stage);
@@ -186,7 +189,7 @@ class BackwardProducer {
             // Lanes begin with different chunks, so that they do not all wait for the same banks.
             const uint32 row = rows_of<kLse>(stage) + query * kPanelRowBytes;
 #pragma unroll 1
-            for (uint32 i = 0; i < 8 * Shape::kPanels; ++i)
+            for (uint32 i = 0; i < 8 * kPanelsOf<kLse>; ++i)
                 store_shared(row + i / 8 * Shape::kQueryPanelBytes + (i + query) % 8 * 16, 0, 0, 0, 0);
         }
         async_proxy_fence();

@@ -15,32 +15,38 @@ template <class Spec, bool kDq>
 struct BackwardShape {
     static constexpr bool kWithDq = kDq;
     static constexpr int kBr = Spec::kBr, kBc = Spec::kBc, kStages = Spec::kStages;
-    static constexpr int kD = round_up(Spec::kHeadDim, 16), kPanels = ceil_div(kD, kPanelColumns);
-    using Shares = common::ShareWorkspace<kBc, kD, kD, kDq>;
+    static constexpr int kD = round_up(Spec::kHeadDim, 16), kDv = round_up(Spec::kHeadDimV, 16);
+    static constexpr int kPanels = ceil_div(kD, kPanelColumns), kPanelsV = ceil_div(kDv, kPanelColumns);
+    using Shares = common::ShareWorkspace<kBc, kD, kDv, kDq>;
     // Beyond head_dim 128 a group's registers hold dK or dV of 64 keys, not both.
-    static constexpr bool kDivided = kD > 128;
+    static constexpr bool kDivided = max_of(kD, kDv) > 128;
     static constexpr int kGroups = 2;  // consumer warp groups
     static_assert(Spec::kWarps == 4 * (kGroups + 1) && Spec::kBlocksPerSm == 1 && kStages >= 2);
     static_assert(kBc == (kDivided ? 1 : kGroups) * kGroupRows && kBr % 16 == 0 && kBr <= 128);
-    // The groups split dQ by columns, or by rows if there is only one panel of columns.
-    static constexpr bool kDqByRows = kD <= kPanelColumns;
+    // The groups split dQ by columns: by panels, or in halves if there is only one. If it has twice the rows that a
+    // group multiplies, they split it by rows, and its transpose by its rows, which are columns of K.
+    static constexpr bool kDqByRows = kBr == 2 * kGroupRows;
     static constexpr bool kDqTransposed = DqWorkspace<kBr, kD>::kTransposed;
-    static_assert(!kDq || kBr == kGroupRows || (kDqByRows ? kBr == 2 * kGroupRows : kDqTransposed && !kDivided));
+    static constexpr int kFirstDqColumns = kD > 128 ? 128 : kD > kPanelColumns ? kPanelColumns : kD / 2;
+    static_assert(!kDq || kBr == kGroupRows ||
+                  (!kDivided && (kDqByRows ? kPanels == 1 : kDqTransposed && kPanels == 2)));
 
     // -------------------------------------------------------------------------------------------------- shared memory
-    static constexpr int kKeyPanelBytes = kBc * kPanelRowBytes, kKeyBytes = kPanels * kKeyPanelBytes;
-    static constexpr int kQueryPanelBytes = kBr * kPanelRowBytes, kQueryBytes = kPanels * kQueryPanelBytes;
+    static constexpr int kKeyPanelBytes = kBc * kPanelRowBytes;
+    static constexpr int kKeyBytes = kPanels * kKeyPanelBytes, kValueBytes = kPanelsV * kKeyPanelBytes;
+    static constexpr int kQueryPanelBytes = kBr * kPanelRowBytes;
+    static constexpr int kQueryBytes = kPanels * kQueryPanelBytes, kDoutBytes = kPanelsV * kQueryPanelBytes;
     static constexpr int kDsPanelBytes = kBr * kPanelRowBytes;  // a panel has 64 keys
     static constexpr int kDsBytes = kDq ? kBc / kGroupRows * kDsPanelBytes : 0;
     static constexpr int kPBytes = kDivided ? kBr * kBc * 2 : 0;
     // Statistics enter a product as a k-step. They initialise its accumulators instead where shared memory has no room
     // (kDivided), or where wgmma leaves shared-memory bandwidth unused (no dQ, more than 64 columns).
-    static constexpr bool kStatisticsAsStep = !kDivided && (kDq || kD <= 64);
+    static constexpr bool kStatisticsAsStep = !kDivided && (kDq || max_of(kD, kDv) <= 64);
     static constexpr int kStatisticBytes = kBr * (kStatisticsAsStep ? kStatisticRowBytes : 4);
     static constexpr int kBarrierBytes = 8 * (2 + 4 * kStages + 12);
-    static constexpr int kWithoutArray = kAlignment + 2 * kKeyBytes + 2 * kStages * (kQueryBytes + kStatisticBytes) +
-                                         2 * (kDsBytes + kPBytes) + (kStatisticsAsStep ? kOnesBytes : 0) +
-                                         kBarrierBytes;
+    static constexpr int kWithoutArray =
+        kAlignment + kKeyBytes + kValueBytes + kStages * (kQueryBytes + kDoutBytes + 2 * kStatisticBytes) +
+        2 * (kDsBytes + kPBytes) + (kStatisticsAsStep ? kOnesBytes : 0) + kBarrierBytes;
     static constexpr int kHeldBytes = kBc / 16 * common::HeldOfKeys<Spec, kBr>::Tile::kBytes;
     static constexpr bool kHoldsArray = common::kMayHoldArray<Spec> && kWithoutArray + kHeldBytes <= kMaxSharedBytes;
     static constexpr int kSharedBytes = kWithoutArray + (kHoldsArray ? kHeldBytes : 0);
@@ -144,8 +150,8 @@ struct BackwardMemory {
 
     __device__ uint32 key() const { return base; }
     __device__ uint32 value() const { return key() + Shape::kKeyBytes; }
-    __device__ uint32 query(uint32 stage) const { return value() + Shape::kKeyBytes + stage * Shape::kQueryBytes; }
-    __device__ uint32 dout(uint32 stage) const { return query(Shape::kStages) + stage * Shape::kQueryBytes; }
+    __device__ uint32 query(uint32 stage) const { return value() + Shape::kValueBytes + stage * Shape::kQueryBytes; }
+    __device__ uint32 dout(uint32 stage) const { return query(Shape::kStages) + stage * Shape::kDoutBytes; }
     __device__ uint32 ds(uint32 buffer) const { return dout(Shape::kStages) + buffer * Shape::kDsBytes; }
     __device__ uint32 p(uint32 buffer) const { return ds(2) + buffer * Shape::kPBytes; }
     __device__ uint32 lse(uint32 stage) const { return p(2) + stage * Shape::kStatisticBytes; }

@@ -13,7 +13,61 @@ HOPPER_ROWS = Problem(lengths=(600, 150), causal=False, hopper_tile=TileConfig(1
 HOPPER_DIVIDED = Problem(head_dim=256, lengths=(310, 100), hopper_tile=TileConfig(64, 64, 12, 2))
 HOPPER_WITHOUT_KEYS = without_keys(lengths=(200, 150), causal=False, hopper_tile=TileConfig(128, 128, 12, 2))
 
+OF_KEYS = {"lengths": (150, 70), "heads": (1, 1), "hopper_tile": TileConfig(64, 128, 12, 2)}
+OF_DIVIDED = {"lengths": (150, 70), "heads": (1, 1), "hopper_tile": TileConfig(64, 64, 12, 2)}
+PAIR = Problem(head_dim=40, head_dim_v=72, **OF_KEYS)
+PAIR_NARROW_V = Problem(head_dim=72, head_dim_v=40, **OF_KEYS)
+PAIR_SHARES = Problem(head_dim=40, head_dim_v=72, num_splits=2, **OF_KEYS)
+DIVIDED_PAIR = Problem(head_dim=8, head_dim_v=136, **OF_DIVIDED)
+DIVIDED_NARROW_V = Problem(head_dim=136, head_dim_v=8, **OF_DIVIDED)
+DIVIDED_HIDDEN = without_keys(head_dim=8, head_dim_v=136, **OF_DIVIDED)
+DIVIDED_SHARES = Problem(head_dim=8, head_dim_v=136, num_splits=2, **OF_DIVIDED)
+#: A kernel, a text, the part of it that names the other head_dim instead, what catches the change, and the problem.
+SWAPPED = (
+    ("backward", "load_keys<Shape::kPanels>(maps_.k", "kPanels", "kPanelsV", "race", DIVIDED_PAIR),
+    ("backward_dkdv", "load_keys<Shape::kPanelsV>(maps_.v", "kPanelsV", "kPanels", "uninitialised", DIVIDED_PAIR),
+    ("backward", "(barrier, kPanelsOf<kQ> *", "kPanelsOf<kQ>", "Shape::kPanels", "deadlock", DIVIDED_NARROW_V),
+    ("backward_dkdv", "panel < kPanelsOf<kQ>;", "kPanelsOf<kQ>", "Shape::kPanels", "deadlock", DIVIDED_PAIR),
+    ("backward", "kQ ? Shape::kPanels : Shape::kPanelsV", "kPanelsV", "kPanels", "uninitialised", DIVIDED_PAIR),
+    ("backward", "i < 8 * kPanelsOf<kLse>;", "kPanelsOf<kLse>", "Shape::kPanels", "numbers", DIVIDED_HIDDEN),
+    ("backward", "return key() + Shape::kKeyBytes;", "kKeyBytes", "kValueBytes", "race", DIVIDED_NARROW_V),
+    ("backward", "value() + Shape::kValueBytes", "kValueBytes", "kKeyBytes", "race", DIVIDED_PAIR),
+    ("backward", "+ stage * Shape::kQueryBytes;", "kQueryBytes", "kDoutBytes", "race", DIVIDED_NARROW_V),
+    ("backward_dkdv", "+ stage * Shape::kDoutBytes;", "kDoutBytes", "kQueryBytes", "race", DIVIDED_PAIR),
+    ("backward", "kFromLse, kD>(", "kD", "kDv", "numbers", PAIR_NARROW_V),
+    ("backward", "kFromDelta, kDv>(", "kDv", "kD", "numbers", PAIR),
+    ("backward", "query_operand_ + query,", "+ query", "+ dout", "numbers", PAIR),
+    ("backward", "dout_operand_ + dout,", "+ dout", "+ query", "numbers", PAIR),
+    ("backward_dkdv", "dout_operand_ + dout + kQueryRows", "+ dout", "+ query", "numbers", PAIR),
+    ("backward_dkdv", "query_operand_ + query + kQueryRows);\n            wgmma", "+ query", "+ dout", "numbers", PAIR),
+    ("backward", "QuadFragment<kD / 8> dk_;", "kD", "kDv", "race", PAIR),
+    ("backward", "QuadFragment<kDv / 8> dv_;", "kDv", "kD", "unwritten", PAIR),
+    ("backward", "kColumns = kProbability ? Shape::kD :", "kD", "kDv", "numbers", DIVIDED_NARROW_V),
+    ("backward", ": Shape::kDv;\n        Base::template issue", "kDv", "kD", "numbers", DIVIDED_PAIR),
+    ("backward", "of_scores = kProbability ? query : dout", ": dout", ": query", "numbers", DIVIDED_PAIR),
+    ("backward", "of_gradient = kProbability ? dout", "dout", "query", "numbers", DIVIDED_PAIR),
+    ("backward_dkdv", "(kProbability ? Shape::kDv : Shape::kD) / 8", "kDv", "kD", "unwritten", DIVIDED_PAIR),
+    ("backward_dkdv", "Shape::kDv : Shape::kD) / 8", ": Shape::kD)", ": Shape::kDv)", "unwritten", DIVIDED_NARROW_V),
+    ("backward", "panel < ceil_div(kN8 * 8,", "kN8 * 8", "kD", "unwritten", DIVIDED_PAIR),
+    ("backward", "using Workspace = DqWorkspace<kBr, kD>", "kD", "kDv", "bounds", DIVIDED_PAIR),
+    ("backward", "column % kPanelColumns * 2", "column % kPanelColumns", "0", "numbers", PAIR),
+    ("backward", "kIsDv * Shares::Dk::kElements", "Dk", "Dv", "bounds", DIVIDED_SHARES),
+    ("backward_dkdv", "AccumulatorTile<kBc, 8 * kN8>", "8 * kN8", "kD", "uninitialised", PAIR_SHARES),
+    ("backward_dkdv", "ShareWorkspace<kBc, kD, kDv, kDq>", "kD, kDv", "kDv, kD", "blocks", DIVIDED_SHARES),
+)
+
 MUTANTS = (
+    *(
+        Mutant(
+            f"the other head_dim on Hopper in {operation}, {text.partition(chr(10))[0]}",
+            operation,
+            text,
+            text.replace(of, other),
+            caught_by,
+            problem,
+        )
+        for operation, text, of, other, caught_by, problem in SWAPPED
+    ),
     # sm90: the backward's barriers
     Mutant(
         "no wait for Q, backward",
@@ -227,15 +281,15 @@ MUTANTS = (
     Mutant(
         "K's panels in one place, for dQ",
         "backward",
-        "(Shape::kDqByRows ? 0 : kGroup) * Shape::kKeyPanelBytes",
-        "0 * Shape::kKeyPanelBytes",
+        "Shape::kDqByRows ? 0 : kGroup * Shape::kFirstDqColumns",
+        "0",
         "numbers",
         HOPPER_COLUMNS,
     ),
     Mutant(
         "divided: both groups add the same columns",
         "backward",
-        "kProbability ? 2 : 0,",
+        "kProbability ? Shape::kFirstDqColumns : 0,",
         "0,",
         "numbers",
         HOPPER_DIVIDED,
