@@ -150,6 +150,13 @@ def test_a_saved_tile_is_for_its_pair_alone(tmp_path, monkeypatch):
     assert key.endswith("/forward/float32/40v72/causal")
 
 
+def test_estimates_are_those_of_kernels_for_the_wider_head_dim():
+    costs, operation = SM90.costs, "backward"
+    for pair in ((256, 8), (8, 256), (200, 72)):
+        problem = dataclasses.replace(BASE, head_dim=pair[0], head_dim_v=pair[1])
+        assert costs.of_block(operation, problem) is costs.blocks[operation][256]
+
+
 def test_sections_have_the_mean_of_both_head_dims():
     """The rows of a head are those of k and v, or of q and dO."""
     assert dataclasses.replace(BASE, head_dim=192, head_dim_v=128).mean_head_dim == 160

@@ -85,10 +85,10 @@ class Costs:
     copy_rows: float
     drift: float
 
-    def of_block(self, operation: str, head_dim: int) -> BlockCost:
-        """The cost of a block of a kernel."""
-        rows = self.blocks[operation]
-        return rows[min((limit for limit in rows if head_dim <= limit), default=max(rows))]
+    def of_block(self, operation: str, problem: AttentionProblem) -> BlockCost:
+        """The cost of a block of a kernel, whose structure depends on the wider head_dim."""
+        rows, widest = self.blocks[operation], max(problem.head_dim, problem.columns_of("v"))
+        return rows[min((limit for limit in rows if widest <= limit), default=max(rows))]
 
 
 def forward_splits(costs: Costs, problem: AttentionProblem, device: DeviceInfo, tile: TileConfig, most: int) -> int:
@@ -98,7 +98,7 @@ def forward_splits(costs: Costs, problem: AttentionProblem, device: DeviceInfo, 
     heads = sequences.number * problem.num_heads
     rows = sum(steps.values()) * tile.b_r * heads * problem.mean_head_dim / 1e6
     keys = problem.batch * problem.seqlen_k * problem.num_heads_kv * problem.mean_head_dim / 1e6
-    cost = costs.of_block("forward", problem.mean_head_dim)
+    cost = costs.of_block("forward", problem)
     step = _step(cost, tile, problem.mean_head_dim)
 
     def time(splits: int) -> float:
@@ -151,7 +151,7 @@ def backward_time(
     time = costs.call + costs.call_rows * queries
     for operation, tile in tiles.items():
         splits = num_splits.get(operation, 1)
-        cost = costs.of_block(operation, problem.mean_head_dim)
+        cost = costs.of_block(operation, problem)
         step = _step(cost, tile, problem.mean_head_dim)
         if operation == "backward":
             time += costs.convert + costs.convert_rows * queries
