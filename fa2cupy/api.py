@@ -221,10 +221,9 @@ def forward(
 
     On the GPU, arrays are used in place if the last axis is contiguous and, for 16-bit data, rows are aligned to 16
     bytes. Other arrays are copied first, and so are 16-bit data whose head_dim is not a multiple of 8. Kernels take a v
-    with another head_dim than q as it is, except those of float32 on tensor cores: for these, the narrower arrays are
-    copied to as many columns as the wider ones have. The work is queued on CuPy's current stream of the arrays' device,
-    without a synchronisation; the first call of a kind compiles its kernel. Offsets are clamped to the arrays on the
-    GPU; decreasing offsets raise no error there and give undefined results.
+    with another head_dim than q as it is. The work is queued on CuPy's current stream of the arrays' device, without a
+    synchronisation; the first call of a kind compiles its kernel. Offsets are clamped to the arrays on the GPU;
+    decreasing offsets raise no error there and give undefined results.
 
     Calls can be captured into a CUDA graph after a call of the same kind has loaded its kernels. Copies and workspaces
     are then memory of the graph: nodes of the graph allocate and free it, and CUDA's memory pool for graphs holds it

@@ -30,6 +30,7 @@ from fa2cupy import TileConfig, reference
 from fa2cupy.errors import UnsupportedProblemError
 from fa2cupy.families.device import DeviceInfo
 from fa2cupy.families.operations import METHODS, TILED
+from fa2cupy.gpu.copies import CopyingCall
 from fa2cupy.testing import Expectation
 
 pytestmark = pytest.mark.simulated
@@ -232,10 +233,17 @@ def test_the_gradient_of_a_bias(launched, kernels, repeated, head_dim, softcap):
     check_dbias(launched, kernels, repeated, head_dim, softcap)
 
 
-def check_dbias(launched: list, kernels: Kernels, repeated: str, head_dim: int, softcap: float | None) -> None:
+def check_dbias(
+    launched: list,
+    kernels: Kernels,
+    repeated: str,
+    head_dim: int,
+    softcap: float | None,
+    head_dim_v: int | None = None,
+) -> None:
     """Checks dbias in an array of the caller, with skipped tiles and heads that are left to IEEE arithmetic."""
     lengths = (150, 210)
-    inputs = draw("float32", lengths, head_dim, (2, 2), batch=2)
+    inputs = draw("float32", lengths, head_dim, (2, 2), batch=2, head_dim_v=head_dim_v)
     inputs[1][1, 70, 1] *= np.float32(1e-5)  # too small beside its neighbours
     shape = tuple(1 if axis in repeated else n for axis, n in zip("bhqk", (2, 2, *lengths), strict=True))
     options = {"bias": place(numbers(shape, "float32")), "window": (9, 70), "softcap": softcap}
@@ -276,10 +284,11 @@ def test_packed_sequences(launched, kernels, options):
     check(inputs, launched, kernels, **given, **options)
 
 
-def packed_inputs(head_dim: int) -> tuple[tuple, dict]:
+def packed_inputs(head_dim: int, head_dim_v: int | None = None) -> tuple[tuple, dict]:
     sequences = ((5, 9), (0, 3), (190, 150), (4, 0), (1, 90), (0, 0), (40, 170))
     offsets = [np.cumsum([70, *lengths]).astype("int32") for lengths in zip(*sequences, strict=True)]
-    inputs = tuple(place(x[0]) for x in draw("float32", tuple(int(ends[-1]) + 3 for ends in offsets), head_dim))
+    lengths = tuple(int(ends[-1]) + 3 for ends in offsets)
+    inputs = tuple(place(x[0]) for x in draw("float32", lengths, head_dim, head_dim_v=head_dim_v))
     for x, ends in zip(inputs, (offsets[0], offsets[1], offsets[1], offsets[0]), strict=True):
         x[: ends[0]], x[ends[-1] :] = np.nan, np.nan
     return inputs, dict(zip(("cu_seqlens_q", "cu_seqlens_k"), map(place, offsets), strict=True))
@@ -329,9 +338,9 @@ def left_heads(monkeypatch, inputs: tuple, kernels: Kernels, rows: slice, **opti
     return left
 
 
-@pytest.mark.sample(head_dim=(59,))
-@pytest.mark.parametrize("head_dim", (59, 128, 250))
-def test_parts_are_scaled_and_lie_as_they_should(monkeypatch, head_dim):
+@pytest.mark.sample(head_dim_v=(72,))
+@pytest.mark.parametrize(("head_dim", "head_dim_v"), ((59, 72), (59, 130), (128, None), (250, None)))
+def test_parts_are_scaled_and_lie_as_they_should(monkeypatch, head_dim, head_dim_v):
     """Compares bit for bit, including the zeros beyond the rows and the columns."""
     found = {}
 
@@ -344,10 +353,79 @@ def test_parts_are_scaled_and_lie_as_they_should(monkeypatch, head_dim):
                     found[name, kind] = launch.array(f"{name}_{kind}").copy(), wanted.ravel()
 
     with simulated_gpu(monkeypatch, after=look):
-        forward(*draw("float32", (70, 130), head_dim, (4, 2), batch=2)[:3], family="sm90", causal=True)
+        inputs = draw("float32", (70, 130), head_dim, (4, 2), batch=2, head_dim_v=head_dim_v)
+        forward(*inputs[:3], family="sm90", causal=True)
     assert len(found) == 6
     for name, (own, wanted) in found.items():
         np.testing.assert_array_equal(own, wanted, err_msg=str(name))
+
+
+# -------------------------------------------------------------------------------------------------- two head dimensions
+
+#: Pairs of head_dims of q and v, of which the last three are beyond 128: these have two passes alone.
+PAIRS = ((40, 72), (96, 64), (64, 128), (128, 64), (192, 128), (192, 64), (40, 200))
+#: For each kind of kernels, the pairs that they take.
+CASES = [(name, pair) for name in BY_NAME for pair in PAIRS if "two_pass" in name or max(pair) <= 128]
+CASES = [(name, pair) for name, pair in CASES if "sm90" in name or (sum(pair) <= 256 and pair[1] <= 128)]
+
+
+def among_nan(x: np.ndarray) -> np.ndarray:
+    """Returns a copy in every second head of an array whose other heads are NaN."""
+    wide = place(np.full((*x.shape[:2], 2 * x.shape[2], x.shape[3]), np.nan, x.dtype))
+    wide[:, :, ::2] = x
+    return wide[:, :, ::2]
+
+
+@pytest.fixture
+def without_copies(monkeypatch):
+    """Makes calls fail that copy an array."""
+
+    def refuse(self, name: str, array: np.ndarray) -> None:
+        raise AssertionError(f"the call copies {name}")
+
+    monkeypatch.setattr(CopyingCall, "_copy", refuse)
+
+
+def check_pair(launched: list, pair: tuple[int, int]) -> None:
+    """Checks that kernels of this pair were launched, and no others."""
+    specs = [stage.spec for stage in launched if stage.spec.operation in TILED]
+    assert {(spec.head_dim, spec.head_dim_v) for spec in specs} == {pair}
+
+
+@pytest.mark.usefixtures("without_copies")
+@pytest.mark.sample(kernels=("sm80, two_pass",), pair=PAIRS[:1])
+@pytest.mark.parametrize(("kernels", "pair"), CASES, indirect=["kernels"], ids=str)
+def test_pairs_of_head_dims_in_strided_arrays(launched, kernels, pair):
+    inputs = draw("float32", (70, 140), pair[0], head_dim_v=pair[1], view=among_nan)
+    q, k, v, do = inputs
+    o, *gradients = (among_nan(np.full_like(x, np.nan)) for x in (do, q, k, v))
+    results = run(inputs, kernels, causal=True, out=((o, None), tuple(gradients)))
+    Expectation(*inputs, causal=True).check(spec=pair, **results)
+    check_pair(launched, pair)
+
+
+@pytest.mark.matrix
+@pytest.mark.usefixtures("without_copies")
+@pytest.mark.parametrize("call", ("groups", "features", "packed", "dbias"))
+def test_calls_of_two_head_dims(launched, kernels, call):
+    pair = {"sm90, single_pass": (40, 72), "sm90, two_pass": (136, 72), "sm80, two_pass": (136, 40)}[
+        next(name for name, one in BY_NAME.items() if one is kernels)
+    ]
+    if call == "dbias":
+        if kernels.method == "single_pass":
+            pytest.skip("only two passes give it")
+        check_dbias(launched, kernels, "", pair[0], 2.0, pair[1])
+    elif call == "packed":
+        inputs, options = packed_inputs(*pair)
+        check(inputs, launched, kernels, causal=True, **options)
+    else:
+        names = ("softcap", "alibi", "bias of keys", "mask of rows", "padding", "sink", "dropout", "window left")
+        lengths = (70, 140)
+        options = features_of(names, lengths, batch=2) if call == "features" else {"causal": True}
+        heads = (2, 1) if call == "features" else (4, 2)
+        inputs = draw("float32", lengths, pair[0], heads, batch=2, head_dim_v=pair[1])
+        check(inputs, launched, kernels, **options)
+    check_pair(launched, pair)
 
 
 # ------------------------------------------------------------------------------------------------ beyond head_dim 128

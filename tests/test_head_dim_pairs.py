@@ -14,6 +14,7 @@ from fa2cupy.families.device import DeviceInfo
 from fa2cupy.families.operations import TILED
 from fa2cupy.families.registry import FAMILIES
 from fa2cupy.families.simt import SIMT
+from fa2cupy.families.sm80_float32 import SM80_FLOAT32
 from fa2cupy.families.sm90 import SM90
 from fa2cupy.families.sm90_float32 import SM90_FLOAT32
 from fa2cupy.families.tile import TileConfig
@@ -27,7 +28,7 @@ H100 = DeviceInfo.named("sm_90")
 BASE = AttentionProblem("float32", 2, 300, 500, 4, 2, 40, True, 0.25, "bshd", 4, 72)
 METHODS = (None, "single_pass", "two_pass")
 #: The families all of whose kernels take pairs.
-WITH_PAIRS = tuple(family for family in FAMILIES if "backward" in family.pair_calls)
+WITH_PAIRS = tuple(family for family in FAMILIES if "decode" in family.pair_calls)
 with_pairs = pytest.mark.parametrize("family", WITH_PAIRS, ids=lambda family: family.name)
 
 
@@ -121,6 +122,43 @@ def test_every_pair_has_a_default_tile_and_a_tile_for_decoding(family, arch, pai
         specs = default_specs(device, dtype, pair[0], True, method, family.public_name, head_dim_v=pair[1])
         assert all((spec.head_dim, spec.head_dim_v) == pair for spec in specs if spec.operation in TILED)
     assert {(spec.head_dim, spec.head_dim_v) for spec in decode_specs(device, dtype, *pair)} == {pair}
+
+
+@pytest.mark.parametrize("pair", [(64, 128), (128, 64), (192, 64), (240, 16), (192, 128), (40, 200)], ids=str)
+@pytest.mark.parametrize(
+    ("family", "arch"),
+    [(SM80_FLOAT32, "sm_80"), (SM80_FLOAT32, "sm_86"), (SM90_FLOAT32, "sm_90")],
+    ids=["A100", "Ampere", "H100"],
+)
+def test_float32_on_tensor_cores_has_default_tiles_for_pairs_that_its_kernels_hold(family, arch, pair):
+    device, held = DeviceInfo.named(arch), family.why_not_columns(*pair) is None
+    assert held == (family is SM90_FLOAT32 or (sum(pair) <= 256 and pair[1] <= 128))
+    of_methods = {None: held, "two_pass": held}
+    if family is SM90_FLOAT32:
+        of_methods["single_pass"] = max(pair) <= 128
+
+    def tiled(method, name=None) -> list:
+        specs = default_specs(device, "float32", pair[0], True, method, name, head_dim_v=pair[1])
+        return [spec for spec in specs if spec.operation in TILED]
+
+    for method, is_taken in of_methods.items():
+        if is_taken:
+            assert all((spec.head_dim, spec.head_dim_v) == pair for spec in tiled(method, family.public_name))
+        else:
+            with pytest.raises(UnsupportedProblemError, match=r"head_dim(_v)?=\d+ .*above (the )?\d+"):
+                tiled(method, family.public_name)
+    # A call that names no family goes to the next one where the kernels do not hold the pair.
+    chosen = {spec.family for spec in tiled("two_pass") if not spec.is_fallback}
+    assert chosen == {family if held and family.is_default_on(device) else SIMT}
+
+
+def test_parts_have_the_columns_of_their_inputs():
+    one = dataclasses.replace(BASE, head_dim=192, head_dim_v=72)
+    strides = one.contiguous_strides()
+    plan = plans.backward_plan(one, H100, strides, family="sm90", method="two_pass")
+    sizes = {workspace.name: workspace.nbytes for workspace in plan.workspaces}
+    assert sizes["q_parts"] * 2 == sizes["dout_parts"] * 3 and sizes["k_parts"] * 2 == sizes["v_parts"] * 3
+    assert sizes["exceptions"] == 4 * one.batch * one.num_heads_kv * (1 + 192 + 192 + 1)
 
 
 def test_calls_without_pairs_have_the_tiles_of_the_wider():

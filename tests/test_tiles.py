@@ -402,15 +402,17 @@ def chosen_rows() -> set[int]:
         for dtype, operation in itertools.product(row.dtypes, (*TILED, "decode")):
             if operation not in row.operations or not row.supports(operation, dtype, device):
                 continue
+            name_of_call = operation if operation in ("forward", "decode") else "backward"
             has_own_tiles = any(entry.features for entry in row.tiles[operation])
-            pairs = [(64, 128)] if row.name == "sm90" and operation != "decode" else []
+            pairs = [(64, 128), (192, 64), (240, 16)] if operation != "decode" else []
             for (head_dim, head_dim_v), causal, features, batch in itertools.product(
                 [*((head_dim, None) for head_dim in head_dims_of(dtype)), *pairs],
                 (False, True),
                 (NO_SETTINGS, DROPPED, OF_A_FUNCTION) if has_own_tiles else (NO_SETTINGS,),
                 (1, 512) if operation == "decode" else (1,),
             ):
-                call = problem(dtype, head_dim, causal, batch, head_dim_v).with_settings(features)
+                call = problem(dtype, head_dim, causal, batch).with_settings(features)
+                call = row.padded(name_of_call, dataclasses.replace(call, head_dim_v=head_dim_v))
                 try:
                     tile = choose_tile_of(operation, row, call, device)
                 except UnsupportedProblemError:
@@ -419,16 +421,18 @@ def chosen_rows() -> set[int]:
                     # of float64 exceed that of small GPUs.
                     if operation == "decode" and (device in OLDER or dtype == "float64"):
                         continue
-                    of_parts = row.multiplies_parts and (operation == "backward" or head_dim > row.largest_head_dim)
+                    of_parts = row.multiplies_parts and (
+                        operation == "backward" or row.why_not_columns(head_dim, call.head_dim_v)
+                    )
                     assert head_dim > 128 and ((device in OLDER and dtype == "float64") or of_parts)
                     continue
-                assert row.why_illegal(operation, dtype, head_dim, tile, device, head_dim_v) is None
+                assert row.why_illegal(operation, dtype, head_dim, tile, device, call.head_dim_v) is None
                 found.add(
                     next(
                         position
                         for position, (of, name, entry) in enumerate(ROWS)
                         if (of, name, entry.tile) == (row, operation, tile)
-                        and row.padded_head_dim(head_dim_v or head_dim) <= entry.head_dim
+                        and row.padded_head_dim(max(head_dim, head_dim_v or 0)) <= entry.head_dim
                         and (entry.dtypes is None or dtype in entry.dtypes)
                         and (not entry.features or not set(entry.features).isdisjoint(features.features))
                     )

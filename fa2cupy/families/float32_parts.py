@@ -42,12 +42,14 @@ class Float32Parts(Family):
     Attributes
     ----------
     largest_head_dim : int
-        The largest head_dim whose parts its kernels hold.
+        The largest head_dim whose parts its kernels hold. Where v has another one, it may have as much, and both
+        together twice as much.
     """
 
     dtypes = ("float32",)
     row_alignment = 1
     head_dim_step = 1
+    pair_calls = ("forward", "backward")
     has_natural_scores = True
     multiplies_parts = True
     features = tuple(name for name in Family.features if name != "block_mask")
@@ -55,10 +57,21 @@ class Float32Parts(Family):
     largest_head_dim: int
 
     def why_not(self, operation: str, problem: AttentionProblem, strides: Mapping[str, AnyStrides]) -> str | None:
-        if self.padded_head_dim(problem.head_dim) > self.largest_head_dim:
-            return f"head_dim={problem.head_dim} is above {self.largest_head_dim}"
+        why_not = self.why_not_columns(problem.head_dim, problem.head_dim_v)
+        if why_not:
+            return why_not
         if not problem.heads_per_group:
             return "there is no query head"  # while K and V have heads, and gradients
+        return None
+
+    def why_not_columns(self, head_dim: int, head_dim_v: int | None) -> str | None:
+        """The reason why its kernels do not hold so many columns, or None if they do."""
+        most = self.largest_head_dim
+        name, columns_v = ("head_dim", head_dim) if head_dim_v is None else ("head_dim_v", head_dim_v)
+        if self.padded_head_dim(columns_v) > most:
+            return f"{name}={columns_v} is above {most}"
+        if self.padded_head_dim(head_dim) + self.padded_head_dim(columns_v) > 2 * most:
+            return f"head_dim={head_dim} and head_dim_v={columns_v} are together above {2 * most}"
         return None
 
     def is_accurate(self, problem: AttentionProblem) -> bool:

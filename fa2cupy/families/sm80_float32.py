@@ -29,24 +29,29 @@ class Sm80Float32(Float32Parts):
     default_methods = ("two_pass",)
     query_rows = key_rows = _ROWS
     warps = (2, 4, 8)
-    # For each head_dim, the tile for the shared memory of the A100 first. None has been measured.
+    # For each head_dim, the tile for the shared memory of the A100 first. None has been measured. Those beyond 128 are
+    # for a v with fewer columns.
     tiles = {
         "forward": (
             TileRow(64, TileConfig(64, 64, 4, 1, 2)),
             TileRow(128, TileConfig(128, 64, 8)),
-            TileRow(128, TileConfig(128, 32, 8)),
+            TileRow(256, TileConfig(128, 32, 8)),
+            TileRow(256, TileConfig(64, 32, 4)),
+            TileRow(256, TileConfig(32, 32, 2)),
         ),
         "backward_dq": (
             TileRow(64, TileConfig(64, 64, 4, 2, 2)),
             TileRow(64, TileConfig(64, 32, 4, 1, 2)),
-            TileRow(128, TileConfig(128, 32, 8)),
-            TileRow(128, TileConfig(64, 32, 4)),
+            TileRow(256, TileConfig(128, 32, 8)),
+            TileRow(256, TileConfig(64, 32, 4)),
+            TileRow(256, TileConfig(32, 32, 2)),
         ),
         "backward_dkdv": (
             TileRow(64, TileConfig(32, 64, 4, 2, 2)),
             TileRow(64, TileConfig(32, 64, 4, 1, 2)),
-            TileRow(128, TileConfig(32, 128, 8)),
-            TileRow(128, TileConfig(32, 64, 4)),
+            TileRow(256, TileConfig(32, 128, 8)),
+            TileRow(256, TileConfig(32, 64, 4)),
+            TileRow(256, TileConfig(32, 32, 2)),
         ),
     }
 
@@ -57,20 +62,21 @@ class Sm80Float32(Float32Parts):
     def shared_memory_bytes(
         self, operation: str, dtype: str, head_dim: int, tile: TileConfig, head_dim_v: int | None = None
     ) -> int:
-        row = 2 * -(-head_dim // 64) * 128  # panels of 64 columns of two parts
+        # Panels of 64 columns of two parts.
+        row, row_v = (2 * -(-columns // 64) * 128 for columns in (head_dim, head_dim_v or head_dim))
         own, other = (getattr(tile, side) for side in _SIDES[operation])
-        if operation == "forward":
-            return (own + 2 * other) * row
+        own_v = 0 if operation == "forward" else own
         statistics = 2 * 2 * 4 * other if operation == "backward_dkdv" else 0
-        return (2 * own + (tile.num_stages + 1) * other) * row + statistics
+        return (own + tile.num_stages * other) * row + (own_v + other) * row_v + statistics
 
     def why_not_shape(
         self, operation: str, dtype: str, head_dim: int, tile: TileConfig, head_dim_v: int | None = None
     ) -> str | None:
         own, other = _SIDES[operation]
         rows, others = getattr(tile, own), getattr(tile, other)
-        if head_dim > self.largest_head_dim:
-            return f"head_dim={head_dim} is above {self.largest_head_dim}"
+        why_not = self.why_not_columns(head_dim, head_dim_v)
+        if why_not:
+            return why_not
         for side in (own, other):
             if getattr(tile, side) not in _ROWS:
                 return f"{side}={getattr(tile, side)} is not 32, 64 or 128"
@@ -81,9 +87,10 @@ class Sm80Float32(Float32Parts):
             return f"num_stages={tile.num_stages} is more than {most}"
         if operation == "backward_dkdv" and 2 * others > tile.num_threads:
             return f"b_r={others} has less than two of {tile.num_threads} threads a row"
-        sums = head_dim // 2 * (2 if operation == "backward_dkdv" else 1)
-        scores = others // 2 * ((1 if operation == "forward" else 2) + (head_dim > _CHAIN))
-        return register_shortage(sums + scores, 72, tile)
+        columns_v = head_dim_v or head_dim
+        sums = {"forward": columns_v, "backward_dq": head_dim, "backward_dkdv": head_dim + columns_v}[operation]
+        scores = others // 2 * ((1 if operation == "forward" else 2) + (max(head_dim, columns_v) > _CHAIN))
+        return register_shortage(sums // 2 + scores, 72, tile)
 
 
 SM80_FLOAT32 = Sm80Float32()

@@ -14,7 +14,7 @@ from .tile import TileConfig
 
 __all__ = ["SM90_FLOAT32", "Sm90Float32"]
 
-_WIDE = 128  # for a larger head_dim, operands pass through shared memory in pieces of 64 columns
+_WIDE = 128  # for more columns of q or v, operands pass through shared memory in pieces of 64 columns
 _SHARED_BYTES = 227 * 1024  # the most that a block can have
 
 #: For each kernel, the side whose rows its warp groups own, and the other side.
@@ -65,8 +65,10 @@ class Sm90Float32(Float32Parts):
     }
 
     def why_not(self, operation: str, problem: AttentionProblem, strides: Mapping[str, AnyStrides]) -> str | None:
-        if operation == "backward" and problem.head_dim > _WIDE:
-            return f"head_dim={problem.head_dim} is above the {_WIDE} of 'single_pass'; use 'two_pass' or None"
+        if operation == "backward":
+            for name, columns in (("head_dim", problem.head_dim), ("head_dim_v", problem.columns_of("v"))):
+                if columns > _WIDE:
+                    return f"{name}={columns} is above the {_WIDE} of 'single_pass'; use 'two_pass' or None"
         return super().why_not(operation, problem, strides)
 
     def record(self, operation: str) -> Record:
@@ -80,30 +82,33 @@ class Sm90Float32(Float32Parts):
         # The same as in kernels/sm90_float32/query_tile_shape.cuh and backward_dkdv_shape.cuh: panels of 64 columns of
         # two parts. A stage holds one panel if operands come in pieces. If not, the operand that is used second has one
         # stage where that many of the first do not fit.
-        panels, is_wide = -(-head_dim // 64), head_dim > _WIDE
-        row, stage_row = (2 * n * 128 for n in (panels, 1 if is_wide else panels))
+        columns = head_dim, head_dim_v or head_dim
+        is_wide = max(columns) > _WIDE
+        row, row_v = (2 * -(-n // 64) * 128 for n in columns)
+        of_stage, of_stage_v = (2 * 128, 2 * 128) if is_wide else (row, row_v)
         if _SIDES[operation][0] == "b_c":
-            own, other = 2 * tile.b_c * row, tile.b_r * stage_row
+            own, others = tile.b_c * (row + row_v), tile.b_r
             barriers = 2 + 4 * tile.num_stages + (2 * 2 if is_wide else 0)
             fixed = 8 * barriers + (2 if is_wide else tile.num_stages) * 2 * 4 * tile.b_r
             if operation == "backward":  # two warp groups have dS, units of it, and barriers
                 fixed += 2 * (2 * tile.b_r * 128 + 4 * 4 + 2 * 8)
         else:
             operands = {"forward": 1, "backward_dq": 2}[operation]
-            own, other = operands * tile.b_r * row, tile.b_c * stage_row
+            own, others = tile.b_r * (row + (operands - 1) * row_v), tile.b_c
             fixed = 8 * (4 * operands + 4 * tile.num_stages + 2 * 4) + 4 * 32
-        first = 1024 + own + tile.num_stages * other + fixed
-        both = first + tile.num_stages * other
-        return both if both <= _SHARED_BYTES or is_wide else first + other
+        first = 1024 + own + tile.num_stages * others * of_stage + fixed
+        both = first + tile.num_stages * others * of_stage_v
+        return both if both <= _SHARED_BYTES or is_wide else first + others * of_stage_v
 
     def why_not_shape(
         self, operation: str, dtype: str, head_dim: int, tile: TileConfig, head_dim_v: int | None = None
     ) -> str | None:
         own, other = _SIDES[operation]
         rows, others = getattr(tile, own), getattr(tile, other)
-        is_wide = head_dim > _WIDE
+        widest = max(head_dim, head_dim_v or head_dim)
+        is_wide = widest > _WIDE
         if is_wide and operation == "backward":
-            return f"head_dim={head_dim} is above the {_WIDE} of which two warp groups hold dK and dV of 128 keys"
+            return f"head_dim={widest} is above the {_WIDE} of which two warp groups hold dK and dV of 128 keys"
         # Beyond, where shared memory holds two operands of 64 rows besides pieces, two warp groups share these rows.
         expected = 64 if is_wide and operation != "forward" else 128
         if (rows, tile.num_warps) != (expected, 12):

@@ -148,16 +148,16 @@ def _with_parts(layout: StageLayout, tiled: Sequence[Stage], choice: Choice) -> 
     problem, fallback = layout.problem, choice.fallback
     assert fallback is not None, f"{choice.family.name} leaves heads to a fallback"
     sides = {"q": "queries", "k": "keys", "v": "keys", **({"dout": "queries"} if choice.method else {})}
-    columns = -(-problem.head_dim // BOX_COLUMNS) * BOX_COLUMNS
+    columns = {name: -(-problem.columns_of(name) // BOX_COLUMNS) * BOX_COLUMNS for name in sides}
     all_blocks, workspaces = 0, []
     for name, side in sides.items():
         heads = problem.num_heads if side == "queries" else problem.num_heads_kv
         blocks = problem.batch * heads * layout.num_strips(side)
-        workspaces.append(Workspace(f"{name}_parts", 2 * blocks * PART_ROWS * columns * ITEMSIZE["float16"]))
+        workspaces.append(Workspace(f"{name}_parts", 2 * blocks * PART_ROWS * columns[name] * ITEMSIZE["float16"]))
         workspaces.append(Workspace(f"{name}_units", blocks * ITEMSIZE["float32"]))
         all_blocks += blocks
     # For each K/V head a mark, the largest elements of the columns of q and k, and a count of blocks.
-    of_head = 1 + 2 * columns + 1
+    of_head = 1 + columns["q"] + columns["k"] + 1
     workspaces.append(Workspace(EXCEPTIONS, problem.batch * problem.num_heads_kv * of_head * ITEMSIZE["float32"]))
     if not any(stage.blocks for stage in tiled):
         all_blocks = 0  # nobody reads the parts

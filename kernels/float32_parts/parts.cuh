@@ -41,9 +41,6 @@ inline constexpr int kProducts = 3;
 template <int kHeadDim>
 struct PartsLayout {
     static constexpr int kPanels = ceil_div(kHeadDim, kPanelColumns);
-    // True if shared memory has no room for whole tiles of the operands that a kernel loops over: they pass through it
-    // in pieces.
-    static constexpr bool kInPieces = kPanels > 2;
 
     // Rows from one panel of a head, which has `num_strips` strips, to the next; those of the parts follow each other.
     __device__ __forceinline__ static int32 panel_rows(int32 num_strips) { return num_strips * kUnitRows; }
@@ -60,6 +57,10 @@ struct PartsLayout {
         return (column % kPanelColumns / 8 ^ row % 8) * 8;
     }
 };
+
+// The columns of Q and K, or of V and dO.
+template <class Spec, bool kOfScores>
+inline constexpr int kColumnsOf = kOfScores ? Spec::kHeadDim : Spec::kHeadDimV;
 
 // The first row, in the parts of a head, of a sequence or batch; its rows follow each other.
 template <class Spec, bool kOfKeys, class Record>

@@ -22,14 +22,19 @@ namespace fa2::float32_parts {
 // Params is a template parameter because only one of the two records has dO.
 template <class Spec, bool kWithDout, class Params = fa2::Params>
 struct SplitInputs {
-    using Layout = PartsLayout<Spec::kHeadDim>;
     static constexpr int kThreads = 32 * Spec::kWarps;
     static constexpr int kThreadsPerRow = kThreads / kUnitRows;
-    static constexpr int kColumns = Layout::kPanels * kPanelColumns;
-    static constexpr int kChunks = kColumns / (8 * kThreadsPerRow);  // of a thread
     static constexpr int kSpread = 12;
     static constexpr float kLargestTerm = 32.0f;
-    static_assert(kThreads % kUnitRows == 0 && kColumns % (8 * kThreadsPerRow) == 0 && 32 % kThreadsPerRow == 0);
+    static_assert(kThreads % kUnitRows == 0 && kPanelColumns % (8 * kThreadsPerRow) == 0 && 32 % kThreadsPerRow == 0);
+
+    // kOfScores: the matrix is Q or K.
+    template <bool kOfScores>
+    using Layout = PartsLayout<kColumnsOf<Spec, kOfScores>>;
+    template <bool kOfScores>
+    static constexpr int kColumns = Layout<kOfScores>::kPanels * kPanelColumns;
+    template <bool kOfScores>
+    static constexpr int kChunks = kColumns<kOfScores> / (8 * kThreadsPerRow);  // of a thread
 
     // An input with its parts.
     struct Matrix {
@@ -70,7 +75,6 @@ struct SplitInputs {
     // Exponents of the largest element of a strip, so that the product of two units is a normal number.
     static constexpr int32 kSmallest = kExponentBias - 50, kLargest = kExponentBias + 50;
 
-    // kOfScores: the matrix is Q or K.
     template <bool kOfKeys, bool kOfScores>
     __device__ static void split(const Params& params, const Matrix& matrix, int32 index) {
         const int32 strip = index % matrix.num_strips, head_index = index / matrix.num_strips;
@@ -78,14 +82,15 @@ struct SplitInputs {
         const auto rows = common::workspace_rows<Spec, kOfKeys>(params, strip);
         const int32 row = threadIdx.x / kThreadsPerRow, lane = threadIdx.x % kThreadsPerRow;
 
-        float value[kChunks][8];
+        using Parts = Layout<kOfScores>;
+        float value[kChunks<kOfScores>][8];
         bool valid = row < rows.length;
         if constexpr (kWithDout && !kOfKeys) {
             // A row that sees no key is zero in the parts: it may hold NaN, which P = 0 would not keep out of sums.
             const float* lse = params.lse + common::first_statistic<Spec>(params, batch, head);
             valid = valid && lse[rows.first + row] != -common::infinity<float>();
         }
-        load(value, matrix.x + matrix.strides.offset(batch, valid ? rows.first + row : 0, head), valid, lane);
+        load<kOfScores>(value, matrix.x + matrix.strides.offset(batch, valid ? rows.first + row : 0, head), valid, lane);
         const int32 head_kv = head_index / matrix.heads_per_group;
         const uint32 largest = largest_of_strip<kOfScores>(value, params, head_kv, kOfKeys);
         if constexpr (kOfScores) check_terms(params, head_kv);
@@ -96,9 +101,9 @@ struct SplitInputs {
         // 1 / unit may lie outside the range of float32. Its two factors do not.
         const float scale[2] = {power_of_two(shift / 2), power_of_two(shift - shift / 2)};
         if (threadIdx.x == 0) matrix.units[index] = power_of_two(-(shift / 2)) * power_of_two(shift / 2 - shift);
-        const int32 first_row = Layout::row_of(head_index, matrix.num_strips, strip * kUnitRows + row);
+        const int32 first_row = Parts::row_of(head_index, matrix.num_strips, strip * kUnitRows + row);
 #pragma unroll
-        for (int c = 0; c < kChunks; ++c) {
+        for (int c = 0; c < kChunks<kOfScores>; ++c) {
             const int32 column = (c * kThreadsPerRow + lane) * 8;
 #pragma unroll
             for (int e = 0; e < 8; ++e) value[c][e] = value[c][e] * scale[0] * scale[1];
@@ -107,23 +112,25 @@ struct SplitInputs {
                 uint32 word[4];
 #pragma unroll
                 for (int w = 0; w < 4; ++w) word[w] = take_part(value[c][2 * w], value[c][2 * w + 1]);
-                const int32 panel = part * Layout::kPanels + column / kPanelColumns;
-                const int32 panel_row = first_row + panel * Layout::panel_rows(matrix.num_strips);
-                common::store_global(Layout::address(matrix.parts, panel_row) + Layout::chunk(column, row), word);
+                const int32 panel = part * Parts::kPanels + column / kPanelColumns;
+                const int32 panel_row = first_row + panel * Parts::panel_rows(matrix.num_strips);
+                common::store_global(Parts::address(matrix.parts, panel_row) + Parts::chunk(column, row), word);
             }
         }
     }
 
     // Loads this thread's chunks of a row; zeros beyond the row and in rows that are not there.
-    __device__ static void load(float (&value)[kChunks][8], const float* row, bool valid, int32 lane) {
-        const bool aligned = Spec::kHeadDim % 4 == 0 && reinterpret_cast<uint64>(row) % 16 == 0;
+    template <bool kOfScores>
+    __device__ static void load(float (&value)[kChunks<kOfScores>][8], const float* row, bool valid, int32 lane) {
+        constexpr int kHeadDim = kColumnsOf<Spec, kOfScores>;
+        const bool aligned = kHeadDim % 4 == 0 && reinterpret_cast<uint64>(row) % 16 == 0;
 #pragma unroll
-        for (int c = 0; c < kChunks; ++c) {
+        for (int c = 0; c < kChunks<kOfScores>; ++c) {
             const int32 column = (c * kThreadsPerRow + lane) * 8;
 #pragma unroll
             for (int quad = 0; quad < 8; quad += 4) {
                 float4 x = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-                const int32 left = valid ? Spec::kHeadDim - column - quad : 0;
+                const int32 left = valid ? kHeadDim - column - quad : 0;
                 const float* from = row + column + quad;
                 if (aligned && left > 0) {
                     x = *reinterpret_cast<const float4*>(from);
@@ -141,21 +148,21 @@ struct SplitInputs {
     // The bits of the largest magnitude, which have the order of magnitudes; NaN is the largest. Marks the K/V head if
     // its values are an exception. kOfScores: the largest of the head's columns are updated.
     template <bool kOfScores>
-    __device__ static uint32 largest_of_strip(const float (&value)[kChunks][8], const Params& params, int32 head_kv,
-                                              bool of_keys) {
-        __shared__ uint32 of_columns[Spec::kWarps][kColumns];
+    __device__ static uint32 largest_of_strip(const float (&value)[kChunks<kOfScores>][8], const Params& params,
+                                              int32 head_kv, bool of_keys) {
+        __shared__ uint32 of_columns[Spec::kWarps][kColumns<kOfScores>];
         __shared__ uint32 of_warps[Spec::kWarps];
         const int32 warp = threadIdx.x / 32, lane = threadIdx.x % 32;
         uint32 of_row = 0;
 #pragma unroll
-        for (int c = 0; c < kChunks; ++c)
+        for (int c = 0; c < kChunks<kOfScores>; ++c)
 #pragma unroll
             for (int e = 0; e < 8; ++e) of_row = max_of(of_row, magnitude_bits(value[c][e]));
         of_row = largest_over<1, kThreadsPerRow>(of_row);
         const uint32 of_warp = largest_over<kThreadsPerRow, 32>(of_row);
         if (lane == 0) of_warps[warp] = of_warp;
 #pragma unroll
-        for (int c = 0; c < kChunks; ++c)
+        for (int c = 0; c < kChunks<kOfScores>; ++c)
 #pragma unroll
             for (int e = 0; e < 8; ++e) {
                 const uint32 x = largest_over<kThreadsPerRow, 32>(magnitude_bits(value[c][e]));
@@ -166,7 +173,7 @@ struct SplitInputs {
 #pragma unroll
         for (int w = 0; w < Spec::kWarps; ++w) largest = max_of(largest, of_warps[w]);
         bool exception = loses_bits(of_row, largest);
-        for (int32 column = threadIdx.x; column < kColumns; column += kThreads) {
+        for (int32 column = threadIdx.x; column < kColumns<kOfScores>; column += kThreads) {
             uint32 of_column = 0;
 #pragma unroll
             for (int w = 0; w < Spec::kWarps; ++w) of_column = max_of(of_column, of_columns[w][column]);
@@ -185,8 +192,8 @@ struct SplitInputs {
     __device__ static uint32* largest_of_columns(const Params& params, int32 head_kv, bool of_keys) {
         const int32 num_batches = Spec::kVarlen ? 1 : params.batch;
         const int32 num_marks = num_batches * (params.num_heads / params.heads_per_group);
-        return reinterpret_cast<uint32*>(params.exceptions) + num_marks + head_kv * (2 * kColumns + 1) +
-               (of_keys ? kColumns : 0);
+        return reinterpret_cast<uint32*>(params.exceptions) + num_marks + head_kv * (2 * kColumns<true> + 1) +
+               (of_keys ? kColumns<true> : 0);
     }
     // The last block of the head marks it if a column may make too large a term of scores.
     __device__ static void check_terms(const Params& params, int32 head_kv) {
@@ -196,14 +203,14 @@ struct SplitInputs {
         __syncthreads();
         if (threadIdx.x == 0) {
             const uint32 num_strips = params.heads_per_group * params.q_strips + params.k_strips;
-            is_last = atomicAdd(of_queries + 2 * kColumns, 1u) == num_strips - 1;
+            is_last = atomicAdd(of_queries + 2 * kColumns<true>, 1u) == num_strips - 1;
         }
         __syncthreads();
         if (!is_last) return;
         __threadfence();
-        for (int32 column = threadIdx.x; column < kColumns; column += kThreads) {
+        for (int32 column = threadIdx.x; column < kColumns<true>; column += kThreads) {
             const float of_query = __uint_as_float(atomicOr(of_queries + column, 0u));
-            const float of_key = __uint_as_float(atomicOr(of_queries + kColumns + column, 0u));
+            const float of_key = __uint_as_float(atomicOr(of_queries + kColumns<true> + column, 0u));
             if (fabsf(params.softmax_scale) * of_query * of_key > kLargestTerm)
                 atomicOr(&params.exceptions[head_kv], 1);
         }

@@ -31,21 +31,24 @@ namespace fa2::sm80_float32 {
 template <class Spec>
 struct BackwardDkdv {
     static constexpr bool kByKeys = true, kFindsSequences = false;
-    static constexpr int kBr = Spec::kBr, kBc = Spec::kBc, kHeadDim = Spec::kHeadDim, kThreads = 32 * Spec::kWarps;
-    static constexpr int kD = common::round_up(kHeadDim, 16), kStages = Spec::kStages;
+    static constexpr int kBr = Spec::kBr, kBc = Spec::kBc, kThreads = 32 * Spec::kWarps, kStages = Spec::kStages;
+    static constexpr int kD = common::round_up(Spec::kHeadDim, 16), kDv = common::round_up(Spec::kHeadDimV, 16);
     static constexpr int kStrips = ceil_div(kBr, kUnitRows), kStripSteps = kBr / kStrips / 16;
     static_assert(kBc == 16 * Spec::kWarps && kStages <= 2 && 2 * kBr <= kThreads);
 
-    using KeyTile = PartsTile<kBc, kHeadDim>;
-    using QueryTile = PartsTile<kBr, kHeadDim>;
-    static constexpr int kK = 0, kV = KeyTile::kBytes, kQ = kV + KeyTile::kBytes;
-    static constexpr int kDo = kQ + kStages * QueryTile::kBytes, kRowStats = kDo + QueryTile::kBytes;
+    using KeyTile = PartsTile<kBc, Spec::kHeadDim>;
+    using ValueTile = PartsTile<kBc, Spec::kHeadDimV>;
+    using QueryTile = PartsTile<kBr, Spec::kHeadDim>;
+    using DoutTile = PartsTile<kBr, Spec::kHeadDimV>;
+    static constexpr int kK = 0, kV = KeyTile::kBytes, kQ = kV + ValueTile::kBytes;
+    static constexpr int kDo = kQ + kStages * QueryTile::kBytes, kRowStats = kDo + DoutTile::kBytes;
     static constexpr int kStatisticBytes = 4 * kBr, kRowStatsBytes = 2 * kStatisticBytes;
     static constexpr int kSharedBytes = kRowStats + 2 * kRowStatsBytes;
     static_assert(kSharedBytes == Spec::kSharedBytes);
 
     using Scores = QuadFragment<kBr / 8>;
-    using Gradient = QuadFragment<kD / 8>;
+    using Dk = QuadFragment<kD / 8>;
+    using Dv = QuadFragment<kDv / 8>;
 
     // One iteration: a query head of the group and a query tile.
     struct Step {
@@ -69,13 +72,13 @@ struct BackwardDkdv {
 
   private:
     __device__ __forceinline__ void loop() const {
-        const auto keys = head_parts<Spec, true>(params, params.k_parts, params.k_units, where.batch, where.head);
-        const auto values = head_parts<Spec, true>(params, params.v_parts, params.v_units, where.batch, where.head);
+        const auto keys = head_parts<Spec, true, true>(params, params.k_parts, params.k_units, where.batch, where.head);
+        const auto values = head_parts<Spec, true, false>(params, params.v_parts, params.v_units, where.batch, where.head);
         const int32 steps = (tiles.end - tiles.begin) * params.heads_per_group;
         Step step{where.head * params.heads_per_group, tiles.begin};
         if (steps > 0) {
             keys.template load_async<KeyTile, kThreads>(smem + kK, where.tile * kBc);
-            values.template load_async<KeyTile, kThreads>(smem + kV, where.tile * kBc);
+            values.template load_async<ValueTile, kThreads>(smem + kV, where.tile * kBc);
             load_query(step, 0);
             load_dout(step);
             store_row_stat(load_row_stat(step), 0);
@@ -84,7 +87,8 @@ struct BackwardDkdv {
 
         const float key_unit = keys.unit(where.tile * kBc + warp_key);
         const float value_unit = values.unit(where.tile * kBc + warp_key);
-        Gradient dk, dv;
+        Dk dk;
+        Dv dv;
         dk.fill(0.0f);
         dv.fill(0.0f);
         for (int32 t = 0; t < steps; ++t) {
@@ -108,26 +112,26 @@ struct BackwardDkdv {
             }
             step = next;
         }
-        store(dk, params.softmax_scale, params.dk, params.dk_strides);
-        store(dv, common::kept_scale<Spec>(params), params.dv, params.dv_strides);
+        store<Spec::kHeadDim>(dk, params.softmax_scale, params.dk, params.dk_strides);
+        store<Spec::kHeadDimV>(dv, common::kept_scale<Spec>(params), params.dv, params.dv_strides);
     }
 
     // Adds the step's contribution to dK and dV. after_dp() is called when this warp has read dO for the last time.
     template <class AfterDp>
-    __device__ __forceinline__ void add_step(Gradient& dk, Gradient& dv, Step step, int32 t, float key_unit,
-                                             float value_unit, const AfterDp& after_dp) const {
+    __device__ __forceinline__ void add_step(Dk& dk, Dv& dv, Step step, int32 t, float key_unit, float value_unit,
+                                             const AfterDp& after_dp) const {
         const uint32 query_slot = smem + kQ + t % kStages * QueryTile::kBytes;
         const uint32 lse = smem + kRowStats + t % 2 * kRowStatsBytes, delta = lse + kStatisticBytes;
         const PartsAddress<KeyTile, MatrixOrder::kRowsFirst> k_rows(smem + kK, warp_key, lane);
-        const PartsAddress<KeyTile, MatrixOrder::kRowsFirst> v_rows(smem + kV, warp_key, lane);
+        const PartsAddress<ValueTile, MatrixOrder::kRowsFirst> v_rows(smem + kV, warp_key, lane);
         const PartsAddress<QueryTile, MatrixOrder::kChunksFirst> q_rows(query_slot, 0, lane);
         const PartsAddress<QueryTile, MatrixOrder::kRowsFirst> q_columns(query_slot, 0, lane);
-        const PartsAddress<QueryTile, MatrixOrder::kChunksFirst> dout_rows(smem + kDo, 0, lane);
-        const PartsAddress<QueryTile, MatrixOrder::kRowsFirst> dout_columns(smem + kDo, 0, lane);
+        const PartsAddress<DoutTile, MatrixOrder::kChunksFirst> dout_rows(smem + kDo, 0, lane);
+        const PartsAddress<DoutTile, MatrixOrder::kRowsFirst> dout_columns(smem + kDo, 0, lane);
         const int32 first_query = step.tile * kBr;
-        const auto queries = head_parts<Spec, false>(params, params.q_parts, params.q_units, where.batch, step.head);
+        const auto queries = head_parts<Spec, false, true>(params, params.q_parts, params.q_units, where.batch, step.head);
         const auto douts =
-            head_parts<Spec, false>(params, params.dout_parts, params.dout_units, where.batch, step.head);
+            head_parts<Spec, false, false>(params, params.dout_parts, params.dout_units, where.batch, step.head);
         float query_unit[kStrips], dout_unit[kStrips], score_unit[kStrips], dp_unit[kStrips];
 #pragma unroll
         for (int c = 0; c < kStrips; ++c) {
@@ -158,7 +162,7 @@ struct BackwardDkdv {
         }
 
         Scores dp;
-        multiply_columns_from<kD / 16, true>(
+        multiply_columns_from<kDv / 16, true>(
             dp, [&](int part, int s) { return ldmatrix_x4<false>(v_rows.at(part, 0, s)); },
             [&](int part, int n, int s) { return ldmatrix_x4<false>(dout_rows.at(part, n, s)); },
             [&](int n8, float (&x)[4]) {
@@ -183,12 +187,12 @@ struct BackwardDkdv {
     }
 
     __device__ __forceinline__ void load_query(Step step, int32 t) const {
-        head_parts<Spec, false>(params, params.q_parts, params.q_units, where.batch, step.head)
+        head_parts<Spec, false, true>(params, params.q_parts, params.q_units, where.batch, step.head)
             .template load_async<QueryTile, kThreads>(smem + kQ + t % kStages * QueryTile::kBytes, step.tile * kBr);
     }
     __device__ __forceinline__ void load_dout(Step step) const {
-        head_parts<Spec, false>(params, params.dout_parts, params.dout_units, where.batch, step.head)
-            .template load_async<QueryTile, kThreads>(smem + kDo, step.tile * kBr);
+        head_parts<Spec, false, false>(params, params.dout_parts, params.dout_units, where.batch, step.head)
+            .template load_async<DoutTile, kThreads>(smem + kDo, step.tile * kBr);
     }
 
     // The first kBr threads return lse, the next kBr return delta.
@@ -230,6 +234,7 @@ struct BackwardDkdv {
             weights, dp, unit, params, [&](int j, int c) { return Comparand(of(j), unit[c]).rest; }, of);
     }
 
+    template <int kHeadDim, class Gradient>
     __device__ __forceinline__ void store(Gradient& gradient, float scale, float* gmem, const Strides& strides) const {
         const float factor[2] = {scale, scale};
         multiply_rows(gradient, factor);

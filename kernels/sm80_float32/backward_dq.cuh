@@ -28,16 +28,18 @@ namespace fa2::sm80_float32 {
 template <class Spec>
 struct BackwardDq {
     static constexpr bool kByKeys = false, kFindsSequences = false;
-    static constexpr int kBr = Spec::kBr, kBc = Spec::kBc, kHeadDim = Spec::kHeadDim, kThreads = 32 * Spec::kWarps;
-    static constexpr int kD = common::round_up(kHeadDim, 16), kStages = Spec::kStages;
+    static constexpr int kBr = Spec::kBr, kBc = Spec::kBc, kThreads = 32 * Spec::kWarps, kStages = Spec::kStages;
+    static constexpr int kD = common::round_up(Spec::kHeadDim, 16), kDv = common::round_up(Spec::kHeadDimV, 16);
     static constexpr int kStrips = ceil_div(kBc, kUnitRows), kStripSteps = kBc / kStrips / 16;
     static_assert(kBr == 16 * Spec::kWarps && kStages <= 2);
 
-    using QueryTile = PartsTile<kBr, kHeadDim>;
-    using KeyTile = PartsTile<kBc, kHeadDim>;
-    static constexpr int kQ = 0, kDo = QueryTile::kBytes, kK = kDo + QueryTile::kBytes;
+    using QueryTile = PartsTile<kBr, Spec::kHeadDim>;
+    using DoutTile = PartsTile<kBr, Spec::kHeadDimV>;
+    using KeyTile = PartsTile<kBc, Spec::kHeadDim>;
+    using ValueTile = PartsTile<kBc, Spec::kHeadDimV>;
+    static constexpr int kQ = 0, kDo = QueryTile::kBytes, kK = kDo + DoutTile::kBytes;
     static constexpr int kV = kK + kStages * KeyTile::kBytes;
-    static constexpr int kSharedBytes = kV + KeyTile::kBytes;
+    static constexpr int kSharedBytes = kV + ValueTile::kBytes;
     static_assert(kSharedBytes == Spec::kSharedBytes);
 
     using Scores = QuadFragment<kBc / 8>;
@@ -52,20 +54,20 @@ struct BackwardDq {
         const int32 first_row = where.tile * kBr;
         const auto tiles = common::key_tiles_of<Spec::kCausal, kBr, kBc>(where.tile, params.seqlen_q, params.seqlen_k,
                                                                          common::window_of<Spec>(params));
-        const auto queries = head_parts<Spec, false>(params, params.q_parts, params.q_units, where.batch, where.head);
+        const auto queries = head_parts<Spec, false, true>(params, params.q_parts, params.q_units, where.batch, where.head);
         const auto douts =
-            head_parts<Spec, false>(params, params.dout_parts, params.dout_units, where.batch, where.head);
-        const auto keys = head_parts<Spec, true>(params, params.k_parts, params.k_units, where.batch, head_kv);
-        const auto values = head_parts<Spec, true>(params, params.v_parts, params.v_units, where.batch, head_kv);
+            head_parts<Spec, false, false>(params, params.dout_parts, params.dout_units, where.batch, where.head);
+        const auto keys = head_parts<Spec, true, true>(params, params.k_parts, params.k_units, where.batch, head_kv);
+        const auto values = head_parts<Spec, true, false>(params, params.v_parts, params.v_units, where.batch, head_kv);
         const auto load_key = [&](int32 tile) {
             keys.template load_async<KeyTile, kThreads>(smem + key_slot(tile), tile * kBc);
         };
         const auto load_value = [&](int32 tile) {
-            values.template load_async<KeyTile, kThreads>(smem + kV, tile * kBc);
+            values.template load_async<ValueTile, kThreads>(smem + kV, tile * kBc);
         };
         if (tiles.begin < tiles.end) {
             queries.template load_async<QueryTile, kThreads>(smem + kQ, first_row);
-            douts.template load_async<QueryTile, kThreads>(smem + kDo, first_row);
+            douts.template load_async<DoutTile, kThreads>(smem + kDo, first_row);
             load_key(tiles.end - 1);
             load_value(tiles.end - 1);
         }
@@ -82,8 +84,8 @@ struct BackwardDq {
             delta[i] = row.delta;
         }
         const PartsAddress<QueryTile, MatrixOrder::kRowsFirst> q_address(smem + kQ, warp_row, lane);
-        const PartsAddress<QueryTile, MatrixOrder::kRowsFirst> dout_address(smem + kDo, warp_row, lane);
-        const PartsAddress<KeyTile, MatrixOrder::kChunksFirst> v_address(smem + kV, 0, lane);
+        const PartsAddress<DoutTile, MatrixOrder::kRowsFirst> dout_address(smem + kDo, warp_row, lane);
+        const PartsAddress<ValueTile, MatrixOrder::kChunksFirst> v_address(smem + kV, 0, lane);
         const float query_unit = queries.unit(first_row + warp_row), dout_unit = douts.unit(first_row + warp_row);
         Gradient dq;
         dq.fill(0.0f);
@@ -107,7 +109,7 @@ struct BackwardDq {
             multiply_columns<kD / 16, false>(
                 scores, [&](int part, int s) { return ldmatrix_x4<false>(q_address.at(part, 0, s)); },
                 [&](int part, int n, int s) { return ldmatrix_x4<false>(k_rows.at(part, n, s)); });
-            multiply_columns_from<kD / 16, false>(
+            multiply_columns_from<kDv / 16, false>(
                 dp, [&](int part, int s) { return ldmatrix_x4<false>(dout_address.at(part, 0, s)); },
                 [&](int part, int n, int s) { return ldmatrix_x4<false>(v_address.at(part, n, s)); },
                 [&](int n8, float (&x)[4]) {
@@ -150,7 +152,7 @@ struct BackwardDq {
         }
         const float scale[2] = {params.softmax_scale, params.softmax_scale};
         multiply_rows(dq, scale);
-        store_fragment<kHeadDim>(dq, params.dq + params.dq_strides.offset(where.batch, 0, where.head),
+        store_fragment<Spec::kHeadDim>(dq, params.dq + params.dq_strides.offset(where.batch, 0, where.head),
                                  params.dq_strides.row, first_row + warp_row, params.seqlen_q, 0, lane);
     }
 

@@ -28,19 +28,20 @@ namespace fa2::sm80_float32 {
 template <class Spec>
 struct Forward {
     static constexpr bool kByKeys = false, kFindsSequences = false;
-    static constexpr int kBr = Spec::kBr, kBc = Spec::kBc, kHeadDim = Spec::kHeadDim, kThreads = 32 * Spec::kWarps;
-    static constexpr int kD = common::round_up(kHeadDim, 16);
+    static constexpr int kBr = Spec::kBr, kBc = Spec::kBc, kThreads = 32 * Spec::kWarps;
+    static constexpr int kD = common::round_up(Spec::kHeadDim, 16), kDv = common::round_up(Spec::kHeadDimV, 16);
     static constexpr int kStrips = ceil_div(kBc, kUnitRows), kStripSteps = kBc / kStrips / 16;
     static_assert(kBr == 16 * Spec::kWarps && Spec::kStages == 1);
 
-    using QueryTile = PartsTile<kBr, kHeadDim>;
-    using KeyTile = PartsTile<kBc, kHeadDim>;
+    using QueryTile = PartsTile<kBr, Spec::kHeadDim>;
+    using KeyTile = PartsTile<kBc, Spec::kHeadDim>;
+    using ValueTile = PartsTile<kBc, Spec::kHeadDimV>;
     static constexpr int kQ = 0, kK = QueryTile::kBytes, kV = kK + KeyTile::kBytes;
-    static constexpr int kSharedBytes = kV + KeyTile::kBytes;
+    static constexpr int kSharedBytes = kV + ValueTile::kBytes;
     static_assert(kSharedBytes == Spec::kSharedBytes);
 
     using Scores = QuadFragment<kBc / 8>;
-    using Output = QuadFragment<kD / 8>;
+    using Output = QuadFragment<kDv / 8>;
     using Softmax = common::OnlineSoftmax<float, 2, 4, common::exp_approx, true>;
 
     __device__ static void run(const Params& params, char* dynamic_smem) {
@@ -53,9 +54,9 @@ struct Forward {
         const auto tiles = common::key_tiles_of<Spec::kCausal, kBr, kBc>(where.tile, params.seqlen_q, params.seqlen_k,
                                                                          common::window_of<Spec>(params));
         const auto mask = common::mask_of<Spec>(params);
-        const auto queries = head_parts<Spec, false>(params, params.q_parts, params.q_units, where.batch, where.head);
-        const auto keys = head_parts<Spec, true>(params, params.k_parts, params.k_units, where.batch, head_kv);
-        const auto values = head_parts<Spec, true>(params, params.v_parts, params.v_units, where.batch, head_kv);
+        const auto queries = head_parts<Spec, false, true>(params, params.q_parts, params.q_units, where.batch, where.head);
+        const auto keys = head_parts<Spec, true, true>(params, params.k_parts, params.k_units, where.batch, head_kv);
+        const auto values = head_parts<Spec, true, false>(params, params.v_parts, params.v_units, where.batch, head_kv);
         if (tiles.begin < tiles.end) {
             queries.template load_async<QueryTile, kThreads>(smem + kQ, first_row);
             keys.template load_async<KeyTile, kThreads>(smem + kK, (tiles.end - 1) * kBc);
@@ -64,7 +65,7 @@ struct Forward {
 
         const PartsAddress<QueryTile, MatrixOrder::kRowsFirst> q_address(smem + kQ, warp_row, lane);
         const PartsAddress<KeyTile, MatrixOrder::kChunksFirst> k_address(smem + kK, 0, lane);
-        const PartsAddress<KeyTile, MatrixOrder::kRowsFirst> v_address(smem + kV, 0, lane);
+        const PartsAddress<ValueTile, MatrixOrder::kRowsFirst> v_address(smem + kV, 0, lane);
         const float query_unit = queries.unit(first_row + warp_row);
         Softmax softmax;
         softmax.reset();
@@ -74,7 +75,7 @@ struct Forward {
         for (int32 tile = tiles.end - 1; tile >= tiles.begin; --tile) {
             cp_async_wait<0>();
             __syncthreads();  // K is there
-            values.template load_async<KeyTile, kThreads>(smem + kV, tile * kBc);
+            values.template load_async<ValueTile, kThreads>(smem + kV, tile * kBc);
             cp_async_commit();
             float score_unit[kStrips], value_unit[kStrips];
 #pragma unroll
@@ -131,7 +132,7 @@ struct Forward {
             const int32 row = first_row + Output::row(i, lane);
             if (lane % 4 == 0 && row < params.seqlen_q) lse[row] = row_lse[i];
         }
-        store_fragment<kHeadDim>(output, params.o + params.o_strides.offset(where.batch, 0, where.head),
+        store_fragment<Spec::kHeadDimV>(output, params.o + params.o_strides.offset(where.batch, 0, where.head),
                                  params.o_strides.row, first_row, params.seqlen_q, 0, lane);
     }
 };

@@ -49,7 +49,7 @@ struct HeadParts {
     template <class Tile, int kThreads>
     __device__ __forceinline__ void load_async(uint32 smem, int32 row) const {
         constexpr int kChunks = Tile::Panel::kBytes / 16;  // of a panel
-        static_assert(kChunks % kThreads == 0);
+        static_assert(kChunks % kThreads == 0 && Tile::kPanels == Layout::kPanels);
         const int32 thread = threadIdx.x;
         const float16* panel = Layout::address(parts, first_row + row) + thread * 8;
         const int64 panel_elements = static_cast<int64>(Layout::panel_rows(num_strips)) * kPanelColumns;
@@ -65,15 +65,17 @@ struct HeadParts {
     __device__ __forceinline__ float unit(int32 row) const { return units[first_strip + row / kUnitRows]; }
 };
 
-// The parts of a head of queries or of keys, of the sequence or batch number `batch`.
-template <class Spec, bool kOfKeys, class Record>
-__device__ __forceinline__ HeadParts<Spec::kHeadDim> head_parts(const Record& params, const float16* parts,
-                                                                const float* units, int32 batch, int32 head) {
+// The parts of a head of Q or K (kOfScores), or of dO or V, of the sequence or batch number `batch`.
+template <class Spec, bool kOfKeys, bool kOfScores, class Record>
+__device__ __forceinline__ HeadParts<kColumnsOf<Spec, kOfScores>> head_parts(const Record& params, const float16* parts,
+                                                                             const float* units, int32 batch,
+                                                                             int32 head) {
     const int32 num_heads = kOfKeys ? params.num_heads / params.heads_per_group : params.num_heads;
     const int32 num_strips = kOfKeys ? params.k_strips : params.q_strips;
     const int32 index = head_with_parts<Spec>(batch, num_heads, head);
     const int32 first = first_part_row<Spec, kOfKeys>(params, batch);
-    return {parts, units, PartsLayout<Spec::kHeadDim>::row_of(index, num_strips, first), num_strips,
+    using Layout = PartsLayout<kColumnsOf<Spec, kOfScores>>;
+    return {parts, units, Layout::row_of(index, num_strips, first), num_strips,
             index * num_strips + first / kUnitRows};
 }
 

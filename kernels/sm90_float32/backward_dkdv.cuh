@@ -12,8 +12,8 @@
 //   K [part][panel][kBc] | V [part][panel][kBc] | Q [kStages][part][panel][kBr] | dO, the same
 //   dS [group][part][kBr] | barriers | statistics [stage][lse, delta][kBr] | units of dS [group][warp]
 //
-// Beyond head_dim 128, Q and dO pass through shared memory in pieces, and the warp groups divide dK and dV of the same 64
-// keys (backward_dkdv_divided.cuh).
+// Where one of them has more than 128 columns, Q and dO pass through shared memory in pieces, and the warp groups divide
+// dK and dV of the same 64 keys (backward_dkdv_divided.cuh).
 #pragma once
 #include "common/exceptions.cuh"
 #include "sm90_float32/backward_dkdv_consumer.cuh"

@@ -21,19 +21,20 @@ namespace fa2::sm90_float32 {
 template <class Spec, class Shape>
 class DkdvConsumer : DkdvGroup<Spec, Shape> {
     using Base = DkdvGroup<Spec, Shape>;
-    using Base::kBc, Base::kBr, Base::kD, Base::kPanels;
+    using Base::kBc, Base::kBr, Base::kD, Base::kDv, Base::kPanels, Base::kPanelsV;
     using Base::key_operand_, Base::key_unit_, Base::lane_, Base::memory_, Base::params_, Base::value_operand_,
         Base::warp_, Base::where_;
     using Base::start_dp, Base::statistics_at, Base::take_gradients;
-    using typename Base::Gradient, typename Base::Memory, typename Base::Parts, typename Base::Scores;
+    using typename Base::Memory, typename Base::Parts, typename Base::Scores;
     using Products = ColumnProducts<kD / 16, kPanels, kBc, kBr, true, Scores>;
-    using Panel = typename Gradient::Panel;
+    using Derivatives = ColumnProducts<kDv / 16, kPanelsV, kBc, kBr, true, Scores>;
+    using Panel = typename PanelFragment<kPanels>::Panel;
     using Workspace = DqWorkspace<kBr, kD>;
     static constexpr bool kWithDq = Shape::kWithDq;
     static constexpr int kGroupBarrier = 1;  // the named barrier of the first warp group
     // True if registers suffice for P beside dP and the product of dV, so that two products are in flight at a time.
-    static constexpr bool kOverlaps = kPanels == 1 && !Products::kTwoChains;
-    static constexpr bool kUnitesParts = kPanels > 1 && !common::kTakesWeights<Spec>;
+    static constexpr bool kOverlaps = kPanels == 1 && kPanelsV == 1;
+    static constexpr bool kUnitesParts = !kOverlaps && !common::kTakesWeights<Spec>;
 
   public:
     __device__ DkdvConsumer(const Params& params, const Memory& memory, const common::TileCoordinates& where,
@@ -48,8 +49,8 @@ class DkdvConsumer : DkdvGroup<Spec, Shape> {
         dk_.fill(0.0f);
         dv_.fill(0.0f);
         Base::for_each_tile(tiles, [&](int32 head, int32 tile, bool masked) { step(head, tile, masked); });
-        Base::store(dk_, params_.softmax_scale, params_.dk, params_.dk_strides);
-        Base::store(dv_, common::kept_scale<Spec>(params_), params_.dv, params_.dv_strides);
+        Base::template store<Spec::kHeadDim>(dk_, params_.softmax_scale, params_.dk, params_.dk_strides);
+        Base::template store<Spec::kHeadDimV>(dv_, common::kept_scale<Spec>(params_), params_.dv, params_.dv_strides);
     }
 
   private:
@@ -57,7 +58,7 @@ class DkdvConsumer : DkdvGroup<Spec, Shape> {
         auto units = Base::units_of(head, tile);
         const uint32 lse = memory_.statistics(queries_.slot()), delta = lse + Shape::kStatisticBytes;
         const uint64 queries = query_operand_ + queries_.slot() * (Shape::kQueryBytes / 16);
-        const uint64 douts = dout_operand_ + douts_.slot() * (Shape::kQueryBytes / 16);
+        const uint64 douts = dout_operand_ + douts_.slot() * (Shape::kDoutBytes / 16);
         Products products;
         mbarrier_wait(memory_.full_query(queries_.slot()), queries_.parity());
         Scores dp;
@@ -68,7 +69,7 @@ class DkdvConsumer : DkdvGroup<Spec, Shape> {
         products.issue(key_operand_, queries);
         if constexpr (kOverlaps) {
             mbarrier_wait(memory_.full_dout(douts_.slot()), douts_.parity());
-            Products::issue_from(dp, value_operand_, douts);
+            Derivatives::issue_from(dp, value_operand_, douts);
         }
         wgmma_wait<kOverlaps ? 1 : 0>();
         Scores& scores = products.sum();
@@ -90,7 +91,7 @@ class DkdvConsumer : DkdvGroup<Spec, Shape> {
         const RowFactors dv_units = {dv_unit, dv_unit};
         if constexpr (kOverlaps) {
             Panel product;
-            multiply_strip<kPanels, kBr>(product, parts, douts, 0);
+            multiply_strip<kPanelsV, kBr>(product, parts, douts, 0);
             wgmma_wait<1>();
             pin(dp);
             take_ds();
@@ -102,7 +103,7 @@ class DkdvConsumer : DkdvGroup<Spec, Shape> {
             mbarrier_wait(memory_.full_dout(douts_.slot()), douts_.parity());
             add_product(dv_, parts, douts, dv_units);
             start_dp(dp, delta, units.dp);
-            Products::issue_from(dp, value_operand_, douts);
+            Derivatives::issue_from(dp, value_operand_, douts);
             if constexpr (kUnitesParts) parts.unite(scores, 1.0f / kProbabilityScale);
             wgmma_wait<0>();
             pin(dp);
@@ -144,12 +145,13 @@ class DkdvConsumer : DkdvGroup<Spec, Shape> {
         float of_row[2];
     };
     // gradient += factor parts rows, panel by panel.
-    __device__ __forceinline__ void add_product(Gradient& gradient, const Parts& parts, uint64 rows,
+    template <int kNumPanels>
+    __device__ __forceinline__ void add_product(PanelFragment<kNumPanels>& gradient, const Parts& parts, uint64 rows,
                                                 const RowFactors& factor) const {
         Panel product;
 #pragma unroll
-        for (int panel = 0; panel < kPanels; ++panel) {
-            multiply_panel<kPanels, kBr>(product, parts, rows + panel * (kBr * kPanelRowBytes / 16), panel,
+        for (int panel = 0; panel < kNumPanels; ++panel) {
+            multiply_panel<kNumPanels, kBr>(product, parts, rows + panel * (kBr * kPanelRowBytes / 16), panel,
                                          params_.num_heads < 0);
             wgmma_wait<0>();
             pin(product);
@@ -250,7 +252,8 @@ class DkdvConsumer : DkdvGroup<Spec, Shape> {
 
     const int32 group_;
     const uint64 query_operand_, dout_operand_;
-    Gradient dk_, dv_;
+    PanelFragment<kPanels> dk_;
+    PanelFragment<kPanelsV> dv_;
     RingPosition<Shape::kStages> queries_;
     RingPosition<Shape::kDoutStages> douts_;
     RingPosition<1> ds_;

@@ -1,4 +1,4 @@
-// The consumers of the dK and dV kernel beyond head_dim 128, where the registers of a warp group hold dK or dV of 64 keys,
+// The consumers of the dK and dV kernel where one of them has more than 128 columns, so that the registers of a warp group hold dK or dV of 64 keys,
 // not both. Two groups divide the work on a key tile, and read the same pieces of Q and dO:
 //
 //   the group of dV                                  the group of dK
@@ -18,10 +18,10 @@ namespace fa2::sm90_float32 {
 template <class Spec, class Shape, bool kDerivative>
 class DkdvDivided : DkdvGroup<Spec, Shape> {
     using Base = DkdvGroup<Spec, Shape>;
-    using Base::kBc, Base::kBr;
+    using Base::kBc, Base::kBr, Base::kPanels, Base::kPanelsV;
     using Base::key_operand_, Base::lane_, Base::memory_, Base::params_, Base::statistics_at, Base::value_operand_;
-    using typename Base::Gradient, typename Base::Memory, typename Base::Parts, typename Base::Scores;
-    using Reader = PieceReader<Spec::kHeadDim, Shape::kStages>;
+    using typename Base::Memory, typename Base::Parts, typename Base::Scores;
+    using Reader = PieceReader<Shape::kStages>;
 
   public:
     __device__ DkdvDivided(const Params& params, const Memory& memory, const common::TileCoordinates& where)
@@ -32,16 +32,16 @@ class DkdvDivided : DkdvGroup<Spec, Shape> {
         gradient_.fill(0.0f);
         Base::for_each_tile(tiles, [&](int32 head, int32 tile, bool masked) { step(head, tile, masked); });
         if constexpr (kDerivative)
-            Base::store(gradient_, params_.softmax_scale, params_.dk, params_.dk_strides);
+            Base::template store<Spec::kHeadDim>(gradient_, params_.softmax_scale, params_.dk, params_.dk_strides);
         else
-            Base::store(gradient_, common::kept_scale<Spec>(params_), params_.dv, params_.dv_strides);
+            Base::template store<Spec::kHeadDimV>(gradient_, common::kept_scale<Spec>(params_), params_.dv, params_.dv_strides);
     }
 
   private:
     __device__ __forceinline__ void step(int32 head, int32 tile, bool masked) {
         auto units = Base::units_of(head, tile);
         Scores scores;
-        queries_.template multiply_columns<true, kBc>(scores, key_operand_, never());
+        queries_.template multiply_columns<Spec::kHeadDim, true, kBc>(scores, key_operand_, never());
         scale_products<!common::kTakesWeights<Spec>>(scores, units.score, params_);
         const uint32 lse = memory_.statistics(statistics_.slot()), delta = lse + Shape::kStatisticBytes;
         mbarrier_wait(memory_.full_statistics(statistics_.slot()), statistics_.parity());
@@ -51,8 +51,8 @@ class DkdvDivided : DkdvGroup<Spec, Shape> {
             take_probabilities<true, Spec>(scores, common::Unused{}, masked, params_, position, statistics_at(lse));
             Scores dp;
             Base::start_dp(dp, delta, units.dp);
-            douts_.template add_columns<true, kBc>(dp, value_operand_,
-                                                   [&](Scores& x) { Base::start_next_chain(x, delta, units.dp); });
+            const auto start_next = [&](Scores& x) { Base::start_next_chain(x, delta, units.dp); };
+            douts_.template add_columns<Spec::kHeadDimV, true, kBc>(dp, value_operand_, start_next);
             Base::take_gradients(scores, dp, delta, units.dp);
             release_statistics();
             float scale[2], inverse[2];
@@ -69,7 +69,7 @@ class DkdvDivided : DkdvGroup<Spec, Shape> {
             parts.set_scaled(p, scale);
             const float unit = units.dout[0] / kProbabilityScale, factor[2] = {unit, unit};
             douts_.add_product(gradient_, parts, factor, never());
-            queries_.skip();
+            queries_.template skip<Spec::kHeadDim>();
         }
     }
 
@@ -83,7 +83,7 @@ class DkdvDivided : DkdvGroup<Spec, Shape> {
 
     Reader queries_, douts_;
     RingPosition<Shape::kStatisticStages> statistics_;
-    Gradient gradient_;
+    PanelFragment<kDerivative ? kPanels : kPanelsV> gradient_;
 };
 
 }  // namespace fa2::sm90_float32

@@ -14,11 +14,11 @@ class DkdvGroup {
   protected:
     using Memory = DkdvMemory<Shape>;
     static constexpr int kBr = Shape::kBr, kBc = Shape::kBc, kD = Shape::kD, kPanels = Shape::kPanels;
+    static constexpr int kDv = Shape::kDv, kPanelsV = Shape::kPanelsV;
     static constexpr int kStrips = kBr / kUnitRows;
     using Scores = QuadFragment<kBr / 8>;
-    using Gradient = PanelFragment<kPanels>;
     using Parts = FragmentParts<kBr / 8>;
-    using Compared = Comparand<Shape::kInPieces ? kPanels : 1>;
+    using Compared = Comparand<Shape::kInPieces ? kPanelsV : 1>;
     static_assert(kStrips == 1);
 
     // `group` counts the keys of the tile.
@@ -103,11 +103,12 @@ class DkdvGroup {
             weights, dp, unit, params_, [&](int j, int c) { return Compared(of(j), unit[c]).rest; }, of);
     }
 
+    template <int kHeadDim, class Gradient>
     __device__ __forceinline__ void store(Gradient& gradient, float scale, float* gmem, const Strides& strides) const {
         const float factor[2] = {scale, scale};
         multiply_rows(gradient, factor);
-        store_fragment<Spec::kHeadDim>(gradient, gmem + strides.offset(where_.batch, 0, where_.head), strides.row,
-                                       first_key_, params_.seqlen_k, 0, lane_);
+        store_fragment<kHeadDim>(gradient, gmem + strides.offset(where_.batch, 0, where_.head), strides.row, first_key_,
+                                 params_.seqlen_k, 0, lane_);
     }
 
     const Params& params_;

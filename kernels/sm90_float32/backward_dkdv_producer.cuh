@@ -13,6 +13,7 @@ template <class Spec, class Shape>
 class DkdvProducer {
     using Memory = DkdvMemory<Shape>;
     using Layout = PartsLayout<Spec::kHeadDim>;
+    using LayoutV = PartsLayout<Spec::kHeadDimV>;
     static constexpr int kBr = Shape::kBr, kBc = Shape::kBc;
 
   public:
@@ -33,20 +34,23 @@ class DkdvProducer {
         if (tiles.begin >= tiles.end) return;
         const int32 num_heads_kv = params_.num_heads / params_.heads_per_group;
         const int32 first_key = first_part_row<Spec, true>(params_, where_.batch) + where_.tile * kBc;
-        const int32 keys =
-            Layout::row_of(head_with_parts<Spec>(where_.batch, num_heads_kv, where_.head), params_.k_strips, first_key);
+        const int32 head = head_with_parts<Spec>(where_.batch, num_heads_kv, where_.head);
+        const int32 keys = Layout::row_of(head, params_.k_strips, first_key);
+        const int32 values = LayoutV::row_of(head, params_.k_strips, first_key);
         load_rows<kBc, Spec::kHeadDim>(params_.k_parts, keys, params_.k_strips, memory_.key(), memory_.full_key());
-        load_rows<kBc, Spec::kHeadDim>(params_.v_parts, keys, params_.k_strips, memory_.value(), memory_.full_value());
+        load_rows<kBc, Spec::kHeadDimV>(params_.v_parts, values, params_.k_strips, memory_.value(),
+                                        memory_.full_value());
         if constexpr (Shape::kInPieces)
             copy_pieces(tiles);
         else
             copy_tiles(tiles);
     }
 
-    // The row of a query tile, in the first panel of its head's high parts.
+    // The row of a query tile, in the first panel of its head's high parts of Q or of dO.
+    template <class LayoutOfPart>
     __device__ __forceinline__ int32 row_of(int32 head, int32 tile) const {
-        return Layout::row_of(head_with_parts<Spec>(where_.batch, params_.num_heads, head), params_.q_strips,
-                              first_part_row<Spec, false>(params_, where_.batch) + tile * kBr);
+        return LayoutOfPart::row_of(head_with_parts<Spec>(where_.batch, params_.num_heads, head), params_.q_strips,
+                                    first_part_row<Spec, false>(params_, where_.batch) + tile * kBr);
     }
 
     template <class Tiles>
@@ -54,14 +58,14 @@ class DkdvProducer {
         RingPosition<Shape::kStages> queries;
         RingPosition<Shape::kDoutStages> douts;
         for_each_step(params_, where_.head, tiles, [&](int32 head, int32 tile) {
-            const int32 row = row_of(head, tile);
+            const int32 row = row_of<Layout>(head, tile), row_v = row_of<LayoutV>(head, tile);
             const uint32 query = queries.slot(), dout = douts.slot();
             mbarrier_wait(memory_.empty_query(query), queries.parity() ^ 1);
             load_rows<kBr, Spec::kHeadDim>(params_.q_parts, row, params_.q_strips, memory_.query(query),
                                            memory_.full_query(query));
             mbarrier_wait(memory_.empty_dout(dout), douts.parity() ^ 1);
-            load_rows<kBr, Spec::kHeadDim>(params_.dout_parts, row, params_.q_strips, memory_.dout(dout),
-                                           memory_.full_dout(dout));
+            load_rows<kBr, Spec::kHeadDimV>(params_.dout_parts, row_v, params_.q_strips, memory_.dout(dout),
+                                            memory_.full_dout(dout));
             queries.advance();
             douts.advance();
         });
@@ -70,17 +74,18 @@ class DkdvProducer {
     // Q, dO, and again Q for dK.
     template <class Tiles>
     __device__ __forceinline__ void copy_pieces(const Tiles& tiles) const {
-        using Writer = PieceWriter<Spec::kHeadDim, Shape::kStages>;
+        using Writer = PieceWriter<Shape::kStages>;
         Writer queries(query_ring(memory_)), douts(dout_ring(memory_));
         for_each_step(params_, where_.head, tiles, [&](int32 head, int32 tile) {
-            const int32 row = row_of(head, tile);
-            const auto load = [&](Writer& ring, const float16* parts) {
+            const PanelRows rows{row_of<Layout>(head, tile), Shape::kPanels};
+            const PanelRows rows_v{row_of<LayoutV>(head, tile), Shape::kPanelsV};
+            const auto load = [&](Writer& ring, const float16* parts, const PanelRows& of) {
 #pragma unroll 1
-                for (int32 panel = 0; panel < Shape::kPanels; ++panel) ring.load(parts, row, params_.q_strips, panel);
+                for (int32 panel = 0; panel < of.num_panels; ++panel) ring.load(parts, of, params_.q_strips, panel);
             };
-            load(queries, params_.q_parts);
-            load(douts, params_.dout_parts);
-            load(queries, params_.q_parts);
+            load(queries, params_.q_parts, rows);
+            load(douts, params_.dout_parts, rows_v);
+            load(queries, params_.q_parts, rows);
         });
     }
 

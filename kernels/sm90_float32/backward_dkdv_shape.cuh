@@ -13,26 +13,29 @@ template <class Spec, bool kDq>
 struct DkdvShape {
     static constexpr bool kWithDq = kDq;
     static constexpr int kBr = Spec::kBr, kBc = Spec::kBc, kStages = Spec::kStages;
-    static constexpr bool kInPieces = PartsLayout<Spec::kHeadDim>::kInPieces;
+    static constexpr bool kInPieces = kNeedsPieces<Spec>;
     static constexpr int kGroups = (kInPieces ? 2 : 1) * kBc / kGroupRows;  // consumer warp groups
     static constexpr int kD = round_up(Spec::kHeadDim, 16), kPanels = ceil_div(kD, kPanelColumns);
+    static constexpr int kDv = round_up(Spec::kHeadDimV, 16), kPanelsV = ceil_div(kDv, kPanelColumns);
     static_assert(kBr % kUnitRows == 0 && kBc % kGroupRows == 0 && Spec::kWarps == 4 * (kGroups + 1));
     static_assert(!kInPieces || (kBr == kUnitRows && kBc == kGroupRows && !kDq));
 
     static constexpr int kKeyBytes = kParts * kPanels * kBc * kPanelRowBytes;
+    static constexpr int kValueBytes = kParts * kPanelsV * kBc * kPanelRowBytes;
     static constexpr int kQueryBytes = kInPieces ? kPieceBytes : kParts * kPanels * kBr * kPanelRowBytes;  // of a stage
+    static constexpr int kDoutBytes = kInPieces ? kPieceBytes : kParts * kPanelsV * kBr * kPanelRowBytes;
     // dS of a warp group's 64 keys, as the left operand of dQ: a panel of queries by keys for each part.
     static constexpr int kDsPanelBytes = kBr * kPanelRowBytes, kDsBytes = kDq ? kParts * kDsPanelBytes : 0;
     static constexpr int kStatisticBytes = 4 * kBr, kStatisticStages = kInPieces ? 2 : kStages;
     static constexpr int kBarriersOfStatistics = kInPieces ? 2 * kStatisticStages : 0;
     static constexpr int kBarrierBytes = 8 * (2 + 4 * kStages + (kDq ? 2 * kGroups : 0) + kBarriersOfStatistics);
     static constexpr int kUnitBytes = kDq ? 4 * 4 : 0;  // of a warp group's dS, one for each warp
-    static constexpr int kWithoutDout = kAlignment + 2 * kKeyBytes + kStages * kQueryBytes +
+    static constexpr int kWithoutDout = kAlignment + kKeyBytes + kValueBytes + kStages * kQueryBytes +
                                         kStatisticStages * 2 * kStatisticBytes + kGroups * (kDsBytes + kUnitBytes) +
                                         kBarrierBytes;
     // dO has one stage where shared memory does not hold as many as Q has.
-    static constexpr int kDoutStages = kWithoutDout + kStages * kQueryBytes <= kMaxSharedBytes ? kStages : 1;
-    static constexpr int kSharedBytes = kWithoutDout + kDoutStages * kQueryBytes;
+    static constexpr int kDoutStages = kWithoutDout + kStages * kDoutBytes <= kMaxSharedBytes ? kStages : 1;
+    static constexpr int kSharedBytes = kWithoutDout + kDoutStages * kDoutBytes;
     static_assert(kSharedBytes == Spec::kSharedBytes && (!kInPieces || kDoutStages == kStages));
 
     static constexpr int kProducerRegisters = kInPieces ? 40 : 24, kConsumerRegisters = kInPieces ? 232 : 240;
@@ -50,8 +53,8 @@ struct DkdvMemory {
 
     __device__ uint32 key() const { return base; }
     __device__ uint32 value() const { return base + Shape::kKeyBytes; }
-    __device__ uint32 query(uint32 stage) const { return base + 2 * Shape::kKeyBytes + stage * Shape::kQueryBytes; }
-    __device__ uint32 dout(uint32 stage) const { return query(kStages) + stage * Shape::kQueryBytes; }
+    __device__ uint32 query(uint32 stage) const { return value() + Shape::kValueBytes + stage * Shape::kQueryBytes; }
+    __device__ uint32 dout(uint32 stage) const { return query(kStages) + stage * Shape::kDoutBytes; }
     __device__ uint32 ds(uint32 group) const { return dout(Shape::kDoutStages) + group * Shape::kDsBytes; }
     __device__ uint32 barrier(uint32 index) const { return ds(Shape::kGroups) + 8 * index; }
     // Statistics of the queries in a stage: lse of all, then delta.

@@ -17,12 +17,12 @@ template <class Spec>
 class BackwardDqConsumer : QueryTileProducts<Spec, PartsShape<Spec, 2>> {
     using Shape = PartsShape<Spec, 2>;
     using Base = QueryTileProducts<Spec, Shape>;
-    using Base::add_keys, Base::first_key_strip, Base::first_row, Base::query_strip, Base::score_tile, Base::store_rows;
+    using Base::add_keys, Base::first_key_strip, Base::first_row, Base::query_strip, Base::score_tile;
     using Base::group_, Base::lane_, Base::memory_, Base::params_, Base::queries_, Base::turn_;
-    using Base::kBc, Base::kStrips, Base::kPanels;
+    using Base::kBc, Base::kStrips, Base::kPanels, Base::kPanelsV;
     using typename Base::Memory, typename Base::Output, typename Base::Scores;
     static constexpr bool kInPieces = Shape::kInPieces;
-    using Compared = Comparand<kInPieces ? kPanels : 1>;
+    using Compared = Comparand<kInPieces ? kPanelsV : 1>;
     static constexpr int kSharersBarrier = 1;  // the named barrier of warp groups that share rows
     friend QueryTileConsumer<Spec, Shape>;
 
@@ -112,7 +112,7 @@ class BackwardDqConsumer : QueryTileProducts<Spec, PartsShape<Spec, 2>> {
         const auto& own = record_of<Spec>(params_, tile);
         const float scale[2] = {params_.softmax_scale, params_.softmax_scale};
         multiply_rows(output_, scale);
-        store_rows(output_, own.dq, own.dq_strides, tile, own);
+        Base::template store_rows<Spec::kHeadDim>(output_, own.dq, own.dq_strides, tile, own);
     }
 
     __device__ __forceinline__ void release_queries() const {

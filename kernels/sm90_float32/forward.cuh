@@ -7,7 +7,8 @@
 //
 //   Q [part][panel][kBr] | K [kStages][part][panel][kBc] | V [kStages][part][panel][kBc] | barriers | query tiles [4]
 //
-// Beyond head_dim 128, where Q leaves no room for two such tiles, a stage of K or V is a piece, the parts of one panel.
+// Where K or V has more than 128 columns, and two such tiles have no room beside Q, a stage of both is a piece, the parts
+// of one panel.
 //
 // O is added up in registers, and stored from there: the results may have any strides.
 #pragma once

@@ -16,7 +16,7 @@ class ForwardConsumer : QueryTileProducts<Spec, PartsShape<Spec, 1>> {
     using Shape = PartsShape<Spec, 1>;
     using Base = QueryTileProducts<Spec, Shape>;
     using Base::add_values, Base::first_key_strip, Base::first_row, Base::query_strip, Base::score_tile,
-        Base::store_rows, Base::take_scores;
+        Base::take_scores;
     using Base::kBc, Base::kStrips;
     using Base::lane_, Base::memory_, Base::params_, Base::queries_;
     using typename Base::Memory, typename Base::Output, typename Base::Scores;
@@ -77,7 +77,7 @@ class ForwardConsumer : QueryTileProducts<Spec, PartsShape<Spec, 1>> {
             const int32 row = first_row(tile) + Scores::row(i, lane_);
             if (lane_ % 4 == 0 && row < own.seqlen_q) lse[row] = row_lse[i];
         }
-        store_rows(output_, own.o, own.o_strides, tile, own);
+        Base::template store_rows<Spec::kHeadDimV>(output_, own.o, own.o_strides, tile, own);
     }
 
     Output output_;

@@ -8,6 +8,11 @@ namespace fa2::sm90_float32 {
 using namespace fa2::float32_parts;
 using namespace fa2::sm90;
 
+// True if shared memory has no room for whole tiles of the operands that a kernel loops over: they pass through it in
+// pieces.
+template <class Spec>
+inline constexpr bool kNeedsPieces = PartsLayout<max_of(Spec::kHeadDim, Spec::kHeadDimV)>::kPanels > 2;
+
 // Copies the parts of a tile of kRows rows to shared memory, one panel after the other.
 template <int kRows, int kHeadDim>
 __device__ __forceinline__ void load_rows(const float16* parts, int32 row, int32 num_strips, uint32 smem, uint32 full) {
@@ -34,22 +39,26 @@ struct PieceRing {
     __device__ __forceinline__ uint32 empty(uint32 slot) const { return barriers + 8 * kSlots + 8 * slot; }
 };
 
+// The rows of a tile in parts that have `num_panels` panels each; `first` is in the first panel of the high parts.
+struct PanelRows {
+    int32 first, num_panels;
+};
+
 // Copies pieces to a ring.
-template <int kHeadDim, int kSlots>
+template <int kSlots>
 class PieceWriter {
-    using Layout = PartsLayout<kHeadDim>;
+    using Layout = PartsLayout<kPanelColumns>;  // of any columns
 
   public:
     __device__ explicit PieceWriter(const PieceRing<kSlots>& ring) : ring_(ring) {}
 
-    // `row`: the tile's first row in the first panel of its head's high parts.
-    __device__ __forceinline__ void load(const float16* parts, int32 row, int32 num_strips, int32 panel) {
+    __device__ __forceinline__ void load(const float16* parts, const PanelRows& rows, int32 num_strips, int32 panel) {
         const uint32 slot = position_.slot(), full = ring_.full(slot);
         mbarrier_wait(ring_.empty(slot), position_.parity() ^ 1);
         mbarrier_arrive_expect(full, kPieceBytes);
 #pragma unroll
         for (int part = 0; part < kParts; ++part) {
-            const int32 from = row + (part * Layout::kPanels + panel) * Layout::panel_rows(num_strips);
+            const int32 from = rows.first + (part * rows.num_panels + panel) * Layout::panel_rows(num_strips);
             bulk_load(ring_.slots + slot * kPieceBytes + part * kPiecePartBytes, Layout::address(parts, from),
                       kPiecePartBytes, full);
         }

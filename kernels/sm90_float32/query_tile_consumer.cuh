@@ -14,6 +14,7 @@ class QueryTileConsumer {
     using Memory = QueryTileMemory<Shape>;
     static constexpr bool kLeftLimit = common::kLeftLimit<Spec>;
     static constexpr int kBr = Shape::kBr, kBc = Shape::kBc, kD = Shape::kD, kPanels = Shape::kPanelsOfPart;
+    static constexpr int kDv = Shape::kDv, kPanelsV = Shape::kPanelsOfPartV;
     static constexpr int kStrips = kBc / kUnitRows;
     static constexpr int kMaxSkipped = ceil_div(kBr - kGroupRows, kBc);
 
@@ -70,11 +71,11 @@ class QueryTileConsumer {
     }
 
     // Stores this warp's rows of a result of the record `own`, which may have any strides.
-    template <class Output, class Record>
+    template <int kHeadDim, class Output, class Record>
     __device__ __forceinline__ void store_rows(const Output& x, float* gmem, const Strides& strides,
                                                const TileInSlot& tile, const Record& own) const {
-        store_fragment<Spec::kHeadDim>(x, gmem + strides.offset(tile.batch(), 0, tile.head()), strides.row,
-                                       first_row(tile), own.seqlen_q, 0, lane_);
+        store_fragment<kHeadDim>(x, gmem + strides.offset(tile.batch(), 0, tile.head()), strides.row,
+                                 first_row(tile), own.seqlen_q, 0, lane_);
     }
 
     const Params& params_;

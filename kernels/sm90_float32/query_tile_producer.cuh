@@ -17,16 +17,16 @@ class KeyLoader<Spec, Shape, false> {
   public:
     __device__ KeyLoader(const Params& params, const Memory& memory) : params_(params), memory_(memory) {}
 
-    // `row`: the first of the key tile, in the first panel of its head's high parts.
-    __device__ __forceinline__ void load(int32 row, int32) {
+    // `row`, `row_v`: the first of the key tile, in the first panel of its head's high parts of K and of V.
+    __device__ __forceinline__ void load(int32 row, int32 row_v, int32) {
         const uint32 key = keys_.slot(), value = values_.slot();
         mbarrier_wait(memory_.empty_key(key), keys_.parity() ^ 1);
         load_rows<Shape::kBc, Spec::kHeadDim>(params_.k_parts, row, params_.k_strips, memory_.key(key),
                                               memory_.full_key(key));
         keys_.advance();
         mbarrier_wait(memory_.empty_value(value), values_.parity() ^ 1);
-        load_rows<Shape::kBc, Spec::kHeadDim>(params_.v_parts, row, params_.k_strips, memory_.value(value),
-                                              memory_.full_value(value));
+        load_rows<Shape::kBc, Spec::kHeadDimV>(params_.v_parts, row_v, params_.k_strips, memory_.value(value),
+                                               memory_.full_value(value));
         values_.advance();
     }
 
@@ -47,29 +47,32 @@ class KeyLoader<Spec, Shape, true> {
 
     // K and V of a tile; or K, V and again K for each of the warp groups that take turns, of `num_tiles` tiles from this
     // one down.
-    __device__ __forceinline__ void load(int32 row, int32 num_tiles) {
+    __device__ __forceinline__ void load(int32 row, int32 row_v, int32 num_tiles) {
+        const PanelRows keys{row, Shape::kPanelsOfPart}, values{row_v, Shape::kPanelsOfPartV};
         if constexpr (Shape::kSharers == 1) {
-            load(first_, params_.k_parts, row);
-            load(second_, params_.v_parts, row);
+            load(first_, params_.k_parts, keys);
+            load(second_, params_.v_parts, values);
         } else {
 #pragma unroll 1
             for (int32 product = 0; product < 3; ++product) {
                 const float16* parts = product == 1 ? params_.v_parts : params_.k_parts;
+                const PanelRows rows = product == 1 ? values : keys;
 #pragma unroll 1
-                for (int32 panel = 0; panel < Shape::kPanelsOfPart; ++panel) {
-                    first_.load(parts, row, params_.k_strips, panel);
-                    if (num_tiles > 1) second_.load(parts, row - Shape::kBc, params_.k_strips, panel);
+                for (int32 panel = 0; panel < rows.num_panels; ++panel) {
+                    first_.load(parts, rows, params_.k_strips, panel);
+                    if (num_tiles > 1)
+                        second_.load(parts, {rows.first - Shape::kBc, rows.num_panels}, params_.k_strips, panel);
                 }
             }
         }
     }
 
   private:
-    using Writer = PieceWriter<Spec::kHeadDim, Shape::kStages>;
+    using Writer = PieceWriter<Shape::kStages>;
 
-    __device__ __forceinline__ void load(Writer& ring, const float16* parts, int32 row) {
+    __device__ __forceinline__ void load(Writer& ring, const float16* parts, const PanelRows& rows) {
 #pragma unroll 1
-        for (int32 panel = 0; panel < Shape::kPanelsOfPart; ++panel) ring.load(parts, row, params_.k_strips, panel);
+        for (int32 panel = 0; panel < rows.num_panels; ++panel) ring.load(parts, rows, params_.k_strips, panel);
     }
 
     const Params& params_;
@@ -82,6 +85,7 @@ class QueryTileProducer {
     using Memory = QueryTileMemory<Shape>;
     using Tile = LoadedTile<Spec>;
     using Layout = PartsLayout<Spec::kHeadDim>;
+    using LayoutV = PartsLayout<Spec::kHeadDimV>;
 
   public:
     __device__ QueryTileProducer(const Params& params, const Memory& memory)
@@ -95,12 +99,14 @@ class QueryTileProducer {
             load_queries(tile);
             const int32 num_heads_kv = params_.num_heads / params_.heads_per_group;
             const int32 head = head_with_parts<Spec>(tile.batch, num_heads_kv, tile.head / params_.heads_per_group);
-            const int32 first = Layout::row_of(head, params_.k_strips, first_part_row<Spec, true>(params_, tile.batch));
+            const int32 row = first_part_row<Spec, true>(params_, tile.batch);
+            const int32 first = Layout::row_of(head, params_.k_strips, row);
+            const int32 first_v = LayoutV::row_of(head, params_.k_strips, row);
             const int32 begin = kHasBegin<Spec> ? tile.first_key_tile : 0;
             int32 block = tile.key_tiles - 1;
-            load_down_to(first, begin, block, begin + kDrawnAhead);
+            load_down_to(first, first_v, begin, block, begin + kDrawnAhead);
             index = next_index(params_, index);
-            load_down_to(first, begin, block, begin);
+            load_down_to(first, first_v, begin, block, begin);
         }
         publish_tile<Spec>(memory_, tiles_, {});
         leave_counter(params_);
@@ -118,24 +124,26 @@ class QueryTileProducer {
         return tile;
     }
 
-    // Loads the key tiles from `block` to `end`, those of warp groups that take turns together. `first`: the row of the
-    // first key tile of all; `begin`: the last one of the query tile.
-    __device__ void load_down_to(int32 first, int32 begin, int32& block, int32 end) {
+    // Loads the key tiles from `block` to `end`, those of warp groups that take turns together. `first`, `first_v`: the
+    // rows of the first key tile of all; `begin`: the last one of the query tile.
+    __device__ void load_down_to(int32 first, int32 first_v, int32 begin, int32& block, int32 end) {
 #pragma unroll 1
-        for (; block >= end; block -= Shape::kSharers) keys_.load(first + block * Shape::kBc, block - begin + 1);
+        for (; block >= end; block -= Shape::kSharers)
+            keys_.load(first + block * Shape::kBc, first_v + block * Shape::kBc, block - begin + 1);
     }
 
     __device__ void load_queries(const Tile& tile) {
         const int32 head = head_with_parts<Spec>(tile.batch, params_.num_heads, tile.head);
-        const int32 row =
-            Layout::row_of(head, params_.q_strips, first_part_row<Spec, false>(params_, tile.batch) + tile.first_row);
+        const int32 first = first_part_row<Spec, false>(params_, tile.batch) + tile.first_row;
+        const int32 row = Layout::row_of(head, params_.q_strips, first);
+        const int32 row_v = LayoutV::row_of(head, params_.q_strips, first);
         mbarrier_wait(memory_.empty_query(0), queries_.parity() ^ 1);
         load_rows<Shape::kBr, Spec::kHeadDim>(params_.q_parts, row, params_.q_strips, memory_.query(0),
                                               memory_.full_query(0));
         if constexpr (Shape::kOperands == 2) {
             mbarrier_wait(memory_.empty_dout(0), queries_.parity() ^ 1);
-            load_rows<Shape::kBr, Spec::kHeadDim>(params_.dout_parts, row, params_.q_strips, memory_.dout(0),
-                                                  memory_.full_dout(0));
+            load_rows<Shape::kBr, Spec::kHeadDimV>(params_.dout_parts, row_v, params_.q_strips, memory_.dout(0),
+                                                   memory_.full_dout(0));
         }
         queries_.advance();
     }

@@ -1,4 +1,5 @@
 // For kernels whose blocks own query tiles: the products with K and V from shared memory, as whole tiles or in pieces.
+// The result, `Output`, has the columns of V without dO, and those of K with it.
 #pragma once
 #include "sm90_float32/query_tile_consumer.cuh"
 
@@ -11,11 +12,13 @@ template <class Spec, class Shape>
 class QueryTileProducts<Spec, Shape, false> : protected QueryTileConsumer<Spec, Shape> {
   protected:
     using Base = QueryTileConsumer<Spec, Shape>;
-    using Base::kBc, Base::kBr, Base::kStrips, Base::kD, Base::kPanels;
+    using Base::kBc, Base::kBr, Base::kStrips, Base::kD, Base::kDv, Base::kPanels, Base::kPanelsV;
     using Base::lane_, Base::memory_, Base::query_operand_;
     using typename Base::Memory, typename Base::Scores;
     using Products = ColumnProducts<kD / 16, kPanels, kBr, kBc, false, Scores>;
-    using Output = QuadFragment<kD / 8>;
+    using Derivatives = ColumnProducts<kDv / 16, kPanelsV, kBr, kBc, false, Scores>;
+    static constexpr bool kOfValues = Shape::kOperands == 1;
+    using Output = QuadFragment<(kOfValues ? kDv : kD) / 8>;
 
     __device__ QueryTileProducts(const Params& params, const Memory& memory, int32 group)
         : Base(params, memory, group),
@@ -30,7 +33,7 @@ class QueryTileProducts<Spec, Shape, false> : protected QueryTileConsumer<Spec, 
     // Issues dP += dO V^T, from about minus its half on, when V has arrived.
     __device__ __forceinline__ void issue_derivatives(Scores& dp, uint64 dout) const {
         mbarrier_wait(memory_.full_value(values_.slot()), values_.parity());
-        Products::issue_from(dp, dout, value_stage());
+        Derivatives::issue_from(dp, dout, value_stage());
     }
     // S = Q K^T; releases K's stage.
     __device__ __forceinline__ void take_scores(Scores& scores) {
@@ -63,7 +66,7 @@ class QueryTileProducts<Spec, Shape, false> : protected QueryTileConsumer<Spec, 
         return key_operand_ + keys_.slot() * (Shape::kKeyBytes / 16);
     }
     __device__ __forceinline__ uint64 value_stage() const {
-        return value_operand_ + values_.slot() * (Shape::kKeyBytes / 16);
+        return value_operand_ + values_.slot() * (Shape::kValueBytes / 16);
     }
     __device__ __forceinline__ void release_key() {
         if (lane_ == 0) mbarrier_arrive(memory_.empty_key(keys_.slot()));
@@ -81,7 +84,7 @@ class QueryTileProducts<Spec, Shape, false> : protected QueryTileConsumer<Spec, 
 #pragma unroll
         for (int c = 0; c < kStrips; ++c) {
             Output part;
-            multiply_strip<kPanels, kBc>(part, p, rows, c);
+            multiply_strip<kOfValues ? kPanelsV : kPanels, kBc>(part, p, rows, c);
             wgmma_wait<0>();
             pin(part);
             if (c == kStrips - 1) release();
@@ -119,17 +122,17 @@ template <class Spec, class Shape>
 class QueryTileProducts<Spec, Shape, true> : protected QueryTileConsumer<Spec, Shape> {
   protected:
     using Base = QueryTileConsumer<Spec, Shape>;
-    using Base::kBr, Base::kPanels;
+    using Base::kBr;
     using Base::params_, Base::query_operand_;
     using typename Base::Memory, typename Base::Scores;
-    using Output = PanelFragment<kPanels>;
+    using Output = PanelFragment<Shape::kOperands == 1 ? Base::kPanelsV : Base::kPanels>;
 
     __device__ QueryTileProducts(const Params& params, const Memory& memory, int32 group)
         : Base(params, memory, group), rings_(memory, Base::turn_, Base::lane_) {}
 
     // As above.
     __device__ __forceinline__ void take_scores(Scores& scores) {
-        rings_.keys().template multiply_columns<false, kBr>(scores, query_operand_, params_.num_heads < 0);
+        rings_.keys().template multiply_columns<Spec::kHeadDim, false, kBr>(scores, query_operand_, params_.num_heads < 0);
     }
     template <class Operand, class Unit>
     __device__ __forceinline__ void add_values(Output& output, const Operand& p, const Unit& unit) {
@@ -142,16 +145,16 @@ class QueryTileProducts<Spec, Shape, true> : protected QueryTileConsumer<Spec, S
         rings_.keys().add_product(output, ds, factor, params_.num_heads < 0);
     }
     __device__ __forceinline__ void skip_keys() {
-        rings_.keys().skip();
-        rings_.values().skip();
+        rings_.keys().template skip<Spec::kHeadDim>();
+        rings_.values().template skip<Spec::kHeadDimV>();
     }
     // dP += dO V^T, as in `PieceReader::add_columns`.
     template <class StartNext>
     __device__ __forceinline__ void add_derivatives(Scores& dp, uint64 dout, const StartNext& start_next) {
-        rings_.values().template add_columns<false, kBr>(dp, dout, start_next);
+        rings_.values().template add_columns<Spec::kHeadDimV, false, kBr>(dp, dout, start_next);
     }
 
-    KeyRings<PieceReader<Spec::kHeadDim, Shape::kStages>, Memory, Shape::kSharers> rings_;
+    KeyRings<PieceReader<Shape::kStages>, Memory, Shape::kSharers> rings_;
 };
 
 }  // namespace fa2::sm90_float32

@@ -10,27 +10,28 @@
 namespace fa2::sm90_float32 {
 
 template <class Spec, int kOperands>
-inline constexpr int kSharersOfRows = PartsLayout<Spec::kHeadDim>::kInPieces ? kOperands : 1;
+inline constexpr int kSharersOfRows = kNeedsPieces<Spec> ? kOperands : 1;
 
 template <class Spec, int kOperands>
 struct PartsShape : QueryTileShape<Spec, kOperands, kParts, kSharersOfRows<Spec, kOperands>> {
     using Base = QueryTileShape<Spec, kOperands, kParts, kSharersOfRows<Spec, kOperands>>;
-    using Base::kBc, Base::kFixedBytes, Base::kQueryBytes, Base::kStages;
+    using Base::kBc, Base::kDoutBytes, Base::kFixedBytes, Base::kQueryBytes, Base::kStages;
 
     // A producer that computes addresses of parts needs more than one that only passes coordinates to TMA.
     static constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
     static_assert(registers_suffice(Base::kAtEntry, Base::kGroups, kProducerRegisters, kConsumerRegisters));
 
-    static constexpr int kPanelsOfPart = Base::kPanels / kParts;
-    static constexpr bool kInPieces = PartsLayout<Spec::kHeadDim>::kInPieces;
+    static constexpr int kPanelsOfPart = Base::kPanels / kParts, kPanelsOfPartV = Base::kPanelsV / kParts;
+    static constexpr bool kInPieces = kNeedsPieces<Spec>;
     static constexpr int kKeyBytes = kInPieces ? kPieceBytes : Base::kKeyBytes;  // of a stage
-    static constexpr int kValueBytes = kKeyBytes;
-    static constexpr int kWithoutValues = kFixedBytes + kOperands * kQueryBytes + kStages * kKeyBytes;
+    static constexpr int kValueBytes = kInPieces ? kPieceBytes : Base::kValueBytes;
+    static constexpr int kWithoutValues =
+        kFixedBytes + kQueryBytes + (kOperands - 1) * kDoutBytes + kStages * kKeyBytes;
     // V has one stage where shared memory does not hold as many as K has.
-    static constexpr int kValueStages = kWithoutValues + kStages * kKeyBytes <= kMaxSharedBytes ? kStages : 1;
+    static constexpr int kValueStages = kWithoutValues + kStages * kValueBytes <= kMaxSharedBytes ? kStages : 1;
     static constexpr int kQueryBuffers = 1;
     static constexpr int kOutputPanels = 0;  // results are stored from registers
-    static constexpr int kSharedBytes = kWithoutValues + kValueStages * kKeyBytes;
+    static constexpr int kSharedBytes = kWithoutValues + kValueStages * kValueBytes;
     static_assert(kSharedBytes == Spec::kSharedBytes && kBc % kUnitRows == 0);
     static_assert(!kInPieces || (kBc == kUnitRows && kValueStages == kStages));
 };

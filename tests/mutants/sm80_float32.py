@@ -88,8 +88,8 @@ MUTANTS = (
     Mutant(
         "sm80 parts: the parts of another head",
         "forward",
-        "PartsLayout<Spec::kHeadDim>::row_of(index, num_strips, first)",
-        "PartsLayout<Spec::kHeadDim>::row_of(0, num_strips, first)",
+        "Layout::row_of(index, num_strips, first)",
+        "Layout::row_of(0, num_strips, first)",
         "numbers",
         AMPERE_PARTS_OF_GROUPS,
     ),

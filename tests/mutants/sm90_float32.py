@@ -362,8 +362,8 @@ MUTANTS = (
             (
                 "forward",
                 "the low parts of another panel",
-                "(part * Layout::kPanels + panel)",
-                "(part * Layout::kPanels + panel * (1 - part))",
+                "(part * rows.num_panels + panel)",
+                "(part * rows.num_panels + panel * (1 - part))",
                 "numbers",
             ),
             (
@@ -387,7 +387,13 @@ MUTANTS = (
                 "wgmma_output_in_place(y, a, b, !never);",
                 "numbers",
             ),
-            ("forward", "V of keys that a group skips is kept", "        rings_.values().skip();\n", "", "deadlock"),
+            (
+                "forward",
+                "V of keys that a group skips is kept",
+                "        rings_.values().template skip<Spec::kHeadDimV>();\n",
+                "",
+                "deadlock",
+            ),
             (
                 "backward_dq",
                 "both warp groups begin with the same key tile",
@@ -430,7 +436,13 @@ MUTANTS = (
                 "        __syncwarp();\n        release_queries();",
                 "proxy",
             ),
-            ("backward_dkdv", "the group of dV keeps the Q of dK", "            queries_.skip();\n", "", "deadlock"),
+            (
+                "backward_dkdv",
+                "the group of dV keeps the Q of dK",
+                "            queries_.template skip<Spec::kHeadDim>();\n",
+                "",
+                "deadlock",
+            ),
             (
                 "backward_dkdv",
                 "nobody waits for statistics",
