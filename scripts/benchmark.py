@@ -36,6 +36,11 @@ features
 float32
     float32 with 16384 tokens, by ``precision`` (``ieee``, ``split``), beside PyTorch's memory-efficient operator,
     measured as in models. Rows are in float32.csv; the table at the end has that operator's time over ours.
+head_dims
+    head_dims between those of speed, and v with another head_dim than q and k, measured as in models; with 192 and 128,
+    those of DeepSeek-V3, also in float32. FLOPs are those of the true products: 2 * pairs * (head_dim + head_dim_v) in
+    a forward, and 2 * pairs * (3 * head_dim + 2 * head_dim_v) in a backward. FlashAttention-4 is among the peers if
+    the package flash-attn-4 is installed. Rows are in head_dims.csv.
 decode
     `fa2cupy.decode` in bfloat16 on caches of one length, ragged lengths and pages: bytes of keys and values over time,
     beside a device copy (bytes read and written over time) and those of PyTorch's operators that take the shape. Rows
@@ -99,7 +104,7 @@ from common.measure import (
     write_csv,
 )
 from common.on_numpy import CASES, cpu_name, numpy_table, run_numpy
-from common.peers import DEFAULT_OPERATIONS, OPERATIONS, PEERS, Fa2cupy, available_peers
+from common.peers import DEFAULT_OPERATIONS, HEAD_DIM_PEERS, OPERATIONS, PEERS, Fa2cupy, available_peers
 from common.plots import bar_panels, can_plot
 from common.sparse import COLUMNS as SPARSE_COLUMNS
 from common.sparse import SparseBenchmark, sparse_problems, sparse_table
@@ -115,8 +120,8 @@ COLUMNS = (
 )  # fmt: skip
 MODEL_COLUMNS = ("model", *COLUMNS[: COLUMNS.index("causal")], "num_heads_kv", *COLUMNS[COLUMNS.index("causal") : -1])
 SECTIONS = (
-    "speed", "training", "memory", "host", "startup", "models", "features", "float32", "decode", "functions", "calls",
-    "sparse",
+    "speed", "training", "memory", "host", "startup", "models", "features", "float32", "head_dims", "decode",
+    "functions", "calls", "sparse",
 )  # fmt: skip
 #: The section that needs no GPU. It is not a part of everything.
 ON_NUMPY = "numpy"
@@ -151,6 +156,11 @@ MODEL_BUDGET_MS, FEATURES_BUDGET_MS = 4.0, 4.0
 PRECISIONS, PRECISION_HEAD_DIMS, PRECISION_SEQLENS = ("ieee", "split"), (64, 128, 256), (2048, 4096, 16384)
 PRECISION_PEERS = ("torch efficient",)
 PRECISION_COLUMNS = ("precision", *COLUMNS[:-1])
+#: head_dim and that of v: DeepSeek-V3's, with its heads and with those of a rank of eight, and others.
+DEEPSEEK_HEAD_DIMS, DEEPSEEK_HEADS, DEEPSEEK_SEQLENS = (192, 128), (128, 16), (2048, 8192)
+OTHER_HEAD_DIMS = ((96, 96), (160, 160), (192, 192), (256, 128), (64, 128), (128, 64))
+_AFTER_HEAD_DIM = COLUMNS.index("head_dim") + 1
+HEAD_DIM_COLUMNS = (*COLUMNS[:_AFTER_HEAD_DIM], "head_dim_v", *COLUMNS[_AFTER_HEAD_DIM:-1])
 #: Features without the plain call, which is the baseline, and without window4095, which is like a shorter window.
 PEER_FEATURES = tuple(name for name in features.FEATURES if name not in ("plain", "window4095"))
 
@@ -196,6 +206,18 @@ def precision_problems() -> Iterator[Problem]:
     """Yields the problems of the section float32."""
     for head_dim, seqlen, causal in itertools.product(PRECISION_HEAD_DIMS, PRECISION_SEQLENS, (False, True)):
         yield Problem("float32", head_dim, seqlen, 16384 // seqlen, MODEL_DIM // head_dim, causal)
+
+
+def head_dim_problems() -> Iterator[Problem]:
+    """Yields the problems of the section head_dims."""
+    columns, columns_v = DEEPSEEK_HEAD_DIMS
+    for heads, causal, seqlen in itertools.product(DEEPSEEK_HEADS, (False, True), DEEPSEEK_SEQLENS):
+        yield Problem("bfloat16", columns, seqlen, 1, heads, causal, head_dim_v=columns_v)
+    yield Problem("float32", columns, 4096, 4, 16, True, head_dim_v=columns_v)
+    for head_dim, head_dim_v in OTHER_HEAD_DIMS:
+        yield Problem(
+            "bfloat16", head_dim, 4096, 4, 16, True, head_dim_v=None if head_dim_v == head_dim else head_dim_v
+        )
 
 
 class Benchmark:
@@ -363,7 +385,7 @@ def plot(rows: Sequence[dict[str, object]], folder: Path) -> list[Path]:
 def show(rows: Sequence[dict[str, object]], folder: Path) -> None:
     """Shows an earlier run: its table, and its plots if it has any and they can be drawn."""
     tables = {"model": model_table, "precision": precision_table, "pattern": sparse_table, "busy": numpy_table}
-    tables["over_plain"] = features.table
+    tables |= {"over_plain": features.table, "head_dim_v": head_dim_table}
     for column, table in tables.items():
         if column in rows[0]:
             print(*table(rows), sep="\n")
@@ -390,6 +412,21 @@ def precision_table(rows: Sequence[dict[str, object]]) -> list[str]:
         for row in sorted(rows, key=lambda row: str(row["precision"]))
     ]
     return [*ratio_table(named, "what", "seqlen", DEFAULT_OPERATIONS), *smallest_ratio(named, "what", "seqlen")]
+
+
+def head_dim_table(rows: Sequence[dict[str, object]]) -> list[str]:
+    """Returns the best peer's time over ours by both head_dims, heads and mask, and by batch and length."""
+    masks = ("full", "causal")
+    named = [
+        {
+            **row,
+            "what": f"{row['dtype']} {row['head_dim']}/{row['head_dim_v']}, {row['num_heads']} heads, "
+            f"{masks[int(row['causal'])]}",
+            "size": f"{row['batch']} x {row['seqlen']}",
+        }
+        for row in rows
+    ]
+    return [*ratio_table(named, "what", "size", DEFAULT_OPERATIONS), *smallest_ratio(named, "what", "size")]
 
 
 def _series(row: dict[str, object]) -> str:
@@ -427,7 +464,8 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     )
     names = tuple(function_cases.FUNCTIONS)
     add("--functions", nargs="+", choices=names, default=names, metavar="NAME", help=f"of {', '.join(names)}")
-    add("--peers", nargs="*", choices=tuple(PEERS), default=tuple(PEERS), metavar="NAME", help=f"of {', '.join(PEERS)}")
+    names = tuple(PEERS | HEAD_DIM_PEERS)
+    add("--peers", nargs="*", choices=names, default=names, metavar="NAME", help=f"of {', '.join(names)}")
     add("--rounds", type=positive_int, metavar="N", help="default: 7 (models, features, functions: 5), with --quick 3")
     add("--out", metavar="DIR", help="default: scripts/results/<gpu>")
     add(
@@ -453,7 +491,7 @@ def run(options: argparse.Namespace, gpu: Gpu, folder: Path) -> Benchmark:
 
     The rows so far are written after each problem, and when the run is interrupted.
     """
-    peers = available_peers(gpu, options.peers)
+    peers = available_peers(gpu, [name for name in options.peers if name in PEERS])
     benchmark = Benchmark(gpu, peers, options.rounds, options.budget_ms)
     if IN_BENCHMARK_CSV & set(options.sections):
         run_speed(options, benchmark, folder / "benchmark.csv")
@@ -467,6 +505,11 @@ def run(options: argparse.Namespace, gpu: Gpu, folder: Path) -> Benchmark:
     if "float32" in options.sections:
         some = [peer for peer in peers if peer.name in PRECISION_PEERS]
         benchmark.failures += run_precisions(gpu, some, options.short_rounds, folder / "float32.csv")
+    if "head_dims" in options.sections:
+        some = available_peers(gpu, [name for name in HEAD_DIM_PEERS if name in options.peers], HEAD_DIM_PEERS)
+        head_dims = Benchmark(gpu, some, options.short_rounds, MODEL_BUDGET_MS)
+        run_head_dims(head_dims, folder / "head_dims.csv")
+        benchmark.failures += head_dims.failures
     if "decode" in options.sections:
         some = [peer for peer in peers if peer.name in decoding.PEERS]
         path = folder / "decode.csv"
@@ -534,6 +577,21 @@ def run_precisions(gpu: Gpu, peers: Sequence, rounds: int, path: Path) -> list[s
             bar.update()
     print("", *precision_table(rows), "", sep="\n")
     return [text for run in runs for text in run.failures]
+
+
+def run_head_dims(benchmark: Benchmark, path: Path) -> None:
+    """Runs the section head_dims."""
+    problems = list(head_dim_problems())
+    print("compiling")
+    benchmark.gpu.precompile(problems, OPERATIONS)
+    with progress(len(problems), "head_dims") as bar:
+        for problem in problems:
+            benchmark.speed(
+                problem, DEFAULT_OPERATIONS, bar.write, {"head_dim_v": problem.head_dim_v or problem.head_dim}
+            )
+            write_csv(path, HEAD_DIM_COLUMNS, benchmark.rows)
+            bar.update()
+    print("", *head_dim_table(benchmark.rows), "", sep="\n")
 
 
 def run_sparse(options: argparse.Namespace, gpu: Gpu, path: Path) -> list[str]:

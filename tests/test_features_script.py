@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import sys
+from types import SimpleNamespace
 
 import benchmark
 import features
@@ -303,6 +304,70 @@ def test_float32_from_checks_to_files(operators, tmp_path, monkeypatch, capsys):
     assert "| split 32 causal | 1.00 / 1.00 / 1.00 |" in capsys.readouterr().out
     assert benchmark.main(["--plot-only", str(tmp_path / "float32.csv")]) == 0
     assert capsys.readouterr().out.startswith("| forward / default / deterministic | 64 |\n")
+
+
+@pytest.mark.parametrize("flash4", (True, False), ids=("beside FlashAttention-4", "without it"))
+def test_head_dims_from_checks_to_files(operators, tmp_path, monkeypatch, capsys, flash4):
+    how = []
+
+    def backward(q, k, v, o, do, lse, *, causal, deterministic):
+        how.append(deterministic)
+        return peers.fa2cupy.backward(*map(np.asarray, (q, k, v, o, lse, do)), causal=causal)
+
+    def forward(q, k, v, *, causal, return_lse):
+        assert return_lse
+        return peers.fa2cupy.forward(*map(np.asarray, (q, k, v)), causal=causal)
+
+    kernels = SimpleNamespace(interface=SimpleNamespace(_flash_attn_fwd=forward, _flash_attn_bwd=backward))
+    monkeypatch.setitem(sys.modules, "flash_attn", SimpleNamespace(cute=kernels))
+    monkeypatch.setitem(sys.modules, "flash_attn.cute", kernels if flash4 else None)
+    flash = operators._scaled_dot_product_flash_attention
+
+    def equal_head_dims_only(query, key, value, *arguments):
+        if query.shape[-1] != value.shape[-1]:
+            raise RuntimeError("one head_dim, please")
+        return flash(query, key, value, *arguments)
+
+    monkeypatch.setattr(operators, "_scaled_dot_product_flash_attention", equal_head_dims_only)
+    pair, equal = ("bfloat16", 48, 40, 1, 2, True), ("bfloat16", 32, 40, 1, 2, True)
+    small = [measure.Problem(*pair, head_dim_v=32), measure.Problem(*equal)]
+    monkeypatch.setattr(benchmark, "head_dim_problems", lambda: small)
+    gpu = FakeGpu()
+    run = benchmark.run(benchmark.parse_arguments(["--sections", "head_dims"]), gpu, tmp_path)
+    assert not run.failures and not run.rows
+    assert [path.name for path in tmp_path.iterdir()] == ["head_dims.csv"]
+    assert gpu.precompiled[:2] == (small, peers.OPERATIONS)
+    rows = measure.read_csv(tmp_path / "head_dims.csv")
+    assert tuple(rows[0]) == benchmark.HEAD_DIM_COLUMNS
+    both = {"fa2cupy", "torch cudnn", *(("flash-attn 4",) if flash4 else ())}
+    providers = {("48", "32"): {*both, "torch efficient"}, ("32", "32"): {*both, "torch flash"}}
+    assert {(row["head_dim"], row["head_dim_v"], row["operation"], row["provider"]) for row in rows} == {
+        (*columns, operation, provider)
+        for columns, names in providers.items()
+        for operation in ("forward", "default", "deterministic")
+        for provider in names
+    }
+    products = {"forward": 48 + 32, "default": 3 * 48 + 2 * 32, "deterministic": 3 * 48 + 2 * 32}
+    for row in rows:
+        if row["head_dim"] == "48":
+            flops = 2 * 2 * 40**2 / 2 * products[row["operation"]]
+            assert float(row["tflops"]) == pytest.approx(flops / 2e-3 / 1e12, rel=1e-4)
+    assert not flash4 or (set(how) == {False, True} and how.index(True) > how.index(False))
+    told = capsys.readouterr().out
+    assert "without torch flash: one head_dim, please" in told
+    assert ("without flash4: " in told) is not flash4
+    assert "| bfloat16 48/32, 2 heads, causal | 1.00 / 1.00 / 1.00 |" in told
+    assert benchmark.main(["--plot-only", str(tmp_path / "head_dims.csv")]) == 0
+    assert capsys.readouterr().out.startswith("| forward / default / deterministic | 1 x 40 |\n")
+
+
+def test_the_sizes_of_head_dims():
+    problems = list(benchmark.head_dim_problems())
+    assert len(set(problems)) == len(problems) and all(one.head_dim != one.head_dim_v for one in problems)
+    deepseek = [one for one in problems if (one.head_dim, one.head_dim_v, one.dtype) == (192, 128, "bfloat16")]
+    assert {(one.num_heads, one.causal, one.batch, one.seqlen) for one in deepseek} == {
+        (heads, causal, 1, seqlen) for heads in (128, 16) for causal in (False, True) for seqlen in (2048, 8192)
+    }
 
 
 def test_the_sizes_of_float32():

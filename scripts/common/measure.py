@@ -225,10 +225,13 @@ class Gpu:
     ) -> None:
         """Compiles the kernels of the calls in parallel; `features` are those of `fa2cupy.precompile`."""
         methods = [name for name in operations if name != "forward"]
-        for dtype, group in itertools.groupby(problems, lambda problem: problem.dtype):
-            group = list(group)
-            head_dims, masks = sorted({p.head_dim for p in group}), sorted({p.causal for p in group})
-            precompile(dtypes=[dtype], head_dims=head_dims, causal=masks, methods=methods, features=features)
+        groups: dict[tuple[str, int | None], list[Problem]] = {}
+        for problem in problems:
+            groups.setdefault((problem.dtype, problem.head_dim_v), []).append(problem)
+        for (dtype, head_dim_v), group in groups.items():
+            sizes = {"head_dims": sorted({p.head_dim for p in group}), "head_dim_v": head_dim_v}
+            masks = sorted({p.causal for p in group})
+            precompile(dtypes=[dtype], **sizes, causal=masks, methods=methods, features=features, decode=False)
 
     def compile(self, specs: Iterable[KernelSpec]) -> None:
         """Compiles kernels in parallel. A failure is ignored: the call that needs the kernel will report it."""

@@ -28,7 +28,16 @@ from fa2cupy.families.device import DeviceInfo
 from fa2cupy.problem.checks import problem_from_arrays
 from fa2cupy.problem.options import CallOptions
 
-__all__ = ["DEFAULT_OPERATIONS", "OPERATIONS", "PEERS", "Fa2cupy", "TorchPeer", "available_peers", "default_choice"]
+__all__ = [
+    "DEFAULT_OPERATIONS",
+    "HEAD_DIM_PEERS",
+    "OPERATIONS",
+    "PEERS",
+    "Fa2cupy",
+    "TorchPeer",
+    "available_peers",
+    "default_choice",
+]
 
 #: ``single_pass`` and ``two_pass`` are the two backward methods; a peer's ``two_pass`` and ``deterministic`` are its
 #: deterministic mode, if it has one.
@@ -54,14 +63,12 @@ def default_choice(
     The call has all queries, or only the last `queries`.
     """
     scalar = np.zeros((), problem.numpy_dtype)
-    q, k = np.broadcast_to(scalar, problem.shape)[:, -(queries or 0) :], np.broadcast_to(scalar, problem.shape_kv)
-    attention = problem_from_arrays(q, k, k, causal=problem.causal, **features)
-    rows = dict.fromkeys(("q", "o", "dout", "dq"), attention.kernel_strides(attention.q_shape))
-    rows |= dict.fromkeys(("k", "v", "dk", "dv"), attention.kernel_strides(attention.k_shape))
+    q, k, v = (np.broadcast_to(scalar, shape) for shape in (problem.shape, problem.shape_kv, problem.shape_v))
+    attention = problem_from_arrays(q[:, -(queries or 0) :], k, v, causal=problem.causal, **features)
     call = "forward" if operation == "forward" else "backward"
     how = {} if call == "forward" else backward_options(operation)
     options = CallOptions(causal=problem.causal, precision=precision, **how)
-    return choose(call, attention, device, rows, options, is_launched=False)
+    return choose(call, attention, device, attention.contiguous_strides(), options, is_launched=False)
 
 
 class Fa2cupy:
@@ -237,10 +244,18 @@ class TorchCudnn(TorchPeer):
 
 
 class TorchEfficient(TorchPeer):
-    """xFormers' memory-efficient attention in PyTorch: its only fused operator for float32."""
+    """xFormers' memory-efficient attention in PyTorch: its only fused operator for float32.
+
+    In 16 bits, where the others are faster, it is beside calls whose v has another head_dim: the flash operator takes
+    none of them.
+    """
 
     name = "torch efficient"
-    dtypes = ("float32",)
+    dtypes = (*_HALF, "float32")
+
+    def supports(self, problem: Problem, operation: str) -> bool:
+        """Does the same as for other operators."""
+        return super().supports(problem, operation) and (problem.dtype == "float32" or problem.head_dim_v is not None)
 
     def forward(self, causal: bool, q, k, v) -> tuple:
         """Calls the operator."""
@@ -252,6 +267,44 @@ class TorchEfficient(TorchPeer):
         return self.torch.ops.aten._scaled_dot_product_efficient_attention_backward(
             do, q, k, v, None, o, lse, seed, offset, 0.0, [True, True, True, False], causal
         )
+
+
+class FlashAttention4(TorchPeer):
+    """FlashAttention-4 of the package flash-attn-4, below its autograd function."""
+
+    name = "flash-attn 4"
+
+    def __init__(self, gpu: Gpu):
+        super().__init__(gpu)
+        from flash_attn.cute import interface
+
+        self._interface, self._is_deterministic = interface, False
+
+    def own(self, array):
+        """Returns CuPy's array as a tensor, in the same layout."""
+        return self.tensor(array)
+
+    def arrays(self, operation: str, results: tuple) -> tuple:
+        """Does the same as `Fa2cupy.arrays`."""
+        return tuple(map(self.array, results[:1] if operation == "forward" else results[:3]))
+
+    def forward(self, causal: bool, q, k, v) -> tuple:
+        """Calls the kernel and keeps lse."""
+        return self._interface._flash_attn_fwd(q, k, v, causal=causal, return_lse=True)
+
+    def backward(self, causal: bool, q, k, v, do, forward: tuple) -> tuple:
+        """Calls the kernels with the results of the forward."""
+        o, lse, *_ = forward
+        return self._interface._flash_attn_bwd(q, k, v, o, do, lse, causal=causal, deterministic=self._is_deterministic)
+
+    @contextlib.contextmanager
+    def deterministic(self) -> Iterator[None]:
+        """Sets the deterministic mode of its backward."""
+        self._is_deterministic = True
+        try:
+            yield
+        finally:
+            self._is_deterministic = False
 
 
 class CupyUnfused(_Peer):
@@ -316,6 +369,8 @@ class CupyUnfused(_Peer):
 
 
 PEERS = {"flash": TorchFlash, "cudnn": TorchCudnn, "efficient": TorchEfficient, "unfused": CupyUnfused}
+#: The peers of the section head_dims.
+HEAD_DIM_PEERS = {**{name: PEERS[name] for name in ("flash", "cudnn", "efficient")}, "flash4": FlashAttention4}
 
 
 def available_peers(gpu: Gpu, names: Sequence[str], kinds: Mapping[str, type] = PEERS) -> list:

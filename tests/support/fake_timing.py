@@ -24,7 +24,7 @@ class FakeGpu:
 
     def tensors(self, problem, count):
         rng = np.random.default_rng(0)
-        shapes = (problem.shape, problem.shape_kv, problem.shape_kv, problem.shape)
+        shapes = (problem.shape, problem.shape_kv, problem.shape_v, problem.shape_o)
         drawn = [[rng.standard_normal(shape).astype(problem.numpy_dtype) for shape in shapes] for _ in range(count)]
         return [measure.Tensors(*arrays) for arrays in drawn]
 
