@@ -12,10 +12,10 @@ from support import CHECKOUT
 
 #: The most files and moves of a plain call until it renders kernels.
 BOUNDS = {
-    "forward": (26, 240),
+    "forward": (26, 140),
     "delta": (18, 45),
-    "backward": (25, 280),
-    "decode": (21, 170),
+    "backward": (25, 225),
+    "decode": (21, 95),
     "merge": (18, 45),
 }
 

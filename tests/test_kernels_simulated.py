@@ -109,7 +109,7 @@ def test_ieee_arithmetic_at_every_head_dim(launched, dtype, head_dim, causal):
 
 
 def rows_of_the_table() -> list:
-    """Returns (operation, family, dtype, head_dim, tile) of each row, without repetitions."""
+    """Returns (operation, family, dtype, head_dim, head_dim_v, tile) of each row, without repetitions."""
     cases = {}
     every_row = (
         (family, operation, row)
@@ -124,17 +124,18 @@ def rows_of_the_table() -> list:
         # blocks_per_sm limits registers; the interpreter does not.
         tile = row.tile if family.name == "sm90" else dataclasses.replace(row.tile, blocks_per_sm=1)
         head_dim, device = row.head_dim, DeviceInfo.named("sm_90")
-        while family.why_illegal(operation, dtype, head_dim, tile, device):
+        while family.why_illegal(operation, dtype, head_dim, tile, device, row.head_dim_v):
             head_dim -= 32  # the row serves smaller ones only
-        name = f"{operation}-{family.name}-{dtype}-{head_dim}-{str(tile).replace(', ', '-').replace(' ', '')}"
-        cases[name] = pytest.param(operation, family.name, dtype, head_dim, tile, id=name)
+        columns = f"{head_dim}" + (f"v{row.head_dim_v}" if row.head_dim_v else "")
+        name = f"{operation}-{family.name}-{dtype}-{columns}-{str(tile).replace(', ', '-').replace(' ', '')}"
+        cases[name] = pytest.param(operation, family.name, dtype, head_dim, row.head_dim_v, tile, id=name)
     return list(cases.values())
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize(("operation", "family", "dtype", "head_dim", "tile"), rows_of_the_table())
-def test_every_default_tile(launched, operation, family, dtype, head_dim, tile):
-    check_tile(operation, family, dtype, head_dim, tile)
+@pytest.mark.parametrize(("operation", "family", "dtype", "head_dim", "head_dim_v", "tile"), rows_of_the_table())
+def test_every_default_tile(launched, operation, family, dtype, head_dim, head_dim_v, tile):
+    check_tile(operation, family, dtype, head_dim, tile, head_dim_v)
 
 
 @pytest.mark.matrix
@@ -227,9 +228,12 @@ def test_other_tiles_of_hopper(launched, operation, head_dim, tile):
     check_tile(operation, "sm90", "float16", head_dim, tile)
 
 
-def check_tile(operation: str, family: str, dtype: str, head_dim: int, tile: TileConfig) -> None:
+def check_tile(
+    operation: str, family: str, dtype: str, head_dim: int, tile: TileConfig, head_dim_v: int | None = None
+) -> None:
     """Checks one kernel on lengths just above its tile, with a causal mask and more keys than queries."""
-    inputs = draw(dtype, (tile.b_r + 3, tile.b_c + tile.b_r // 2 + 5), head_dim, (1, 1))
+    lengths = (tile.b_r + 3, tile.b_c + tile.b_r // 2 + 5)
+    inputs = draw(dtype, lengths, head_dim, (1, 1), head_dim_v=head_dim_v)
     if (operation, family) == ("backward_dq", "sm90"):
         with pytest.MonkeyPatch.context() as monkeypatch:
             dq_on_hopper(monkeypatch)

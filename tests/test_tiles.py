@@ -404,7 +404,8 @@ def chosen_rows() -> set[int]:
                 continue
             name_of_call = operation if operation in ("forward", "decode") else "backward"
             has_own_tiles = any(entry.features for entry in row.tiles[operation])
-            pairs = [(64, 128), (192, 64), (240, 16)] if operation != "decode" else []
+            own = [(entry.head_dim, entry.head_dim_v) for entry in row.tiles[operation] if entry.head_dim_v]
+            pairs = [*own, (64, 128), (192, 64), (240, 16)] if operation != "decode" else own
             for (head_dim, head_dim_v), causal, features, batch in itertools.product(
                 [*((head_dim, None) for head_dim in head_dims_of(dtype)), *pairs],
                 (False, True),
@@ -427,12 +428,14 @@ def chosen_rows() -> set[int]:
                     assert head_dim > 128 and ((device in OLDER and dtype == "float64") or of_parts)
                     continue
                 assert row.why_illegal(operation, dtype, head_dim, tile, device, call.head_dim_v) is None
+                padded_v = row.padded_head_dim(head_dim_v or head_dim)
                 found.add(
                     next(
                         position
                         for position, (of, name, entry) in enumerate(ROWS)
                         if (of, name, entry.tile) == (row, operation, tile)
-                        and row.padded_head_dim(max(head_dim, head_dim_v or 0)) <= entry.head_dim
+                        and row.padded_head_dim(head_dim) <= entry.head_dim
+                        and padded_v <= (entry.head_dim_v or entry.head_dim)
                         and (entry.dtypes is None or dtype in entry.dtypes)
                         and (not entry.features or not set(entry.features).isdisjoint(features.features))
                     )
@@ -443,6 +446,23 @@ def chosen_rows() -> set[int]:
 def test_calls_on_every_gpu_have_a_legal_default_tile_and_every_row_serves_one():
     chosen = chosen_rows()
     assert [row for position, row in enumerate(ROWS) if position not in chosen] == []
+
+
+def test_rows_of_pairs_serve_no_equal_head_dims(monkeypatch):
+    calls = [
+        (operation, family, problem(family.dtypes[0], head_dim).with_settings(features), device)
+        for family, operation in {(family, operation): None for family, operation, row in ROWS if row.head_dim_v}
+        for device in DEVICES
+        if family.supports(operation, family.dtypes[0], device)
+        for head_dim in head_dims_of(family.dtypes[0])
+        for features in (NO_SETTINGS, DROPPED, OF_A_FUNCTION)
+    ]
+    chosen = [choose_tile_of(*call) for call in calls]
+    for family in FAMILIES:
+        rest = {name: tuple(row for row in rows if not row.head_dim_v) for name, rows in family.tiles.items()}
+        monkeypatch.setattr(type(family), "tiles", rest)
+    assert calls
+    assert [choose_tile_of(*call) for call in calls] == chosen
 
 
 def test_measured_rows_name_the_gpu_and_the_date():

@@ -30,7 +30,7 @@ class TileRow:
     Attributes
     ----------
     head_dim : int
-        The largest head dimension, of q and of v, padded as `Family.padded_head_dim` does.
+        The largest head dimension, padded as `Family.padded_head_dim` does.
     tile : TileConfig
     measured : str
         GPU and date of the sweep that chose the tile. An empty one marks a tile that was computed and not measured: it
@@ -43,6 +43,9 @@ class TileRow:
         The row applies only to calls of ``decode`` with at least so many jobs for each multiprocessor. A block waits
         between two of them, and others on the multiprocessor go on meanwhile. Few jobs are cut into as many parts as
         there are blocks: one large block on each multiprocessor leaves the fewest parts to merge.
+    head_dim_v : int or None
+        The largest of v, padded; None is that of q. Rows that have one stand behind those that serve equal head
+        dimensions up to it.
     """
 
     head_dim: int
@@ -51,6 +54,7 @@ class TileRow:
     dtypes: tuple[str, ...] | None = None
     features: tuple[str, ...] = ()
     least_jobs: float = 0
+    head_dim_v: int | None = None
 
     def jobs_on(self, device: DeviceInfo) -> float:
         """The least jobs of a call of ``decode`` on a device."""

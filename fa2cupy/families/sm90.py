@@ -104,6 +104,10 @@ class Sm90(Family):
             TileRow(64, TileConfig(192, 96, 16, 3), features=_FUNCTIONS),
             TileRow(64, TileConfig(192, 128, 16, 3), _H100),
             TileRow(128, TileConfig(128, 128, 12, 2), _H100),
+            TileRow(192, TileConfig(128, 128, 12, 2), head_dim_v=128),
+            TileRow(256, TileConfig(128, 96, 12, 2), head_dim_v=128),
+            TileRow(192, TileConfig(128, 112, 12, 2)),
+            TileRow(224, TileConfig(128, 80, 12, 2)),
             TileRow(256, TileConfig(128, 64, 12, 2), _H100),
         ),
         "backward": (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
@@ -137,26 +137,30 @@ def default_tile(
         No row applies.
     """
     kernel = _Kernel.of(operation, family, problem, device)
-    widest = family.padded_head_dim(max(problem.head_dim, problem.columns_of("v")))
+    columns = columns_v = family.padded_head_dim(problem.head_dim)
+    if problem.head_dim_v is not None:
+        columns_v = family.padded_head_dim(problem.head_dim_v)
     used, function = set(problem.features), problem.settings.score_mod
     if problem.settings.block_mask is not None:
         used.discard("mask_mod")  # it is evaluated for mixed tiles alone, beside the main loop
     if function is not None and function.program.adds_little and ITEMSIZE[problem.dtype] == 2:
         used = used - {"score_mod"} | {"alibi_slopes"}  # it needs no more registers than ALiBi
-    applying = [
+    applying: Iterator[TileConfig] = (
         row.tile
         for row in family.tiles[operation]
-        if widest <= row.head_dim
+        if columns <= row.head_dim
+        and columns_v <= (row.head_dim_v or row.head_dim)
         and (row.dtypes is None or problem.dtype in row.dtypes)
         and (not row.features or not used.isdisjoint(row.features))
         and (not row.least_jobs or (not for_any_batch and _jobs(problem, row.tile) >= row.jobs_on(device)))
         and kernel.takes(row.tile)
         and kernel.has_room(row.tile)
-    ]
+    )
     if problem.settings.block_mask is not None:
-        applying = _tiles_for_map(kernel, problem, applying)
-    if applying:
-        return applying[0]
+        applying = iter(_tiles_for_map(kernel, problem, applying))
+    tile = next(applying, None)
+    if tile is not None:
+        return tile
     remedy = "" if operation == "decode" else "; config= takes any of fa2cupy.legal_configs"
     raise UnsupportedProblemError(
         f"no default tile of {operation} ({family.public_name}) at head_dim {problem.head_dim}, {problem.dtype} fits "
@@ -199,7 +203,7 @@ def why_not_map(family: Family, operation: str, problem: AttentionProblem, devic
     )
 
 
-def _tiles_for_map(kernel: _Kernel, problem: AttentionProblem, applying: Sequence[TileConfig]) -> list[TileConfig]:
+def _tiles_for_map(kernel: _Kernel, problem: AttentionProblem, applying: Iterable[TileConfig]) -> list[TileConfig]:
     """The tiles for a problem's map, best first. Where no default tile will do, it is the largest of all."""
     layout = problem.settings.block_mask
     assert layout is not None, "the call has a map"
