@@ -91,6 +91,41 @@ def test_arrays_are_copied_only_where_the_kernels_need_it(launched, monkeypatch,
 
 
 @pytest.mark.parametrize(
+    ("views", "head_dim_v", "copied"),
+    [
+        ({"k": shifted}, 64, {"k"}),
+        ({"v": shifted, "o": packed}, 64, {"v"}),
+        ({"o": shifted, "dk": shifted}, 64, {"o", "dk"}),
+        ({}, 40, set()),
+        ({}, 59, {"v", "o", "do", "dv"}),
+    ],
+    ids=["k", "v", "results", "another head_dim of v", "one that is no multiple"],
+)
+def test_only_the_arrays_that_need_it_are_copied(launched, monkeypatch, views, head_dim_v, copied):
+    """The others, and results of the caller's, are used in place."""
+    made = inputs_of("float16", head_dim=64, head_dim_v=head_dim_v)
+    q, k, v, do = (views.get(name, place)(x) for name, x in zip(("q", "k", "v", "do"), made, strict=True))
+    o, dq, dk, dv = (
+        views.get(name, place)(np.full_like(x, np.nan)) for name, x in (("o", do), ("dq", q), ("dk", k), ("dv", v))
+    )
+    lse = place(np.full((2, 4, 37), np.nan, np.float32))
+    own = {"q": q, "k": k, "v": v, "o": o, "lse": lse, "do": do, "dq": dq, "dk": dk, "dv": dv}
+    used = set()
+    original = prepared.KernelCall._run
+
+    def run(self, arrays, addresses):
+        used.update(addresses)
+        return original(self, arrays, addresses)
+
+    monkeypatch.setattr(prepared.KernelCall, "_run", run)
+    expected = Expectation(q, k, v, do)
+    forward(q, k, v, out=(o, lse), family="sm80")
+    backward(q, k, v, o, lse, do, out=(dq, dk, dv), family="sm80")
+    expected.check(o=o, lse=lse, dq=dq, dk=dk, dv=dv)
+    assert {name for name, x in own.items() if x.data.ptr not in used} == copied
+
+
+@pytest.mark.parametrize(
     ("shape", "strides", "taken"),
     (
         ((2, 5, 8), (80, 16, 2), True), ((2, 5, 8), (80, 16, 4), False), ((2, 5, 1), (80, 16, 4), True),
@@ -102,7 +137,7 @@ def test_rows_are_taken_where_they_start_on_16_bytes_and_have_no_gaps(shape, str
     """Strides of axes of length 1 are ignored."""
     memory = place(np.zeros(200, np.float16))
     array = np.lib.stride_tricks.as_strided(memory, shape, strides, subok=True)
-    assert prepare._must_be_copied("q", array, SM80.row_alignment, is_padded=False) != taken
+    assert prepare._must_be_copied("q", array, SM80.row_alignment) != taken
 
 
 @pytest.mark.parametrize("head_dims", ((24, 40), (40, 24), (64, 59), (59, 64)), ids=str)

@@ -20,12 +20,13 @@ class CopyingCall:
     Parameters
     ----------
     inner : KernelCall
-        The call that takes the copies; it allocates its results.
+        The call that takes the copies. It allocates the results that are copied, and those that the caller does not
+        give.
     arguments : Arguments
     results : tuple of Result
         The results that the caller gets.
     copied : collection of str
-        The inputs that `inner` cannot take as they are, by name.
+        The inputs and results that `inner` cannot take as they are, by name.
     columns_of : callable
         The columns of the copy of a tensor, by its name.
     check_overlap : callable
@@ -46,7 +47,7 @@ class CopyingCall:
         self.columns_of = columns_of
         self.check_overlap = check_overlap
         self.first_result = len(arguments.inputs)
-        self.copied = [(position, name) for position, name in enumerate(arguments.inputs) if name in copied]
+        self.copied = [(position, name) for position, name in enumerate(arguments.names) if name in copied]
 
     def __call__(self, arrays: tuple[cupy.ndarray | None, ...], addresses: list[int]) -> tuple[cupy.ndarray, ...]:
         """The results, on the current stream of the device; `addresses` are those of `arrays`, 0 for None."""
@@ -60,19 +61,17 @@ class CopyingCall:
                     [cupy.ndarray(kind.shape, kind.dtype) if array is None else array for kind, array in kinds]
                 )
             with temporaries():
-                return self._run(arrays[: self.first_result], addresses, given)
+                return self._run(list(arrays), list(addresses), given)
 
     def _run(
-        self, inputs: tuple[cupy.ndarray | None, ...], addresses: list[int], given: tuple[cupy.ndarray | None, ...]
+        self, taken: list[cupy.ndarray | None], addresses: list[int], given: tuple[cupy.ndarray | None, ...]
     ) -> tuple[cupy.ndarray, ...]:
-        taken, addresses = list(inputs), addresses[: self.first_result]
         for position, name in self.copied:
             array = taken[position]
             if array is not None:
-                copy = taken[position] = self._copy(name, array)
-                addresses[position] = copy.data.ptr
-        none = (None,) * len(self.results)
-        found = self.inner((*taken, *none), [*addresses, *[0] * len(none)])
+                copy = taken[position] = self._copy(name, array) if position < self.first_result else None
+                addresses[position] = 0 if copy is None else copy.data.ptr
+        found = self.inner(tuple(taken), addresses)
         return tuple([self._deliver(*parts) for parts in zip(self.results, found, given, strict=True)])
 
     def _copy(self, name: str, array: cupy.ndarray) -> cupy.ndarray:
@@ -87,6 +86,8 @@ class CopyingCall:
 
     @staticmethod
     def _deliver(kind: Result, found: cupy.ndarray, given: cupy.ndarray | None) -> cupy.ndarray:
+        if found is given:
+            return found
         result = found if found.shape == kind.shape else found[..., : kind.shape[-1]]
         if given is None:
             return cupy.ascontiguousarray(result.astype(kind.dtype, copy=False))

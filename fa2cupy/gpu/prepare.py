@@ -79,12 +79,12 @@ def prepare(
     choice = choose_with_copies(call, problem, device, lambda family: taken_by(family)[:2], options)
     taken = taken_by(choice.family)
     plan = _plan(call, named, taken, device, choice, options)
-    given = [name for name in arguments.results if named[name] is not None]
+    given = [name for name in arguments.results if named[name] is not None and name not in taken.copied]
     written = CACHES if problem.cache is not None and problem.cache.num_new else ()
     check_overlap = overlap_check(arguments, arrays, written)
-    if not taken.allocates:
+    if not taken.copied:
         return KernelCall(plan, ordinal, arguments, results, given, check_overlap if given or written else None)
-    inner = KernelCall(plan, ordinal, arguments, _inner_results(taken.problem, results))
+    inner = KernelCall(plan, ordinal, arguments, _inner_results(taken.problem, results), given)
     return CopyingCall(inner, arguments, results, taken.copied, taken.problem.columns_of, check_overlap)
 
 
@@ -134,15 +134,13 @@ class _Taken(NamedTuple):
     strides : dict
         Those of all tensors and of the features' arrays, by their names in kernels.
     copied : tuple of str
-        The arrays that kernels cannot take as they are, among them tensors for which they have another head_dim.
-    allocates : bool
-        True if all results are allocated, and then copied to the caller's arrays.
+        The inputs and results that kernels cannot take as they are, among them tensors for which they have another
+        head_dim, and gradients that they add up in the accumulators' dtype.
     """
 
     problem: AttentionProblem
     strides: dict[str, AnyStrides]
     copied: tuple[str, ...]
-    allocates: bool
 
 
 def _taken_by(
@@ -152,7 +150,7 @@ def _taken_by(
     keywords: Mapping[str, Any],
     family: Family,
 ) -> _Taken:
-    problem, settings = request.problem, request.problem.settings
+    problem = request.problem
     alignment, padded = family.row_alignment, family.padded(arguments.call, problem)
     if arguments.call == "decode":
         addresses = [named[name].data.ptr for name in CACHES]
@@ -163,16 +161,18 @@ def _taken_by(
     if padded is not problem:
         widened = {name for name in TENSORS if padded.columns_of(name) != problem.columns_of(name)}
         problem = padded
-    copied = tuple(name for name, array in named.items() if name in widened or _must_be_copied(name, array, alignment))
-    # Kernels add some gradients up in the accumulators' dtype.
-    allocates = bool(copied) or settings.dscore_args or (settings.dbias and not settings.full_dbias)
+    copied = tuple(
+        name
+        for name, array in named.items()
+        if name in widened or _is_summed(name, problem) or _must_be_copied(name, array, alignment)
+    )
     strides: dict[str, AnyStrides] = {}
     if keywords:
         strides |= feature_strides(keywords) | argument_layouts(keywords)
     shapes = {result.name: result.shape for result in request.results}
     for name, in_kernel in zip(arguments.names, arguments.kernel_names, strict=True):
         array = named[name]
-        is_new = array is None or name in copied or (allocates and name in shapes)
+        is_new = array is None or name in copied
         shape = shapes.get(name, ()) if array is None else array.shape
         if name == "dbias":
             strides[name] = contiguous_score_strides(shape) if is_new else score_strides(name, array)
@@ -187,7 +187,12 @@ def _taken_by(
         if name == "o_parts":
             shape, of_array = shape[1:], None if of_array is None else of_array[1:]
         strides[in_kernel] = problem.kernel_strides(shape, of_array)
-    return _Taken(problem, strides, copied, allocates)
+    return _Taken(problem, strides, copied)
+
+
+def _is_summed(name: str, problem: AttentionProblem) -> bool:
+    """True if kernels add a gradient up in the accumulators' dtype, so that it is rounded afterwards."""
+    return name.startswith("dscore_args") or (name == "dbias" and not problem.settings.full_dbias)
 
 
 def _must_be_copied(name: str, array: cupy.ndarray | None, alignment: int) -> bool:
@@ -200,12 +205,12 @@ def _must_be_copied(name: str, array: cupy.ndarray | None, alignment: int) -> bo
 
 
 def _inner_results(problem: AttentionProblem, results: tuple[Result, ...]) -> tuple[Result, ...]:
-    """The results that kernels of the padded problem write: sums of dbias and dscore_args are rounded afterwards."""
+    """The results that kernels of the padded problem write."""
 
     def of(result: Result) -> Result:
         if result.name in TENSORS:
             return result._replace(shape=(*result.shape[:-1], problem.columns_of(result.name)))
-        if result.name.startswith("dscore_args") or (result.name == "dbias" and not problem.settings.full_dbias):
+        if _is_summed(result.name, problem):
             return result._replace(dtype=np.dtype(problem.accumulator_dtype))
         return result
 
