@@ -151,9 +151,9 @@ def forward(
     The algorithm is FlashAttention-2 (Dao 2023), Algorithm 1: for each query tile of B_r rows an online softmax runs
     over key tiles of B_c rows, so that memory beyond inputs and results is O(1). Scores, statistics and sums are
     float32 (float64 for float64 data). Where several blocks share a query tile (`num_splits`), there is a workspace
-    for their partial results: ``head_dim + 1`` float32 numbers for each share, head and row of q, with head_dim rounded
-    up to a multiple of 16, and rows to whole tiles. By default there are at most four shares, or sixteen where all of
-    them take less than 64 MiB.
+    for their partial results: ``head_dim + 1`` float32 numbers for each share, head and row of q, with the head_dim of
+    v rounded up to a multiple of 16, and rows to whole tiles. By default there are at most four shares, or sixteen
+    where all of them take less than 64 MiB.
 
     Where the queries of all heads that share a K/V head are at most 32 (16 beyond head_dim 128, and in float32 and
     float64), calls whose features `decode` has run its kernel, unless `config`, `family`, `num_splits` or `precision`
@@ -250,7 +250,7 @@ def delta(o: ArrayT, do: ArrayT, *, layout: Layout = "bshd", out: ArrayT | None 
     Parameters
     ----------
     o, do : ndarray, shape (batch, seqlen_q, num_heads, head_dim)
-        Output of `forward`, packed or not, and its gradient.
+        Output of `forward`, packed or not, and its gradient. Their head_dim is that of v.
     layout : {"bshd", "bhsd"}, optional
         As for `forward`.
     out : ndarray, optional

@@ -25,6 +25,7 @@ from support.simulator import compiled_module
 
 from fa2cupy import TileConfig, reference
 from fa2cupy.families.device import DeviceInfo
+from fa2cupy.families.registry import FAMILIES as FAMILIES_OF_KERNELS
 from fa2cupy.gpu.tensor_maps import encode_arguments
 from fa2cupy.jit.source import render_kernel
 from fa2cupy.plan.stages import Plan, Stage
@@ -41,6 +42,9 @@ FAMILIES = {
     "sm80": ("float16", 32, 24, TileConfig(32, 32, 2, 2), TileConfig(32, 32, 4, 2)),
     "sm90": ("float16", 48, 64, TileConfig(64, 48, 8, 2, 2), TileConfig(128, 128, 12, 2)),
 }
+#: Columns of v beside those columns of q.
+COLUMNS_OF_V = {"simt": 12, "sm80": 40, "sm90": 48}
+TAKES_PAIRS = [family.name for family in FAMILIES_OF_KERNELS if "backward" in family.pair_calls]
 _REACH = 2**44  # between the arrays' addresses
 _FAR = 2**20  # stride in bytes from which the memory between elements is left out
 
@@ -113,11 +117,20 @@ def blocks_of_last_head(stage: Stage, rows: int, tile: int) -> range:
 class Case:
     """A problem of a family, with the arrays of the last head of its last sequence."""
 
-    def __init__(self, name: str, *, packed: bool = False, arrays: dict | None = None, more: tuple[str, ...] = ()):
+    def __init__(
+        self,
+        name: str,
+        *,
+        packed: bool = False,
+        arrays: dict | None = None,
+        more: tuple[str, ...] = (),
+        head_dim_v: int | None = None,
+    ):
         dtype, rows, head_dim, tile, by_keys = FAMILIES[name]
         self.family, self.more = None if name == "sm90" else name, more
         self.config = {"forward": tile, "backward_dq": tile, "backward": by_keys, "backward_dkdv": by_keys}
-        self.inputs = make_inputs(dtype, seqlen_q=rows, num_heads=1, head_dim=head_dim, layout="bhsd")
+        columns = {"head_dim": head_dim, "head_dim_v": head_dim_v}
+        self.inputs = make_inputs(dtype, seqlen_q=rows, num_heads=1, layout="bhsd", **columns)
         self.arrays = arrays or {}
         given = tuple(name for name in ARRAY_KEYWORDS if name in self.arrays)
         features = FeatureSettings(arrays=given, **dict.fromkeys(more, True))
@@ -127,11 +140,16 @@ class Case:
                 features, num_sequences=BATCH, max_seqlen_q=rows, max_seqlen_k=rows, arrays=(*features.arrays, *OFFSETS)
             )
         sizes = (batch, total, total, HEADS, HEADS, head_dim)
-        self.problem = AttentionProblem(dtype, *sizes, True, head_dim**-0.5, "bhsd", 3 if packed else 4, None, features)
-        # Rows are far apart, too, except for Hopper, where TMA multiplies by strides.
-        row, head = (head_dim, total * head_dim) if name == "sm90" else (HEADS * head_dim, head_dim)
-        strides = (0 if packed else HEADS * total * head_dim, row, head)
-        self.strides = dict.fromkeys(("q", "k", "v", "o", "dout", "dq", "dk", "dv"), strides)
+        rank = 3 if packed else 4
+        self.problem = AttentionProblem(dtype, *sizes, True, head_dim**-0.5, "bhsd", rank, head_dim_v, features)
+
+        def strides_of(tensor: str) -> tuple[int, int, int]:
+            # Rows are far apart, too, except for Hopper, where TMA multiplies by strides.
+            n = self.problem.columns_of(tensor)
+            row, head = (n, total * n) if name == "sm90" else (HEADS * n, n)
+            return 0 if packed else HEADS * total * n, row, head
+
+        self.strides = {x: strides_of(x) for x in ("q", "k", "v", "o", "dout", "dq", "dk", "dv")}
         self.strides |= {name: own for name, (_, own) in self.arrays.items()}
         self.device = DeviceInfo.named("sm_90")
         self.far = Far()
@@ -155,7 +173,7 @@ class Case:
             if array.ndim == 3:
                 self.far.put(name, array.reshape(-1), self._end - array.size, result=results)
             else:
-                batch, row, head = self.strides["q"]
+                batch, row, head = self.strides[name]
                 at = (
                     (self.problem.batch - 1) * batch
                     + (self.problem.seqlen_q - array.shape[2]) * row
@@ -182,8 +200,8 @@ class Case:
         return {name: self.far.take(name, part).reshape(like[name].shape) for name, part in parts.items()}
 
     def check_forward(self) -> None:
-        q = self.inputs[0]
-        like = {"o": q, "lse": np.zeros(q.shape[:3], self.problem.accumulator_dtype)}
+        q, _, _, do = self.inputs
+        like = {"o": do, "lse": np.zeros(q.shape[:3], self.problem.accumulator_dtype)}
         self.put(results=True, **like)
         self.run(plans.forward_plan(self.problem, self.device, self.strides, self.config, self.family).stages)
         self.expectation().check(**self.results(**like))
@@ -262,6 +280,16 @@ class TestTheLastHead:
     @pytest.mark.parametrize("method", ("single_pass", "two_pass"))
     def test_backward(self, name, method):
         Case(name).check_backward(method)
+
+    def test_forward_of_two_head_dims(self, name):
+        Case(name, head_dim_v=COLUMNS_OF_V[name]).check_forward()
+
+
+@pytest.mark.sample(name=("sm80",), method=("single_pass",))
+@pytest.mark.parametrize("method", ("single_pass", "two_pass"))
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name in TAKES_PAIRS])
+def test_backward_of_two_head_dims(name, method):
+    Case(name, head_dim_v=COLUMNS_OF_V[name]).check_backward(method)
 
 
 #: Families with kernels that read arrays by the same lines as Hopper's, and packed sequences without tensor maps.
