@@ -69,8 +69,8 @@ NATIVE_HEAD_DIMS = (32, 40, 64, 80, 96, 112, 128, 160, 192, 224, 256)
 SECONDS_FOR_A_TOOL = 120
 #: Parts of tests/support/sanitized_calls.py. They run in parallel: a tool uses little of the GPU and one CPU.
 SANITIZED_PARTS = (
-    "plain", "features", "functions", "packed", "sparse", "float32-59", "float32-128", "float32-250", "decode",
-    "copies",
+    "plain", "features", "functions", "packed", "sparse", "float32-59", "float32-128", "float32-250",
+    "float32-96-64", "decode", "copies",
 )  # fmt: skip
 # Sections of the benchmark that check a change. The others only compare with peers, and would take the check beyond ten
 # minutes.

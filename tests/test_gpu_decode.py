@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from support.decode_cases import Case, check
+from support.feature_cases import HEAD_DIM_PAIRS
 
 import fa2cupy
 from fa2cupy import reference
@@ -26,7 +27,8 @@ def on_gpu(q, k_cache, v_cache, lengths, **options) -> tuple:
     rows = q.shape[1] if options.get("layout", "bshd") == "bshd" else q.shape[2]
     heads = q.shape[2] if options.get("layout", "bshd") == "bshd" else q.shape[1]
     wide = "float64" if q.dtype.name == "float64" else "float32"
-    out = cp.asarray(np.full(q.shape, np.nan, q.dtype)), cp.full((q.shape[0], heads, rows), np.nan, wide)
+    shape = *q.shape[:-1], v_cache.shape[-1]
+    out = cp.asarray(np.full(shape, np.nan, q.dtype)), cp.full((q.shape[0], heads, rows), np.nan, wide)
     o, lse = fa2cupy.decode(cp.asarray(q), *caches, cp.asarray(lengths), out=out, **placed(options))
     k_cache[...], v_cache[...] = (cache.get() for cache in caches)
     return o.get(), lse.get()
@@ -39,6 +41,15 @@ def on_gpu(q, k_cache, v_cache, lengths, **options) -> tuple:
 def test_ragged_lengths(dtype, head_dim, page_size, layout):
     lengths = (0, 1, 47, 64, 90, 1023, 3000)
     check(on_gpu, Case(dtype, lengths, head_dim=head_dim, num_new=1, page_size=page_size, layout=layout))
+
+
+@pytest.mark.parametrize("page_size", [None, 16])
+@pytest.mark.parametrize("pair", HEAD_DIM_PAIRS, ids=str)
+def test_two_head_dims(pair, page_size):
+    sizes = {"head_dim": pair[0], "head_dim_v": pair[1], "page_size": page_size}
+    for dtype in DTYPES:
+        check(on_gpu, Case(dtype, (0, 1, 47, 1023, 3000), num_new=1, **sizes))
+    check(on_gpu, Case("bfloat16", (9000, 20), heads=(16, 1), **sizes))
 
 
 @pytest.mark.parametrize("seqlen_q", [1, 4, 9])

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, seed, settings
 from hypothesis import strategies as st
-from support.feature_cases import METHODS, ROWS, accumulator, extras, keyword, numbers, options_of
+from support.feature_cases import HEAD_DIM_PAIRS, METHODS, ROWS, accumulator, extras, keyword, numbers, options_of
 
 import fa2cupy
 from fa2cupy.families.device import DeviceInfo
@@ -119,10 +119,16 @@ def test_windows(head_dim, causal, window):
         check(draw("bfloat16", lengths, head_dim, batch=1), [None], causal=causal, window=window)
 
 
-@pytest.mark.parametrize("head_dims", [(192, 128), (64, 128), (40, 72)], ids=str)
-@pytest.mark.parametrize("dtype", ("float16", "float32"))
-def test_values_with_a_head_dim_of_their_own(dtype, head_dims):
-    check(draw(dtype, (200, 250), head_dims[0], head_dim_v=head_dims[1]), [None], causal=True)
+@pytest.mark.parametrize("name", ROWS)
+def test_each_feature_with_two_head_dims(name):
+    """Checks each pair and dtype in turn, on all families."""
+    turn = ROWS.index(name)
+    pair, lengths = HEAD_DIM_PAIRS[turn % len(HEAD_DIM_PAIRS)], LENGTHS[turn % len(LENGTHS)]
+    dtype = (*HALF, "float32")[turn % 3]
+    sizes = {"batch": 2, "num_heads": 4, "seqlen_q": lengths[0], "seqlen_k": lengths[1]}
+    dlse = cp.asarray(numbers((2, 4, lengths[0]), "float32")) if name == "bias of queries" else None
+    inputs = draw(dtype, lengths, pair[0], head_dim_v=pair[1])
+    check(inputs, families_of(dtype), dlse=dlse, **on_device(options_of(name, dtype, sizes)))
 
 
 @pytest.mark.parametrize("dtype", ("float16", "float32"))
@@ -158,9 +164,9 @@ def test_a_new_seed_is_no_new_kernel(method):
 SEQUENCES = ((5, 9), (0, 3), (400, 170), (4, 0), (1, 700), (0, 0), (350, 370), (128, 128))
 
 
-def packed(dtype: str, head_dim: int, before: int = 0, behind: int = 0) -> tuple[tuple, dict]:
+def packed(dtype: str, head_dim: int, before: int = 0, behind: int = 0, **sizes) -> tuple[tuple, dict]:
     offsets = [np.cumsum([before, *lengths]).astype("int32") for lengths in zip(*SEQUENCES, strict=True)]
-    inputs = draw(dtype, tuple(int(ends[-1]) + behind for ends in offsets), head_dim, batch=1)
+    inputs = draw(dtype, tuple(int(ends[-1]) + behind for ends in offsets), head_dim, batch=1, **sizes)
     names = ("cu_seqlens_q", "cu_seqlens_k")
     for x, ends in zip(inputs, (offsets[0], offsets[1], offsets[1], offsets[0]), strict=True):
         x[0, :before] = x[0, int(ends[-1]) :] = np.nan  # rows of no sequence must not affect results
@@ -174,6 +180,13 @@ def test_packed_sequences(dtype, head_dim, options):
     inputs, offsets = packed(dtype, head_dim, before=3, behind=40)
     check_packed(inputs, **offsets, **options)
     check_packed(inputs, **offsets, **options, max_seqlen_q=400, max_seqlen_k=700)
+
+
+@pytest.mark.parametrize("pair", HEAD_DIM_PAIRS[:4], ids=str)
+@pytest.mark.parametrize("dtype", ("bfloat16", "float32"))
+def test_packed_sequences_with_two_head_dims(dtype, pair):
+    inputs, offsets = packed(dtype, pair[0], before=3, behind=40, head_dim_v=pair[1])
+    check_packed(inputs, **offsets, causal=True)
 
 
 def check_packed(inputs: tuple, **options) -> None:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, seed, settings
 from hypothesis import strategies as st
-from support.feature_cases import ROWS, numbers, options_of
+from support.feature_cases import HEAD_DIM_PAIRS, ROWS, numbers, options_of
 from support.float32_data import KINDS, MIXTURES, check_promise, data, mixture, orders_of
 
 import fa2cupy
@@ -67,7 +67,7 @@ def run(inputs: tuple, family: str, *, dlse=None, **options) -> None:
     expected = Expectation(q, k, v, do, dlse=dlse, **options)
     how = {**options, "family": family}
     o, lse = fa2cupy.forward(q, k, v, out=expected.unwritten("o", "lse"), **how)
-    for method in methods_of(family, q.shape[-1]):
+    for method in methods_of(family, max(q.shape[-1], v.shape[-1])):
         # Only two passes give dbias; one pass would run them for it.
         given = [name for name in ("bias", "sink") if name in options and (name, method) != ("bias", "single_pass")]
         more = {f"return_d{name}": True for name in given}
@@ -81,6 +81,17 @@ def run(inputs: tuple, family: str, *, dlse=None, **options) -> None:
 def draw(lengths: tuple[int, int], heads: tuple[int, int], head_dim: int, batch: int = 2, **options) -> tuple:
     sizes = dict(zip(("seqlen_q", "seqlen_k", "num_heads", "num_heads_kv"), (*lengths, *heads), strict=True))
     return make_inputs("float32", batch=batch, head_dim=head_dim, xp=cp, **sizes, **options)
+
+
+@pytest.mark.parametrize(
+    ("family", "pair"),
+    [(family, pair) for family, largest in LARGEST.items() for pair in HEAD_DIM_PAIRS if max(pair) <= largest],
+    ids=str,
+    indirect=["family"],
+)
+def test_two_head_dims(family, pair):
+    for lengths, causal in (((200, 250), True), ((513, 130), False)):
+        run(draw(lengths, (4, 2), pair[0], head_dim_v=pair[1]), family, causal=causal)
 
 
 @pytest.mark.parametrize("causal", (False, True), ids=("full", "causal"))

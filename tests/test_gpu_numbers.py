@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
+from support.feature_cases import HEAD_DIM_PAIRS
 
 import fa2cupy
 from fa2cupy.families.device import DeviceInfo
@@ -39,6 +40,12 @@ LENGTHS = (
 )
 #: (num_heads, num_heads_kv): multi-head, grouped-query, multi-query
 HEADS = ((2, 2), (4, 2), (3, 1))
+#: Pairs of head_dims, each with a 16-bit dtype and with a wider one, and with each mask.
+PAIRS = [
+    (dtype, pair, (turn + place) % 2 == 0)
+    for turn, pair in enumerate(HEAD_DIM_PAIRS)
+    for place, dtype in enumerate((HALF[turn // 2 % 2], WIDE[turn // 2 % 2]))
+]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -47,14 +54,17 @@ def _compiled_ahead():
     fa2cupy.precompile(dtypes=HALF, head_dims=HEAD_DIMS)
     fa2cupy.precompile(dtypes=WIDE, head_dims=(32, 59, 64, 111, 128, 256))
     device = DeviceInfo.current()
+    kinds = [(dtype, head_dim, None, causal) for dtype in HALF for head_dim in HEAD_DIMS for causal in (False, True)]
+    kinds += [(dtype, *pair, causal) for dtype, pair, causal in PAIRS]
     specs = {
         spec
-        for dtype in HALF
+        for dtype, head_dim, head_dim_v, causal in kinds
         for method, operation in ((None, "forward"), ("single_pass", "backward"), ("two_pass", "backward_dkdv"))
         for family in families_of(operation, dtype)
-        for head_dim in HEAD_DIMS
-        for causal in (False, True)
-        for spec in default_specs(device, dtype, head_dim, causal, method, family)
+        for num_splits in ((1, 2) if head_dim_v else (1,))
+        for spec in default_specs(
+            device, dtype, head_dim, causal, method, family, num_splits=num_splits, head_dim_v=head_dim_v
+        )
     }
     with ThreadPoolExecutor() as pool:
         list(pool.map(cached_kernel, specs))
@@ -111,6 +121,12 @@ def draw(dtype: str, lengths: tuple, heads: tuple, head_dim: int, batch: int = 2
         xp=cp,
         **options,
     )
+
+
+@pytest.mark.parametrize(("dtype", "pair", "causal"), PAIRS, ids=str)
+def test_two_head_dims(dtype, pair, causal):
+    for lengths, heads in (((300, 217), (4, 2)), ((129, 513), (3, 1))):
+        check(draw(dtype, lengths, heads, pair[0], head_dim_v=pair[1]), causal=causal)
 
 
 @pytest.mark.parametrize("causal", (False, True), ids=("full", "causal"))

@@ -12,6 +12,8 @@ from fa2cupy.problem.function_checks import floating_arguments
 from fa2cupy.testing import Expectation, make_inputs
 
 METHODS = ("single_pass", "two_pass")
+#: head_dim of q and of v: models', each the wider and padded on chip or not, and one much wider than the other.
+HEAD_DIM_PAIRS = ((192, 128), (64, 128), (128, 64), (40, 72), (96, 64), (256, 128), (136, 8), (8, 136))
 SIZES = {"batch": 2, "seqlen_q": 37, "seqlen_k": 53, "num_heads": 4, "num_heads_kv": 2, "head_dim": 16}
 
 

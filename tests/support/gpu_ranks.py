@@ -27,13 +27,15 @@ SIZES = {"batch": 2, "seqlen_q": 256, "seqlen_k": 256, "num_heads": 8, "num_head
 OTHER_SIZES = {
     "packed": {"batch": 1},
     "groups": {"num_heads": 16, "num_heads_kv": 8},
+    "two head_dims": {"head_dim": 96, "head_dim_v": 64},
     "functions": {"seqlen_q": 1024, "seqlen_k": 1024},
 }
 DTYPE, TOLERANCE = "float16", 5e-3  # of the largest value: shares of gradients are rounded before they are summed
 FEATURES = ("window", "softcap", "alibi", "bias", "bias of keys", "mask", "padding", "sink", "dropout", "functions")
 CASES = (
     *((scheme, name) for scheme in ("heads", "gather", "hybrid") for name in ("causal", *FEATURES)),
-    ("heads", "groups"), ("heads", "packed"), ("heads", "sparse"),
+    ("heads", "groups"), ("heads", "packed"), ("heads", "sparse"), ("heads", "two head_dims"),
+    ("gather", "two head_dims"),
     *((scheme, "graph") for scheme in ("heads", "gather", "hybrid")),
 )  # fmt: skip
 #: What the last rank does while the others make calls on which all ranks have agreed before.
@@ -58,7 +60,7 @@ def case_of(name: str) -> tuple[dict, dict]:
         return sizes, {"causal": True, **of_functions, "mask_args": (ids,)}
     if name == "sparse":
         return sizes, {"mask_mod": document, "mask_args": (ids,)}
-    if name == "groups":
+    if name in ("groups", "two head_dims"):
         return sizes, {"causal": True}
     if name == "packed":
         offsets = np.array([0, 5, 100, 100, 250], "int32")

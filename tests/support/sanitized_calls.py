@@ -29,7 +29,7 @@ from fa2cupy.distributed.local.sums import sum_into
 from fa2cupy.problem.dtypes import ACCUMULATOR
 from fa2cupy.testing import make_inputs
 
-#: (dtype, head_dim): a native and a padded dimension of each main loop.
+#: (dtype, head_dim), or (dtype, head_dim, head_dim_v): a native and a padded dimension of each main loop, and pairs.
 KINDS = (
     ("float16", 64),
     ("bfloat16", 128),
@@ -39,29 +39,38 @@ KINDS = (
     ("float16", 256),
     ("float32", 64),
     ("float64", 80),
+    ("bfloat16", 192, 128),
+    ("float16", 40, 72),
+    ("float32", 72, 40),
 )
 #: Features that are compiled into the same kernels, and the (dtype, head_dim) that these are called on.
 FEATURES = (("window", "softcap", "alibi by batch", "sink"), ("mask of rows", "padding", "dropout"), ("bias of heads",))
 FEATURE_KINDS = (("float16", 64), ("bfloat16", 128), ("float16", 256), ("float32", 64))
+PAIR = ("bfloat16", 192, 128)
+
+
+def columns_of(head_dim: int, head_dim_v: int | None = None) -> dict[str, int | None]:
+    """Returns keywords of `make_inputs`."""
+    return {"head_dim": head_dim, "head_dim_v": head_dim_v}
 
 
 def plain() -> None:
     """Calls forward, delta and both backward methods: ragged tiles, a diagonal, grouped heads, rows that see no key."""
-    for dtype, head_dim in KINDS:
+    for dtype, *columns in KINDS:
         for causal, (seqlen_q, seqlen_k) in ((False, (70, 150)), (True, (150, 130))):
             sizes = {
                 "seqlen_q": seqlen_q,
                 "seqlen_k": seqlen_k,
                 "num_heads": 2,
                 "num_heads_kv": 1,
-                "head_dim": head_dim,
+                **columns_of(*columns),
             }
             q, k, v, do = make_inputs(dtype, **sizes, xp=cupy)
             fa2cupy.forward(q, k, v, causal=causal, num_splits=1)
             # The tool considers results that TMA stores as unwritten, so no other kernel may read them.
             half = dtype in ("float16", "bfloat16")
             o, lse = fa2cupy.forward(q, k, v, causal=causal, family="sm80" if half else None, num_splits=1)
-            splits = (1, 3) if causal and (dtype, head_dim) in FEATURE_KINDS and half else (1,)
+            splits = (1, 3) if causal and (dtype, *columns) in (*FEATURE_KINDS, PAIR) and half else (1,)
             for family, num_splits in itertools.product((None, "sm80")[: 1 + half], splits):
                 how = {"causal": causal, "family": family, "num_splits": num_splits}
                 if num_splits > 1:
@@ -72,10 +81,10 @@ def plain() -> None:
 
 def decoding() -> None:
     """Decodes from a cache with pages and new rows, and from one that is cut among blocks, and merges two results."""
-    for dtype, head_dim in (("float16", 64), ("bfloat16", 128), ("float32", 64)):
+    for dtype, *columns in (("float16", 64), ("bfloat16", 128), ("float32", 64), PAIR, ("float32", 40, 72)):
         for case in (
-            Case(dtype, (0, 17, 900), head_dim=head_dim, page_size=16, num_new=1, seqlen_q=2),
-            Case(dtype, (20_000,), head_dim=head_dim, heads=(8, 1)),
+            Case(dtype, (0, 17, 900), page_size=16, num_new=1, seqlen_q=2, **columns_of(*columns)),
+            Case(dtype, (20_000,), heads=(8, 1), **columns_of(*columns)),
         ):
             q, k_cache, v_cache, lengths, options = case.arguments()
             keywords = {name: cupy.asarray(x) for name, x in options.items()}
@@ -83,12 +92,12 @@ def decoding() -> None:
             fa2cupy.merge([o, o], [lse, lse])
 
 
-def of_parts(head_dim: int) -> None:
+def of_parts(*columns: int) -> None:
     """Calls float32 on tensor cores: plain, with features, packed, and with a head that is left to the fallback."""
     sizes = {"batch": 2, "num_heads": 4, "seqlen_q": 150, "seqlen_k": 130}
     offsets = dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), cupy.asarray(np.array([3, 90, 90, 130], np.int32)))
     for names in ((), *FEATURES):
-        q, k, v, do = make_inputs("float32", **sizes, num_heads_kv=2, head_dim=head_dim, xp=cupy)
+        q, k, v, do = make_inputs("float32", **sizes, num_heads_kv=2, **columns_of(*columns), xp=cupy)
         given = {key: value for name in names for key, value in options_of(name, "float32", sizes).items()}
         options = {key: cupy.asarray(x) if isinstance(x, np.ndarray) else x for key, x in given.items()}
         k[0, 5, 1, 3] = 1e9
@@ -99,7 +108,7 @@ def of_parts(head_dim: int) -> None:
 
 def check_parts(q, k, v, do, options: dict) -> None:
     """Calls forward and all backward methods of the families that the GPU runs."""
-    capability, is_wide = int(cupy.cuda.Device().compute_capability), q.shape[-1] > 128
+    capability, is_wide = int(cupy.cuda.Device().compute_capability), max(q.shape[-1], v.shape[-1]) > 128
     methods = {"sm90": ("single_pass", "two_pass")[is_wide:]} if capability == 90 else {}
     if capability >= 80 and not is_wide:
         methods["sm80"] = ("two_pass",)
@@ -112,8 +121,8 @@ def check_parts(q, k, v, do, options: dict) -> None:
 def with_settings() -> None:
     """Calls every feature, with its gradient if it has one."""
     sizes = {"batch": 2, "num_heads": 2, "seqlen_q": 150, "seqlen_k": 130}
-    for (dtype, head_dim), names in itertools.product(FEATURE_KINDS, FEATURES):
-        q, k, v, do = make_inputs(dtype, **sizes, num_heads_kv=1, head_dim=head_dim, xp=cupy)
+    for (dtype, *columns), names in itertools.product((*FEATURE_KINDS, PAIR), FEATURES):
+        q, k, v, do = make_inputs(dtype, **sizes, num_heads_kv=1, **columns_of(*columns), xp=cupy)
         given = {key: value for name in names for key, value in options_of(name, dtype, sizes).items()}
         options = {key: cupy.asarray(x) if isinstance(x, np.ndarray) else x for key, x in given.items()}
         check_calls(q, k, v, do, dtype, options)
@@ -172,7 +181,8 @@ def check_calls(q, k, v, do, dtype: str, options: dict) -> None:
 PARTS = {
     "plain": plain, "features": with_settings, "functions": with_functions, "packed": packed, "sparse": sparse,
     "float32-59": functools.partial(of_parts, 59), "float32-128": functools.partial(of_parts, 128),
-    "float32-250": functools.partial(of_parts, 250), "decode": decoding, "copies": copied,
+    "float32-250": functools.partial(of_parts, 250), "float32-96-64": functools.partial(of_parts, 96, 64),
+    "decode": decoding, "copies": copied,
 }  # fmt: skip
 
 if __name__ == "__main__":
