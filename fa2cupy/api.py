@@ -41,8 +41,8 @@ def forward(
     k, v : ndarray, shape (batch, seqlen_k, num_heads_kv, head_dim)
         Keys and values, of q's dtype and device. num_heads must be a multiple of num_heads_kv: query head ``h``
         reads K/V head ``h // (num_heads // num_heads_kv)`` (multi-head, grouped-query and multi-query attention). v
-        may have another head_dim than q and k; o then has that of v. Views such as ``qkv[:, :, 0]`` of a packed array
-        are not copied.
+        may have another head_dim than q and k, up to 256, too; o then has that of v. Views such as ``qkv[:, :, 0]`` of
+        a packed array are not copied.
     causal : bool, optional
         Key ``j`` is visible to query ``i`` iff ``j <= i + seqlen_k - seqlen_q``: the mask is aligned to the bottom
         right.
