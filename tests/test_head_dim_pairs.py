@@ -161,14 +161,6 @@ def test_parts_have_the_columns_of_their_inputs():
     assert sizes["exceptions"] == 4 * one.batch * one.num_heads_kv * (1 + 192 + 192 + 1)
 
 
-def test_calls_without_pairs_have_the_tiles_of_the_wider():
-    given = {"family": "sm90", "arch": "sm_90", "dtype": "float32"}
-    assert not SM90_FLOAT32.pair_calls
-    assert legal_configs("backward_dkdv", head_dim=64, head_dim_v=128, **given) == legal_configs(
-        "backward_dkdv", head_dim=128, **given
-    )
-
-
 def test_tensor_maps_have_the_columns_of_their_tensors():
     """TMA then fills what lies behind them with zeros in a load, and skips it in a store."""
     one = dataclasses.replace(BASE, dtype="float16")

@@ -19,7 +19,6 @@ from support.strided_arrays import packed
 
 from fa2cupy import TileConfig, reference
 from fa2cupy.families.operations import TILED
-from fa2cupy.families.registry import FAMILIES
 from fa2cupy.gpu.copies import CopyingCall
 from fa2cupy.testing import Expectation
 
