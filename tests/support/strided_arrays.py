@@ -28,6 +28,6 @@ def reversed_columns(x: np.ndarray) -> FakeArray:
 
 def packed(x: np.ndarray) -> FakeArray:
     """Returns a copy in every second head of a wider array, with strides that the kernels take."""
-    wide = place(np.empty((*x.shape[:2], 2 * x.shape[2], x.shape[3]), x.dtype))
-    wide[:, :, ::2] = x
-    return wide[:, :, ::2]
+    wide = place(np.empty((*x.shape[:-2], 2 * x.shape[-2], x.shape[-1]), x.dtype))
+    wide[..., ::2, :] = x
+    return wide[..., ::2, :]
