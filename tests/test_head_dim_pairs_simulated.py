@@ -13,7 +13,7 @@ pytest.importorskip("cupy")
 from support.fake_cupy import place
 from support.fake_gpu import backward, forward
 from support.feature_cases import accumulator, numbers, options_of
-from support.simulated_problems import HALF, draw, family_of, leave_out, small_tiles
+from support.simulated_problems import HALF, HOPPER, draw, family_of, leave_out, small_tiles
 from support.simulator import simulated_gpu
 from support.strided_arrays import packed
 
@@ -34,13 +34,13 @@ CALLS = ("plain", "lse", "scores", "bias", "packed", "strided", "shares")
 
 @pytest.fixture
 def launched(monkeypatch):
-    """Provides the stages that were launched; a call that copies arrays fails."""
+    """Provides the stages that were launched, on a device whose blocks take several tiles; no call may copy arrays."""
 
     def refuse(self, name: str, array: np.ndarray) -> None:
         raise AssertionError(f"the call copies {name}")
 
     monkeypatch.setattr(CopyingCall, "_copy", refuse)
-    with simulated_gpu(monkeypatch) as stages:
+    with simulated_gpu(monkeypatch, HOPPER) as stages:
         yield stages
 
 
@@ -178,26 +178,54 @@ BY_KEYS = (
     ("backward_dkdv", (192, 128), TileConfig(48, 64, 12, 2)),
     ("backward_dkdv", (8, 136), TileConfig(48, 64, 12, 3)),
 )
+#: Pairs and tiles of the dQ kernel on Hopper, for both orders of its products. dQ has a buffer of its own, beside one
+#: or two of Q and dO; or two or one of its panels; or passes through dO's buffer, at once or in steps.
+BY_QUERIES = (
+    ((40, 72), TileConfig(64, 48, 8, 2, 2)),
+    ((8, 136), TileConfig(128, 48, 12, 2)),
+    ((96, 64), TileConfig(192, 48, 16, 3)),
+    ((192, 128), TileConfig(128, 64, 12, 3)),
+    ((136, 8), TileConfig(64, 64, 8, 2, 2)),
+    ((64, 128), TileConfig(64, 64, 8, 4, 2)),
+    ((128, 64), TileConfig(64, 80, 8, 3, 2)),
+    ((192, 128), TileConfig(128, 80, 12, 3)),
+    ((256, 128), TileConfig(128, 80, 12, 2)),
+)
 
 
 @pytest.mark.sample(operation=("backward",), pair=((8, 136),))
 @pytest.mark.parametrize(("operation", "pair", "tile"), BY_KEYS, ids=str)
 def test_the_kernels_of_hopper_that_own_keys(launched, monkeypatch, operation, pair, tile):
-    check_by_keys(launched, monkeypatch, operation, pair, tile, "plain")
+    check_gradients(launched, monkeypatch, operation, pair, tile, "plain")
 
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("call", CALLS[1:])
 @pytest.mark.parametrize(("operation", "pair", "tile"), [BY_KEYS[i] for i in (2, 9, 11, 13)], ids=str)
 def test_each_call_of_the_kernels_of_hopper_that_own_keys(launched, monkeypatch, operation, pair, tile, call):
-    check_by_keys(launched, monkeypatch, operation, pair, tile, call)
+    check_gradients(launched, monkeypatch, operation, pair, tile, call)
 
 
-def check_by_keys(
+@pytest.mark.sample(pair=((40, 72),))
+@pytest.mark.parametrize(("pair", "tile"), BY_QUERIES, ids=str)
+def test_dq_on_hopper(launched, monkeypatch, pair, tile):
+    check_gradients(launched, monkeypatch, "backward_dq", pair, tile, "plain")
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("call", CALLS[1:-1])
+@pytest.mark.parametrize(("pair", "tile"), [BY_QUERIES[i] for i in (0, 4, 7)], ids=str)
+def test_each_call_of_dq_on_hopper(launched, monkeypatch, pair, tile, call):
+    check_gradients(launched, monkeypatch, "backward_dq", pair, tile, call)
+
+
+def check_gradients(
     launched: list, monkeypatch, operation: str, pair: tuple[int, int], tile: TileConfig, call: str
 ) -> None:
-    """Checks the results of a kernel that owns keys, on two tiles of queries and of keys."""
+    """Checks the results of one kernel of the backward on Hopper, on several tiles of queries and of keys."""
     lengths, sizes = (tile.b_r + 30, tile.b_c + 20), {"heads": (1, 1), "batch": 1}
+    if operation == "backward_dq":
+        sizes["heads"] = (9, 3)
     if call != "plain":
         sizes = {"heads": (4, 2), "batch": 2}
     q, k, v, do = draw("float16", lengths, pair[0], head_dim_v=pair[1], view=packed, **sizes)
@@ -211,9 +239,9 @@ def check_by_keys(
     o, lse = reference.forward(q, k, v, **options)
     o, lse = place(o.astype(q.dtype)), place(lse.astype(np.float32))
     names, method = ("dq", "dk", "dv"), "single_pass"
-    if operation == "backward_dkdv":
-        names, method = names[1:], "two_pass"
-        leave_out(monkeypatch, "backward_dq")
+    if operation != "backward":
+        names, method = (names[:1] if operation == "backward_dq" else names[1:]), "two_pass"
+        leave_out(monkeypatch, *{"backward_dq", "backward_dkdv"} - {operation})
     out = tuple(packed(np.full_like(x, np.nan)) for x in (q, k, v))
     splits = 3 if call == "shares" else 1
     own = {"config": {operation: tile}, "family": "sm90", "method": method, "num_splits": splits, "out": out}

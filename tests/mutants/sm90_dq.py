@@ -5,13 +5,50 @@ from __future__ import annotations
 from fa2cupy import TileConfig
 
 from .mutant import Mutant
-from .problems import HOPPER_PANELS, HOPPER_TILES, ONE_GROUP, Problem
+from .problems import HOPPER_PANELS, HOPPER_TILES, ONE_GROUP, Problem, without_keys
 
 HOPPER_MASKED_ROWS = Problem(lengths=(200, 70), hopper_tile=ONE_GROUP)
 HOPPER_SKIPPING = Problem(lengths=(300, 330), hopper_tile=TileConfig(192, 64, 16, 3))
 HOPPER_ONE_WAY_OUT = Problem(head_dim=256, lengths=(200, 90), hopper_tile=TileConfig(128, 48, 12, 2))  # dQ through dO
+HOPPER_PAIR = Problem(head_dim=40, lengths=(200, 150), hopper_tile=ONE_GROUP, head_dim_v=72)
+HOPPER_NARROW_V = Problem(head_dim=72, lengths=(200, 150), hopper_tile=ONE_GROUP, head_dim_v=40)
+HOPPER_PAIR_WITHOUT_KEYS = without_keys(head_dim=40, lengths=(330, 60), hopper_tile=ONE_GROUP, head_dim_v=72)
+HOPPER_PAIR_IN_STEPS = Problem(  # dQ through dO
+    head_dim=128, lengths=(260, 200), causal=False, hopper_tile=TileConfig(64, 80, 8, 3, 2), head_dim_v=64
+)
+#: A text of the kernel, the head_dim of it that is exchanged for another, what catches the change, and where.
+SWAPPED = (
+    ("load_queries<Shape::kPanels>(params_.q", "kPanels", "kPanelsV", "race", HOPPER_PAIR),
+    ("load_queries<Shape::kPanelsV>(params_.dout", "kPanelsV", "kPanels", "uninitialised", HOPPER_PAIR),
+    ("load_keys<Shape::kPanels>(params_.k", "kPanels", "kPanelsV", "race", HOPPER_PAIR),
+    ("load_keys<Shape::kPanelsV>(params_.v", "kPanelsV", "kPanels", "uninitialised", HOPPER_PAIR),
+    ("return base + buffer * Shape::kQueryBytes", "kQueryBytes", "kDoutBytes", "race", HOPPER_NARROW_V),
+    ("kQueryBuffers) + buffer * Shape::kDoutBytes", "kDoutBytes", "kQueryBytes", "race", HOPPER_PAIR),
+    ("+ stage * Shape::kKeyBytes", "kKeyBytes", "kValueBytes", "race", HOPPER_NARROW_V),
+    ("key(kStages) + stage * Shape::kValueBytes", "kValueBytes", "kKeyBytes", "race", HOPPER_PAIR),
+    ("multiply_rows<kD>(scores_", "kD", "Shape::kDv", "uninitialised", HOPPER_PAIR),
+    ("multiply_rows<Shape::kDv>(dp_", "Shape::kDv", "kD", "numbers", HOPPER_PAIR),
+    ("8 * max_of(Shape::kPanels, Shape::kPanelsV)", "Shape::kPanelsV", "0", "numbers", HOPPER_PAIR_WITHOUT_KEYS),
+    ("if (chunk < 8 * Shape::kPanels) ", "kPanels", "kPanelsV", "race", HOPPER_PAIR_WITHOUT_KEYS),
+    ("if (chunk < 8 * Shape::kPanelsV)", "kPanelsV", "kPanels", "numbers", HOPPER_PAIR_WITHOUT_KEYS),
+    ("n < kD / 8; ++n)", "kD", "Shape::kDv", "numbers", HOPPER_PAIR_IN_STEPS),
+    ("kOutputPanels : Shape::kPanelsV;", "kPanelsV", "kPanels", "race", HOPPER_PAIR_IN_STEPS),
+    ("if constexpr (kEnd < Shape::kPanels)", "kPanels", "kPanelsV", "unwritten", HOPPER_PAIR_IN_STEPS),
+)
 
 MUTANTS = (
+    *(
+        Mutant(f"dQ: the other head_dim, {text}", "backward_dq", text, text.replace(of, other), caught_by, problem)
+        for text, of, other, caught_by, problem in SWAPPED
+    ),
+    Mutant(
+        "dQ: a panel over one that is being stored",
+        "backward_dq",
+        "wait_for_box();\n            store_panels",
+        "store_panels",
+        "race",
+        HOPPER_PAIR_IN_STEPS,
+    ),
     # sm90: dQ
     Mutant(
         "dQ: no wait for Q",
