@@ -98,8 +98,7 @@ def legal_configs(
     dtype, head_dim, head_dim_v, device = _checked(operation, dtype, head_dim, head_dim_v, arch)
     check_bool("promising", promising)
     kernels = family_of_kernel(operation, dtype, device, family)
-    call = "forward" if operation == "forward" else "backward"
-    head_dim, head_dim_v = kernels.head_dims(call, head_dim, head_dim_v)
+    head_dim, head_dim_v = kernels.head_dims(head_dim, head_dim_v)
     return _legal_tiles(kernels, operation, dtype, head_dim, device, head_dim_v, promising=promising)
 
 

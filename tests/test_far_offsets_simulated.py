@@ -25,7 +25,6 @@ from support.simulator import compiled_module
 
 from fa2cupy import TileConfig, reference
 from fa2cupy.families.device import DeviceInfo
-from fa2cupy.families.registry import FAMILIES as FAMILIES_OF_KERNELS
 from fa2cupy.gpu.tensor_maps import encode_arguments
 from fa2cupy.jit.source import render_kernel
 from fa2cupy.plan.stages import Plan, Stage
@@ -44,7 +43,6 @@ FAMILIES = {
 }
 #: Columns of v beside those columns of q.
 COLUMNS_OF_V = {"simt": 12, "sm80": 40, "sm90": 48}
-TAKES_PAIRS = [family.name for family in FAMILIES_OF_KERNELS if "backward" in family.pair_calls]
 _REACH = 2**44  # between the arrays' addresses
 _FAR = 2**20  # stride in bytes from which the memory between elements is left out
 
@@ -287,7 +285,7 @@ class TestTheLastHead:
 
 @pytest.mark.sample(name=("sm80",), method=("single_pass",))
 @pytest.mark.parametrize("method", ("single_pass", "two_pass"))
-@pytest.mark.parametrize("name", [name for name in FAMILIES if name in TAKES_PAIRS])
+@pytest.mark.parametrize("name", FAMILIES)
 def test_backward_of_two_head_dims(name, method):
     Case(name, head_dim_v=COLUMNS_OF_V[name]).check_backward(method)
 

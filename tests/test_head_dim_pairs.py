@@ -28,8 +28,8 @@ H100 = DeviceInfo.named("sm_90")
 BASE = AttentionProblem("float32", 2, 300, 500, 4, 2, 40, True, 0.25, "bshd", 4, 72)
 METHODS = (None, "single_pass", "two_pass")
 #: The families all of whose kernels take pairs.
-WITH_PAIRS = tuple(family for family in FAMILIES if "decode" in family.pair_calls)
-with_pairs = pytest.mark.parametrize("family", WITH_PAIRS, ids=lambda family: family.name)
+WITH_DECODE = tuple(family for family in FAMILIES if "decode" in family.operations)
+with_decode = pytest.mark.parametrize("family", WITH_DECODE, ids=lambda family: family.name)
 
 
 def specs_of(family, head_dim: int, head_dim_v: int | None, **how) -> dict:
@@ -44,17 +44,14 @@ def specs_of(family, head_dim: int, head_dim_v: int | None, **how) -> dict:
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
-def test_each_head_dim_is_padded_by_itself_or_both_to_the_wider(family):
-    for call in ("forward", "backward", "decode"):
-        step = family.head_dim_step
-        assert family.head_dims(call, 64, None) == family.head_dims(call, 64, 64) == (64, None)
-        assert family.head_dims(call, 61, 64) == ((61, 64) if call in family.pair_calls and step == 1 else (64, None))
-        pair = (192, 128) if call in family.pair_calls else (192, None)
-        assert family.head_dims(call, 192, 128) == pair
-        assert family.padded(call, dataclasses.replace(BASE, head_dim=192, head_dim_v=128)).head_dim_v == pair[1]
+def test_each_head_dim_is_padded_by_itself(family):
+    assert family.head_dims(64, None) == family.head_dims(64, 64) == (64, None)
+    assert family.head_dims(61, 64) == ((61, 64) if family.head_dim_step == 1 else (64, None))
+    assert family.head_dims(192, 125) == (192, 125 if family.head_dim_step == 1 else 128)
+    assert family.padded(dataclasses.replace(BASE, head_dim=192, head_dim_v=128)).head_dim_v == 128
 
 
-@with_pairs
+@with_decode
 def test_a_kernel_has_the_head_dims_of_its_tensors_alone(family):
     """Kernels of o alone are those of calls with that head_dim, and so are those of dq."""
     found = specs_of(family, 40, 72)
@@ -66,7 +63,7 @@ def test_a_kernel_has_the_head_dims_of_its_tensors_alone(family):
     assert {found[name] for name in ("delta", "clear_forward")} <= set(equal.values())
 
 
-@with_pairs
+@with_decode
 def test_only_kernels_of_two_head_dims_name_both(family):
     for spec in specs_of(family, 40, 72).values():
         both = spec.head_dim_v is not None
@@ -76,7 +73,7 @@ def test_only_kernels_of_two_head_dims_name_both(family):
         assert "kHeadDimV = 64;" in render_kernel(spec).text
 
 
-@with_pairs
+@with_decode
 @pytest.mark.parametrize("pair", [(40, 72), (192, 128), (128, 64), (8, 256)], ids=str)
 def test_a_pair_needs_no_more_than_its_wider_head_dim_for_all(family, pair):
     dtype, wider, narrower = family.dtypes[0], max(pair), min(pair)
@@ -95,7 +92,7 @@ def runs_on(family, arch: str) -> bool:
     return family.supports_call("forward", family.dtypes[0], DeviceInfo.named(arch))
 
 
-@with_pairs
+@with_decode
 def test_legal_tiles_are_those_of_the_pair(family):
     arch = f"sm_{max(80, family.min_compute_capability)}"
     given = {"dtype": family.dtypes[0], "family": family.public_name, "arch": arch}
@@ -113,7 +110,7 @@ def test_legal_tiles_are_those_of_the_pair(family):
 @pytest.mark.parametrize("pair", [(192, 128), (64, 128), (40, 72), (256, 8), (8, 256)], ids=str)
 @pytest.mark.parametrize(
     ("family", "arch"),
-    [(one, arch) for arch in ("sm_80", "sm_86", "sm_90") for one in WITH_PAIRS if runs_on(one, arch)],
+    [(one, arch) for arch in ("sm_80", "sm_86", "sm_90") for one in WITH_DECODE if runs_on(one, arch)],
     ids=lambda value: getattr(value, "name", value),
 )
 def test_every_pair_has_a_default_tile_and_a_tile_for_decoding(family, arch, pair):

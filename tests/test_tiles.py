@@ -402,7 +402,6 @@ def chosen_rows() -> set[int]:
         for dtype, operation in itertools.product(row.dtypes, (*TILED, "decode")):
             if operation not in row.operations or not row.supports(operation, dtype, device):
                 continue
-            name_of_call = operation if operation in ("forward", "decode") else "backward"
             has_own_tiles = any(entry.features for entry in row.tiles[operation])
             own = [(entry.head_dim, entry.head_dim_v) for entry in row.tiles[operation] if entry.head_dim_v]
             pairs = [*own, (64, 128), (192, 64), (240, 16)] if operation != "decode" else own
@@ -413,7 +412,7 @@ def chosen_rows() -> set[int]:
                 (1, 512) if operation == "decode" else (1,),
             ):
                 call = problem(dtype, head_dim, causal, batch).with_settings(features)
-                call = row.padded(name_of_call, dataclasses.replace(call, head_dim_v=head_dim_v))
+                call = row.padded(dataclasses.replace(call, head_dim_v=head_dim_v))
                 try:
                     tile = choose_tile_of(operation, row, call, device)
                 except UnsupportedProblemError:

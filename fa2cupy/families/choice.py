@@ -73,12 +73,7 @@ def choose(
         As for `choose_with_copies`.
     """
     return choose_with_copies(
-        call,
-        problem,
-        device,
-        lambda family: (family.padded(call, problem), strides),
-        options,
-        is_launched=is_launched,
+        call, problem, device, lambda family: (family.padded(problem), strides), options, is_launched=is_launched
     )
 
 
@@ -145,7 +140,7 @@ def check_on_any_gpu(call: str, problem: AttentionProblem, options: CallOptions)
         return
 
     def contiguous(family: Family) -> tuple[AttentionProblem, Mapping[str, AnyStrides]]:
-        padded = family.padded(call, problem)
+        padded = family.padded(problem)
         return padded, padded.contiguous_strides()
 
     options = options._replace(config=None)

@@ -77,8 +77,6 @@ class Family(ABC):
         Alignment in bytes of the rows of q, k, v and the like.
     head_dim_step : int
         The kernels' head_dim is a multiple of this.
-    pair_calls : tuple of str
-        Calls whose kernels take a v with a head_dim of its own. The others get copies of one head_dim for all tensors.
     arch_suffix : str
         Suffix of the architecture's name: ``"a"`` if the code uses instructions of this architecture only.
     features : tuple of str
@@ -115,7 +113,6 @@ class Family(ABC):
     max_compute_capability: int = ANY_NEWER
     row_alignment: int
     head_dim_step: int
-    pair_calls: tuple[str, ...] = ()
     arch_suffix: str = ""
     features: tuple[str, ...] = tuple(name for name in FEATURES if name != "given_lse")
     needs_positive_scale: bool = False
@@ -177,19 +174,16 @@ class Family(ABC):
         newer = " or newer" if self.max_compute_capability == ANY_NEWER else ""
         return f"compute capability {self.min_compute_capability / 10}{newer}"
 
-    def head_dims(self, call: str, head_dim: int, head_dim_v: int | None) -> tuple[int, int | None]:
-        """The columns of q and v that the kernels of a call have, the second None if they are equal."""
+    def head_dims(self, head_dim: int, head_dim_v: int | None) -> tuple[int, int | None]:
+        """The columns of q and v that the kernels have, the second None if they are equal."""
         step = self.head_dim_step
-        first = -(-head_dim // step) * step
-        second = first if head_dim_v is None else -(-head_dim_v // step) * step
-        if call not in self.pair_calls:
-            first = second = max(first, second)
+        first, second = (-(-columns // step) * step for columns in (head_dim, head_dim_v or head_dim))
         return first, None if first == second else second
 
-    def padded(self, call: str, problem: AttentionProblem) -> AttentionProblem:
-        """The problem with the columns that the kernels of a call have. Columns of zeros change no product."""
+    def padded(self, problem: AttentionProblem) -> AttentionProblem:
+        """The problem with the columns that the kernels have. Columns of zeros change no product."""
         own = problem.head_dim, problem.head_dim_v
-        taken = self.head_dims(call, *own)
+        taken = self.head_dims(*own)
         return problem if taken == own else replace(problem, head_dim=taken[0], head_dim_v=taken[1])
 
     # Its kernels.

@@ -49,7 +49,6 @@ class Float32Parts(Family):
     dtypes = ("float32",)
     row_alignment = 1
     head_dim_step = 1
-    pair_calls = ("forward", "backward")
     has_natural_scores = True
     multiplies_parts = True
     features = tuple(name for name in Family.features if name != "block_mask")

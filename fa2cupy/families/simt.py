@@ -34,7 +34,6 @@ class Simt(Family):
     min_compute_capability = 60
     row_alignment = 1
     head_dim_step = 1
-    pair_calls = ("forward", "backward", "decode")
     backward_owns = "queries"
     has_natural_scores = True
     features = tuple(FEATURES)

@@ -45,7 +45,6 @@ class Sm80(Family):
     min_compute_capability = 80
     row_alignment = 16
     head_dim_step = 8
-    pair_calls = ("forward", "backward", "decode")
     backward_owns = "keys"
     default_methods = ("single_pass",)
     split_operations = ("forward", "backward", "backward_dkdv")

@@ -87,7 +87,6 @@ class Sm90(Family):
     min_compute_capability = max_compute_capability = 90
     row_alignment = 16
     head_dim_step = 8
-    pair_calls = ("forward", "backward")
     arch_suffix = "a"
     clears_unlisted_keys = True
     needs_positive_scale = True

@@ -151,7 +151,7 @@ def _taken_by(
     family: Family,
 ) -> _Taken:
     problem = request.problem
-    alignment, padded = family.row_alignment, family.padded(arguments.call, problem)
+    alignment, padded = family.row_alignment, family.padded(problem)
     if arguments.call == "decode":
         addresses = [named[name].data.ptr for name in CACHES]
         check_caches(named, problem, family.head_dim_step, alignment, addresses)

@@ -69,7 +69,7 @@ def default_specs(
         Columns of v if they differ.
     """
     call = "forward" if method is None else "backward"
-    head_dims = choose_family(call, dtype, device, family).head_dims(call, head_dim, head_dim_v)
+    head_dims = choose_family(call, dtype, device, family).head_dims(head_dim, head_dim_v)
     options = CallOptions(causal, config=config, family=family, method=method, num_splits=num_splits)
     specs: dict[KernelSpec, None] = {}
     for problem, strides in _problems(call, dtype, *head_dims, options, features, functions):
@@ -108,7 +108,7 @@ def layout_of_kernel(
     call = "forward" if operation == "forward" else "backward"
     problem, strides = next(_problems(call, dtype, head_dim, head_dim_v, CallOptions(causal), features, functions))
     chosen = family_of_kernel(operation, dtype, device, family, tuple(problem.features))
-    problem = chosen.padded(call, problem)
+    problem = chosen.padded(problem)
     return StageLayout(problem, device, chosen, strides | problem.contiguous_strides())
 
 

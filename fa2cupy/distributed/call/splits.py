@@ -39,7 +39,7 @@ def with_splits_of_whole(
     own = feature_strides(keywords) | argument_layouts(keywords)
 
     def contiguous(family: Family) -> tuple[AttentionProblem, dict[str, AnyStrides]]:
-        padded = family.padded(call, problem)
+        padded = family.padded(problem)
         return padded, {**padded.contiguous_strides(), **own}
 
     choice = choose_with_copies(call, problem, DeviceInfo.current(), contiguous, options)
