@@ -97,6 +97,7 @@ def without_keys(**problem) -> Problem:
 
 # float32 in parts
 PARTS = Problem("float32", 64, (200, 290), precision="split")
+PARTS_OF_PAIR = Problem("float32", 40, (70, 140), (2, 2), precision="split", head_dim_v=72)
 PARTS_OF_GROUPS = dataclasses.replace(PARTS, heads=(4, 2))
 PARTS_OF_UNITS = dataclasses.replace(PARTS, scores=with_units)
 PARTS_OF_SMALL_GRADIENTS = dataclasses.replace(PARTS, scores=with_small_gradients)

@@ -5,12 +5,29 @@ from __future__ import annotations
 import dataclasses
 
 from .mutant import Mutant
-from .problems import PARTS, PARTS_OF_GROUPS, PARTS_OF_SMALL_GRADIENTS, PARTS_OF_UNITS
+from .problems import PARTS, PARTS_OF_GROUPS, PARTS_OF_PAIR, PARTS_OF_SMALL_GRADIENTS, PARTS_OF_UNITS
 
 AMPERE_PARTS = dataclasses.replace(PARTS, device="sm_80")
 AMPERE_PARTS_OF_GROUPS = dataclasses.replace(PARTS_OF_GROUPS, device="sm_80")
+AMPERE_PARTS_OF_PAIR = dataclasses.replace(PARTS_OF_PAIR, device="sm_80")
 #: A problem whose tiles have K and V, or Q and dO, in one stage each.
 AMPERE_WIDE_PARTS = dataclasses.replace(PARTS_OF_GROUPS, head_dim=128, device="sm_80")
+
+#: A kernel, a text, the head_dim of it that is exchanged for another, and what catches the change. Assertions of the
+#: compiler catch it in tiles.
+SWAPPED = (
+    ("forward", "multiply_columns<kD / 16, false>(", "kD", "kDv", "race"),
+    ("forward", "Output = QuadFragment<kDv / 8>", "kDv", "kD", "unwritten"),
+    ("forward", "store_fragment<Spec::kHeadDimV>(output", "kHeadDimV", "kHeadDim", "unwritten"),
+    ("backward_dq", "multiply_columns<kD / 16, false>(", "kD", "kDv", "numbers"),
+    ("backward_dq", "multiply_columns_from<kDv / 16, false>(", "kDv", "kD", "numbers"),
+    ("backward_dq", "store_fragment<Spec::kHeadDim>(dq", "kHeadDim", "kHeadDimV", "bounds"),
+    ("backward_dkdv", "multiply_columns<kD / 16, true>(", "kD", "kDv", "numbers"),
+    ("backward_dkdv", "multiply_columns_from<kDv / 16, true>(", "kDv", "kD", "numbers"),
+    ("backward_dkdv", "Dv = QuadFragment<kDv / 8>", "kDv", "kD", "unwritten"),
+    ("backward_dkdv", "store<Spec::kHeadDim>(dk", "kHeadDim", "kHeadDimV", "blocks"),
+    ("backward_dkdv", "store<Spec::kHeadDimV>(dv", "kHeadDimV", "kHeadDim", "unwritten"),
+)
 
 MUTANTS = (
     Mutant(
@@ -188,5 +205,16 @@ MUTANTS = (
         "position{where.batch, step.head, first_query, where.tile * kBc, lane}",
         "numbers",
         AMPERE_PARTS,
+    ),
+    *(
+        Mutant(
+            f"sm80 parts: the other head_dim in {operation}, {text}",
+            operation,
+            text,
+            text.replace(of, other),
+            caught_by,
+            AMPERE_PARTS_OF_PAIR,
+        )
+        for operation, text, of, other, caught_by in SWAPPED
     ),
 )

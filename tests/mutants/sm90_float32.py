@@ -7,7 +7,7 @@ import dataclasses
 import numpy as np
 
 from .mutant import Mutant
-from .problems import PARTS, PARTS_OF_GROUPS, PARTS_OF_SMALL_GRADIENTS, PARTS_OF_UNITS
+from .problems import PARTS, PARTS_OF_GROUPS, PARTS_OF_PAIR, PARTS_OF_SMALL_GRADIENTS, PARTS_OF_UNITS
 
 
 def with_small_rows(inputs: tuple) -> tuple:
@@ -26,8 +26,62 @@ def with_small_rows(inputs: tuple) -> tuple:
 PIECES = dataclasses.replace(PARTS, head_dim=256, lengths=(150, 200))
 PARTS_OF_SMALL_ROWS = dataclasses.replace(PARTS, scores=with_small_rows)
 PARTS_OF_BIAS = dataclasses.replace(PARTS, feature="bias")
+PIECES_OF_PAIR = dataclasses.replace(PARTS_OF_PAIR, head_dim=136, lengths=(150, 140))
 WAIT_FOR_DP = "            wgmma_wait<0>();\n            pin(dp);\n"
 RELEASE_DO = "            release_dout();\n"
+
+#: A kernel, a text, the head_dim of it that is exchanged for another, and what catches the change.
+SWAPPED = (
+    ("split_inputs", "constexpr int kHeadDim = kColumnsOf<Spec, kOfScores>", "kOfScores", "true", "numbers"),
+    ("split_inputs", "using Layout = PartsLayout<kColumnsOf<Spec, kOfScores>>", "kOfScores", "true", "uninitialised"),
+    ("split_inputs", "head_kv * (2 * kColumns<true> + 1)", "true", "false", "bounds"),
+    ("forward", "load_rows<Shape::kBc, Spec::kHeadDimV>(params_.v_parts", "kHeadDimV", "kHeadDim", "uninitialised"),
+    ("forward", "load_rows<Shape::kBc, Spec::kHeadDim>(params_.k_parts", "kHeadDim", "kHeadDimV", "bounds"),
+    ("forward", "LayoutV::row_of(head, params_.k_strips, row)", "LayoutV", "Layout", "numbers"),
+    ("backward_dq", "values_.slot() * (Shape::kValueBytes / 16)", "kValueBytes", "kKeyBytes", "race"),
+    ("forward", "key(kStages) + stage * Shape::kValueBytes", "kValueBytes", "kKeyBytes", "race"),
+    ("forward", "ColumnProducts<kD / 16, kPanels,", "kD", "kDv", "uninitialised"),
+    ("forward", "QuadFragment<(kOfValues ? kDv : kD) / 8>", "kDv", "kD", "unwritten"),
+    ("forward", "multiply_strip<kOfValues ? kPanelsV : kPanels,", "kPanelsV", "kPanels", "numbers"),
+    ("forward", "store_rows<Spec::kHeadDimV>(output_", "kHeadDimV", "kHeadDim", "unwritten"),
+    ("backward_dq", "ColumnProducts<kDv / 16, kPanelsV,", "kDv", "kD", "numbers"),
+    ("backward_dq", "ColumnProducts<kDv / 16, kPanelsV,", "kPanelsV", "kPanels", "numbers"),
+    ("backward_dq", "Spec::kHeadDimV>(params_.dout_parts", "kHeadDimV", "kHeadDim", "uninitialised"),
+    ("backward_dq", "LayoutV::row_of(head, params_.q_strips, first)", "LayoutV", "Layout", "numbers"),
+    ("backward_dq", "buffer * Shape::kDoutBytes", "kDoutBytes", "kQueryBytes", "race"),
+    ("backward_dq", "(kOfValues ? kDv : kD) / 8>", ": kD", ": kDv", "uninitialised"),
+    ("backward_dq", "store_rows<Spec::kHeadDim>(output_", "kHeadDim", "kHeadDimV", "bounds"),
+    ("backward_dkdv", "load_rows<kBc, Spec::kHeadDimV>(params_.v_parts", "kHeadDimV", "kHeadDim", "uninitialised"),
+    ("backward_dkdv", "load_rows<kBr, Spec::kHeadDimV>(params_.dout_parts", "kHeadDimV", "kHeadDim", "uninitialised"),
+    ("backward_dkdv", "values = LayoutV::row_of(", "LayoutV", "Layout", "numbers"),
+    ("backward_dkdv", "row_v = row_of<LayoutV>(head, tile)", "LayoutV", "Layout", "numbers"),
+    ("backward_dkdv", "value() + Shape::kValueBytes", "kValueBytes", "kKeyBytes", "race"),
+    ("backward_dkdv", "query(kStages) + stage * Shape::kDoutBytes", "kDoutBytes", "kQueryBytes", "race"),
+    ("backward_dkdv", "douts_.slot() * (Shape::kDoutBytes / 16)", "kDoutBytes", "kQueryBytes", "numbers"),
+    ("backward_dkdv", "ColumnProducts<kD / 16, kPanels,", "kD", "kDv", "race"),
+    ("backward_dkdv", "ColumnProducts<kDv / 16, kPanelsV,", "kDv", "kD", "numbers"),
+    ("backward_dkdv", "PanelFragment<kPanelsV> dv_", "kPanelsV", "kPanels", "unwritten"),
+    ("backward_dkdv", "store<Spec::kHeadDim>(dk_", "kHeadDim", "kHeadDimV", "blocks"),
+    ("backward_dkdv", "store<Spec::kHeadDimV>(dv_", "kHeadDimV", "kHeadDim", "unwritten"),
+)
+SWAPPED_IN_PIECES = (
+    ("forward", "values{row_v, Shape::kPanelsOfPartV}", "kPanelsOfPartV", "kPanelsOfPart", "bounds"),
+    ("forward", "skip<Spec::kHeadDimV>()", "kHeadDimV", "kHeadDim", "deadlock"),
+    ("forward", "multiply_columns<Spec::kHeadDim, false, kBr>(scores", "kHeadDim", "kHeadDimV", "unread"),
+    ("forward", "Shape::kOperands == 1 ? Base::kPanelsV : Base", "kPanelsV", "kPanels", "deadlock"),
+    ("backward_dq", "product == 1 ? values : keys", "values :", "keys :", "bounds"),
+    ("backward_dq", "add_columns<Spec::kHeadDimV, false, kBr>(dp", "kHeadDimV", "kHeadDim", "race"),
+    ("backward_dq", "Comparand<kInPieces ? kPanelsV : 1>", "kPanelsV", "kPanels", "numbers"),
+    ("backward_dq", "Base::kPanelsV : Base::kPanels>", ": Base::kPanels", ": Base::kPanelsV", "unread"),
+    ("backward_dkdv", "rows_v{row_of<LayoutV>(head, tile), Shape::kPanelsV}", "kPanelsV", "kPanels", "bounds"),
+    ("backward_dkdv", "multiply_columns<Spec::kHeadDim, true, kBc>(scores", "kHeadDim", "kHeadDimV", "unread"),
+    ("backward_dkdv", "add_columns<Spec::kHeadDimV, true, kBc>(dp", "kHeadDimV", "kHeadDim", "race"),
+    ("backward_dkdv", "queries_.template skip<Spec::kHeadDim>()", "kHeadDim", "kHeadDimV", "numbers"),
+    ("backward_dkdv", "kDerivative ? kPanels : kPanelsV> gradient_", ": kPanelsV", ": kPanels", "deadlock"),
+    ("backward_dkdv", "Comparand<Shape::kInPieces ? kPanelsV : 1>", "kPanelsV", "kPanels", "numbers"),
+    ("backward_dkdv", "store<Spec::kHeadDim>(gradient_", "kHeadDim", "kHeadDimV", "unwritten"),
+    ("backward_dkdv", "store<Spec::kHeadDimV>(gradient_", "kHeadDimV", "kHeadDim", "blocks"),
+)
 
 MUTANTS = (
     Mutant(
@@ -465,6 +519,18 @@ MUTANTS = (
                 "numbers",
             ),
         )
+    ),
+    *(
+        Mutant(
+            f"{kind}: the other head_dim in {operation}, {text}, {of}",
+            operation,
+            text,
+            text.replace(of, other),
+            caught_by,
+            problem,
+        )
+        for kind, problem, table in (("parts", PARTS_OF_PAIR, SWAPPED), ("pieces", PIECES_OF_PAIR, SWAPPED_IN_PIECES))
+        for operation, text, of, other, caught_by in table
     ),
     Mutant(
         "parts: dQ of rows that are not there",
