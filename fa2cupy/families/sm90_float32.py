@@ -40,26 +40,28 @@ class Sm90Float32(Float32Parts):
     query_rows = (64, 128)
     key_rows = (64, 128)
     # Two consumer warp groups of 4 warps have 64 rows each, and one more loads. Beyond head_dim 128 a stage is a piece,
-    # and the two groups of a backward have the same 64 rows.
+    # and the two groups of a backward have the same 64 rows. Rows with more stages than shared memory holds at their
+    # head_dim are for pairs, of which one is less.
     tiles = {
         "forward": (
             TileRow(64, TileConfig(128, 128, 12, 2)),
             TileRow(128, TileConfig(128, 64, 12, 2), features=features_in_registers(1)),
+            TileRow(128, TileConfig(128, 128, 12, 2)),
             TileRow(128, TileConfig(128, 128, 12, 1)),
-            TileRow(192, TileConfig(128, 64, 12, 4)),
+            TileRow(256, TileConfig(128, 64, 12, 4)),
             TileRow(256, TileConfig(128, 64, 12, 3)),
         ),
-        "backward": (TileRow(64, TileConfig(64, 128, 12, 2)), TileRow(128, TileConfig(64, 128, 12, 1))),
+        "backward": (TileRow(128, TileConfig(64, 128, 12, 2)), TileRow(128, TileConfig(64, 128, 12, 1))),
         "backward_dq": (
             TileRow(64, TileConfig(128, 64, 12, 2), features=("score_mod", "mask_mod")),
             TileRow(64, TileConfig(128, 128, 12, 2)),
             TileRow(128, TileConfig(128, 64, 12, 2)),
-            TileRow(192, TileConfig(64, 64, 12, 4)),
+            TileRow(256, TileConfig(64, 64, 12, 4)),
             TileRow(256, TileConfig(64, 64, 12, 3)),
         ),
         "backward_dkdv": (
             TileRow(128, TileConfig(64, 128, 12, 2)),
-            TileRow(192, TileConfig(64, 64, 12, 4)),
+            TileRow(256, TileConfig(64, 64, 12, 4)),
             TileRow(256, TileConfig(64, 64, 12, 3)),
         ),
     }
