@@ -18,6 +18,7 @@ from .tile import TileConfig
 __all__ = ["SM90", "Sm90"]
 
 _H100, _H100_LATER = "NVIDIA H100 80GB HBM3, 2026-11-21", "NVIDIA H100 80GB HBM3, 2026-11-22"
+_H200 = "NVIDIA H200, 2026-11-27"
 #: Features that need registers in the inner loop, so that the backward with more queries at a time would spill. (With a
 #: window it would not spill, but compute more scores outside the window.)
 _IN_REGISTERS, _IN_MANY_REGISTERS = features_in_registers(1), features_in_registers(2)
@@ -56,7 +57,7 @@ _MAPPED = {
     for operation, record in _RECORDS.items()
 }
 
-#: Fitted to the times of scripts/methods.py on an H100 80GB HBM3, 2026-11-23.
+#: Fitted to the times of scripts/methods.py on an H100 80GB HBM3, 2026-11-23, and an H200, 2026-11-27.
 _COSTS = Costs(
     blocks={
         "forward": {128: BlockCost(0.58, 1.5), 256: BlockCost(0.379, 0.32)},
@@ -102,20 +103,21 @@ class Sm90(Family):
             TileRow(32, TileConfig(192, 96, 16, 2)),
             TileRow(64, TileConfig(192, 96, 16, 3), features=_FUNCTIONS),
             TileRow(64, TileConfig(192, 128, 16, 3), _H100),
+            TileRow(96, TileConfig(192, 112, 16, 2), _H200),
+            TileRow(128, TileConfig(192, 128, 16, 2), _H200, head_dim_v=64),
             TileRow(128, TileConfig(128, 128, 12, 2), _H100),
-            TileRow(192, TileConfig(128, 128, 12, 2), head_dim_v=128),
-            TileRow(256, TileConfig(128, 96, 12, 2), head_dim_v=128),
-            TileRow(192, TileConfig(128, 112, 12, 2)),
-            TileRow(224, TileConfig(128, 80, 12, 2)),
+            TileRow(192, TileConfig(128, 128, 12, 2), _H200, head_dim_v=128),
+            TileRow(256, TileConfig(128, 64, 12, 3), _H200, head_dim_v=128),
+            TileRow(160, TileConfig(128, 96, 12, 2), _H200),
             TileRow(256, TileConfig(128, 64, 12, 2), _H100),
         ),
         "backward": (
             TileRow(64, TileConfig(128, 128, 12, 2), _H100),
             TileRow(128, TileConfig(64, 128, 12, 2), _H100_LATER, features=(*_IN_REGISTERS, "window", "block_mask")),
-            TileRow(96, TileConfig(96, 128, 12, 2), _H100),
-            TileRow(128, TileConfig(96, 128, 12, 2), head_dim_v=64),
+            TileRow(112, TileConfig(96, 128, 12, 2), _H200),
+            TileRow(128, TileConfig(96, 128, 12, 2), _H200, head_dim_v=64),
             TileRow(128, TileConfig(80, 128, 12, 2), _H100),
-            TileRow(64, TileConfig(64, 128, 12, 2), head_dim_v=128),
+            TileRow(64, TileConfig(64, 128, 12, 2), _H200, head_dim_v=128),
             TileRow(256, TileConfig(64, 64, 12, 2), _H100),
         ),
         "backward_dq": (
@@ -123,7 +125,8 @@ class Sm90(Family):
             TileRow(128, TileConfig(128, 64, 12, 2), _H100_LATER, features=_IN_MANY_REGISTERS),
             TileRow(256, TileConfig(128, 32, 12, 2), _H100_LATER, features=_IN_MANY_REGISTERS),
             TileRow(64, TileConfig(64, 128, 8, 2, 2), _H100),
-            TileRow(96, TileConfig(128, 96, 12, 3), _H100),
+            TileRow(96, TileConfig(192, 80, 16, 3), _H200),
+            TileRow(112, TileConfig(192, 64, 16, 3), _H200),
             TileRow(128, TileConfig(128, 128, 12, 2), _H100),
             TileRow(192, TileConfig(128, 64, 12, 3), _H100),
             TileRow(256, TileConfig(128, 64, 12, 2), _H100),
@@ -133,8 +136,8 @@ class Sm90(Family):
             TileRow(64, TileConfig(128, 128, 12, 2), _H100),
             TileRow(128, TileConfig(64, 128, 12, 2), _H100_LATER, features=_IN_REGISTERS),
             TileRow(112, TileConfig(96, 128, 12, 2), _H100),
-            TileRow(128, TileConfig(96, 128, 12, 2), head_dim_v=64),
-            TileRow(64, TileConfig(96, 128, 12, 2), head_dim_v=128),
+            TileRow(128, TileConfig(96, 128, 12, 2), _H200, head_dim_v=64),
+            TileRow(64, TileConfig(64, 128, 12, 2), _H200, head_dim_v=128),
             TileRow(128, TileConfig(80, 128, 12, 2), _H100),
             TileRow(192, TileConfig(96, 64, 12, 2), _H100),
             TileRow(256, TileConfig(64, 64, 12, 2), _H100),
