@@ -27,6 +27,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "memory": speed.memory,
     "short calls": speed.short_calls,
     "models": speed.models,
+    "head dimensions": speed.head_dims,
     "methods": speed.methods,
     "float32": speed.float32,
     "float32 training": speed.float32_training,

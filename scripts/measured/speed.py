@@ -6,12 +6,21 @@ import itertools
 import statistics
 from collections.abc import Iterable
 
-from benchmark import MODEL_SIZES, MODELS, PRECISION_HEAD_DIMS, PRECISION_SEQLENS, SEQLENS, TRAINING_PROBLEMS
+from benchmark import (
+    MODEL_SIZES,
+    MODELS,
+    PRECISION_HEAD_DIMS,
+    PRECISION_SEQLENS,
+    SEQLENS,
+    TRAINING_PROBLEMS,
+    head_dim_problems,
+)
 from common.tables import speed_table
 from language_model.training import LOG_EVERY
 from measured.rows import (
     CARD,
     OURS,
+    PEERS,
     Row,
     pair,
     paragraphs,
@@ -30,6 +39,7 @@ __all__ = [
     "float32",
     "float32_training",
     "grid",
+    "head_dims",
     "memory",
     "methods",
     "models",
@@ -172,6 +182,32 @@ def models() -> str:
         source("models.csv", "python scripts/benchmark.py --sections models"),
         table(head, lines),
         sentence(f"The smallest ratios are {pair(list(least.values()))}."),
+    )
+
+
+def head_dims() -> str:
+    """TFLOP/s and ratios by both head_dims, heads, mask and size."""
+    name, operations = "head_dims.csv", ("forward", "default", "deterministic")
+    cells: dict[tuple[str, ...], dict[str, str]] = {}
+    for problem in head_dim_problems():
+        columns_v = problem.head_dim_v or problem.head_dim
+        wanted = {**problem.columns(), "head_dim_v": columns_v}
+        cell = [
+            f"{value(name, 'tflops', provider=OURS, operation=one, **wanted):.0f} "
+            f"({min(ratios(name, operation=one, **wanted)):.2f})"
+            for one in operations
+        ]
+        mask = "causal" if problem.causal else "full"
+        line = f"{problem.head_dim} / {columns_v}", problem.dtype, str(problem.num_heads), mask
+        cells.setdefault(line, {})[f"{problem.batch} x {problem.seqlen}"] = " / ".join(cell)
+    sizes = list(dict.fromkeys(size for of_line in cells.values() for size in of_line))
+    others = " and flash-attn-4 4.0.0b36" if any(row["provider"] == "flash-attn 4" for row in rows_of(name)) else ""
+    return paragraphs(
+        source(name, "python scripts/benchmark.py --sections head_dims", f"{PEERS}{others}"),
+        table(
+            ("head_dim of q / of v", "dtype", "heads", "mask", *sizes),
+            [(*line, *(of_line.get(size, "") for size in sizes)) for line, of_line in cells.items()],
+        ),
     )
 
 
