@@ -36,6 +36,10 @@ def inputs_of(dtype="float16", **options) -> list[FakeArray]:
     return [place(x) for x in make_inputs(dtype, **sizes)]
 
 
+#: Sizes for which two passes are faster on Hopper.
+MANY_SHORT = {"batch": 4, "seqlen_q": 64, "seqlen_k": 64, "num_heads": 32, "num_heads_kv": 32}
+
+
 @pytest.mark.parametrize("view", (place, packed, shifted, gapped), ids=lambda view: view.__name__)
 @pytest.mark.parametrize("head_dim", (64, 59))
 @pytest.mark.parametrize("dtype", ("float16", "bfloat16", "float32", "float64"))
@@ -226,7 +230,7 @@ def test_a_dict_of_tiles_is_taken_though_it_cannot_be_hashed(launched):
 
 
 def test_methods_choose_their_stages(launched):
-    q, k, v, do = inputs_of()
+    q, k, v, do = inputs_of(**MANY_SHORT)
     o, lse = forward(q, k, v)
 
     def stages(**options):
@@ -236,7 +240,7 @@ def test_methods_choose_their_stages(launched):
 
     assert stages(method="single_pass") == ["delta", "backward", "convert_dq"]
     assert stages(deterministic=True) == stages(method="two_pass") == ["delta", "backward_dq", "backward_dkdv"]
-    assert stages() == stages(method="two_pass")  # these are short
+    assert stages() == stages(method="two_pass")
     assert stages(delta=run_delta(o, do), method="two_pass")[-2:] == ["backward_dq", "backward_dkdv"]
     with pytest.raises(ValueError, match="deterministic"):
         stages(method="single_pass", deterministic=True)
@@ -409,9 +413,9 @@ def kernels_of_backward(launched, arrays: tuple, **options) -> list[tuple[str, s
 
 
 def test_a_call_that_falls_back_takes_the_method_of_the_kernels_that_it_falls_back_to(launched, monkeypatch):
-    arrays = tuple(inputs_of(seqlen_q=128, seqlen_k=128, num_heads_kv=4))
+    arrays = tuple(inputs_of(**MANY_SHORT))
     on_hopper = [("sm90", "backward_dq"), ("sm90", "backward_dkdv")]
-    assert kernels_of_backward(launched, arrays) == on_hopper  # two passes are faster for short sequences
+    assert kernels_of_backward(launched, arrays) == on_hopper
     before = [("sm80", "backward")]
     assert kernels_of_backward(launched, arrays, scale=-0.2) == before
     reversed_rows = tuple(place(x[:, ::-1])[:, ::-1] for x in arrays)
@@ -429,7 +433,7 @@ def test_a_call_that_falls_back_takes_the_method_of_the_kernels_that_it_falls_ba
 
 @pytest.mark.parametrize("view", (shifted, gapped), ids=lambda view: view.__name__)
 def test_copies_are_for_the_kernels_that_the_call_would_take(launched, view):
-    arrays = tuple(view(x) for x in inputs_of(seqlen_q=128, seqlen_k=128, num_heads_kv=4))
+    arrays = tuple(view(x) for x in inputs_of(**MANY_SHORT))
     assert kernels_of_backward(launched, arrays, scale=-0.2) == [("sm80", "backward")]
     assert kernels_of_backward(launched, arrays) == [("sm90", "backward_dq"), ("sm90", "backward_dkdv")]
 
