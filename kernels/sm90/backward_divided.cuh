@@ -33,8 +33,8 @@ class BackwardDivided : BackwardGroup<Spec, Shape> {
     static constexpr bool kWithDq = Shape::kWithDq;
     friend Base;
 
-    // The derivative group computes the first columns of dQ, and the probability group, which also has the exponentials,
-    // the remaining ones.
+    // The derivative group computes the first columns of dQ, and the probability group, which also has the
+    // exponentials, the remaining ones.
     static constexpr int kDqColumn = kProbability ? Shape::kFirstDqColumns : 0, kDqColumn8 = kDqColumn / 8;
     static constexpr int kDqWidth = kProbability ? Shape::kD - Shape::kFirstDqColumns : Shape::kFirstDqColumns;
     using Dq = QuadFragment<kDqWidth / 8>;
