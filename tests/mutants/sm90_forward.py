@@ -88,8 +88,8 @@ MUTANTS = (
     Mutant(
         "half of Q is not waited for",
         "forward",
-        "mbarrier_arrive_expect(full, Shape::kQueryBytes);",
-        "mbarrier_arrive_expect(full, Shape::kQueryBytes / 2);",
+        "mbarrier_arrive_expect(full, kPanels * Shape::kQueryPanelBytes);",
+        "mbarrier_arrive_expect(full, kPanels * Shape::kQueryPanelBytes / 2);",
         "race",
         HOPPER_PANELS,
     ),
