@@ -35,14 +35,14 @@ struct SumDkdv {
 
         const int64 between_copies = static_cast<int64>(params.num_key_tiles) * Workspace::kTileElements;
         const float* first = params.shares + head_index * params.num_copies * between_copies +
-                             static_cast<int64>(tile) * Workspace::kTileElements +
-                             (is_dv ? Dk::kElements : 0);
+                             static_cast<int64>(tile) * Workspace::kTileElements + (is_dv ? Dk::kElements : 0);
         const int32 chunks = is_dv ? Spec::kHeadDimV / 8 : Spec::kHeadDim / 8;
         for (int32 index = threadIdx.x; index < 2 * 8 * chunks; index += blockDim.x) {
             const int32 column8 = index % chunks, g = index / chunks % 8, row = index / (chunks * 8) * 16 + g;
             if (row >= left) return;
             const int32 row16 = (first_row + row) / 16;
-            const float* share = first + (is_dv ? Dv::offset(row16, column8, 4 * g) : Dk::offset(row16, column8, 4 * g));
+            const float* share =
+                first + (is_dv ? Dv::offset(row16, column8, 4 * g) : Dk::offset(row16, column8, 4 * g));
             float sum[4][4] = {};  // [lane - 4 g][accumulator]
 #pragma unroll 4
             for (int32 copy = 0; copy < params.num_copies; ++copy, share += between_copies)

@@ -90,7 +90,8 @@ struct SplitInputs {
             const float* lse = params.lse + common::first_statistic<Spec>(params, batch, head);
             valid = valid && lse[rows.first + row] != -common::infinity<float>();
         }
-        load<kOfScores>(value, matrix.x + matrix.strides.offset(batch, valid ? rows.first + row : 0, head), valid, lane);
+        load<kOfScores>(value, matrix.x + matrix.strides.offset(batch, valid ? rows.first + row : 0, head), valid,
+                        lane);
         const int32 head_kv = head_index / matrix.heads_per_group;
         const uint32 largest = largest_of_strip<kOfScores>(value, params, head_kv, kOfKeys);
         if constexpr (kOfScores) check_terms(params, head_kv);

@@ -122,7 +122,7 @@ class DecodeWarp {
 #pragma unroll
                 for (int v = 0; v < kVector; ++v)
                     RowsOf::template copy_vector<1>(target + v, source + column + v,
-                                                  source && column + v < RowsOf::kHeadDim);
+                                                    source && column + v < RowsOf::kHeadDim);
             }
         }
     }

@@ -421,9 +421,9 @@ struct BackwardDkdv {
         const auto where = common::scheduled_tile<Spec, kByKeys>(params, computed_anew(blockIdx.x));
         const Strides& strides = kProbability ? params.dv_strides : params.dk_strides;
         Element* gmem = (kProbability ? params.dv : params.dk) + strides.offset(where.batch, 0, where.head);
-        store_rows<Result, kM16, kResultDim<kProbability>>(
-            smem + (kProbability ? 0 : VTile::kBytes), pair * kPairKeys, 0, gradient, gmem, strides.row,
-            where.tile * kBc + pair * kPairKeys, params.seqlen_k, lane);
+        store_rows<Result, kM16, kResultDim<kProbability>>(smem + (kProbability ? 0 : VTile::kBytes), pair * kPairKeys,
+                                                           0, gradient, gmem, strides.row,
+                                                           where.tile * kBc + pair * kPairKeys, params.seqlen_k, lane);
     }
 };
 

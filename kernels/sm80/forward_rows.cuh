@@ -177,8 +177,8 @@ struct ForwardRows {
                     if (lane % 4 == 0 && row < params.seqlen_q) lse[row] = row_lse[i];
                 }
             }
-            store_rows<OTile, kM16, kHeadDimV>(smem, warp_row, 0, output, o, params.o_strides.row,
-                                               first_row + warp_row, params.seqlen_q, lane);
+            store_rows<OTile, kM16, kHeadDimV>(smem, warp_row, 0, output, o, params.o_strides.row, first_row + warp_row,
+                                               params.seqlen_q, lane);
         }
     }
 };

@@ -73,7 +73,8 @@ struct BackwardDkdv {
   private:
     __device__ __forceinline__ void loop() const {
         const auto keys = head_parts<Spec, true, true>(params, params.k_parts, params.k_units, where.batch, where.head);
-        const auto values = head_parts<Spec, true, false>(params, params.v_parts, params.v_units, where.batch, where.head);
+        const auto values =
+            head_parts<Spec, true, false>(params, params.v_parts, params.v_units, where.batch, where.head);
         const int32 steps = (tiles.end - tiles.begin) * params.heads_per_group;
         Step step{where.head * params.heads_per_group, tiles.begin};
         if (steps > 0) {
@@ -129,7 +130,8 @@ struct BackwardDkdv {
         const PartsAddress<DoutTile, MatrixOrder::kChunksFirst> dout_rows(smem + kDo, 0, lane);
         const PartsAddress<DoutTile, MatrixOrder::kRowsFirst> dout_columns(smem + kDo, 0, lane);
         const int32 first_query = step.tile * kBr;
-        const auto queries = head_parts<Spec, false, true>(params, params.q_parts, params.q_units, where.batch, step.head);
+        const auto queries =
+            head_parts<Spec, false, true>(params, params.q_parts, params.q_units, where.batch, step.head);
         const auto douts =
             head_parts<Spec, false, false>(params, params.dout_parts, params.dout_units, where.batch, step.head);
         float query_unit[kStrips], dout_unit[kStrips], score_unit[kStrips], dp_unit[kStrips];

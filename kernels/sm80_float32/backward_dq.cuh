@@ -54,7 +54,8 @@ struct BackwardDq {
         const int32 first_row = where.tile * kBr;
         const auto tiles = common::key_tiles_of<Spec::kCausal, kBr, kBc>(where.tile, params.seqlen_q, params.seqlen_k,
                                                                          common::window_of<Spec>(params));
-        const auto queries = head_parts<Spec, false, true>(params, params.q_parts, params.q_units, where.batch, where.head);
+        const auto queries =
+            head_parts<Spec, false, true>(params, params.q_parts, params.q_units, where.batch, where.head);
         const auto douts =
             head_parts<Spec, false, false>(params, params.dout_parts, params.dout_units, where.batch, where.head);
         const auto keys = head_parts<Spec, true, true>(params, params.k_parts, params.k_units, where.batch, head_kv);
@@ -153,7 +154,7 @@ struct BackwardDq {
         const float scale[2] = {params.softmax_scale, params.softmax_scale};
         multiply_rows(dq, scale);
         store_fragment<Spec::kHeadDim>(dq, params.dq + params.dq_strides.offset(where.batch, 0, where.head),
-                                 params.dq_strides.row, first_row + warp_row, params.seqlen_q, 0, lane);
+                                       params.dq_strides.row, first_row + warp_row, params.seqlen_q, 0, lane);
     }
 
   private:

@@ -54,7 +54,8 @@ struct Forward {
         const auto tiles = common::key_tiles_of<Spec::kCausal, kBr, kBc>(where.tile, params.seqlen_q, params.seqlen_k,
                                                                          common::window_of<Spec>(params));
         const auto mask = common::mask_of<Spec>(params);
-        const auto queries = head_parts<Spec, false, true>(params, params.q_parts, params.q_units, where.batch, where.head);
+        const auto queries =
+            head_parts<Spec, false, true>(params, params.q_parts, params.q_units, where.batch, where.head);
         const auto keys = head_parts<Spec, true, true>(params, params.k_parts, params.k_units, where.batch, head_kv);
         const auto values = head_parts<Spec, true, false>(params, params.v_parts, params.v_units, where.batch, head_kv);
         if (tiles.begin < tiles.end) {
@@ -133,7 +134,7 @@ struct Forward {
             if (lane % 4 == 0 && row < params.seqlen_q) lse[row] = row_lse[i];
         }
         store_fragment<Spec::kHeadDimV>(output, params.o + params.o_strides.offset(where.batch, 0, where.head),
-                                 params.o_strides.row, first_row, params.seqlen_q, 0, lane);
+                                        params.o_strides.row, first_row, params.seqlen_q, 0, lane);
     }
 };
 

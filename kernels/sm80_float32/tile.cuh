@@ -75,8 +75,7 @@ __device__ __forceinline__ HeadParts<kColumnsOf<Spec, kOfScores>> head_parts(con
     const int32 index = head_with_parts<Spec>(batch, num_heads, head);
     const int32 first = first_part_row<Spec, kOfKeys>(params, batch);
     using Layout = PartsLayout<kColumnsOf<Spec, kOfScores>>;
-    return {parts, units, Layout::row_of(index, num_strips, first), num_strips,
-            index * num_strips + first / kUnitRows};
+    return {parts, units, Layout::row_of(index, num_strips, first), num_strips, index * num_strips + first / kUnitRows};
 }
 
 }  // namespace fa2::sm80_float32

@@ -24,9 +24,8 @@ class BackwardDqProducer : QueryTileProducer<Spec, BackwardDqShape<Spec>, QueryT
             const Tile tile = query_tile<Spec>(params_, index);
             publish(tile);
             if (tile.key_tiles == 0) break;
-            load_queries<Shape::kPanels>(params_.q, memory_.query(queries_.slot()),
-                                         memory_.full_query(queries_.slot()), memory_.empty_query(queries_.slot()),
-                                         tile);
+            load_queries<Shape::kPanels>(params_.q, memory_.query(queries_.slot()), memory_.full_query(queries_.slot()),
+                                         memory_.empty_query(queries_.slot()), tile);
             load_key(tile, tile.key_tiles - 1);
             load_queries<Shape::kPanelsV>(params_.dout, memory_.dout(queries_.slot()),
                                           memory_.full_dout(queries_.slot()), memory_.empty_dout(queries_.slot()),

@@ -27,8 +27,8 @@ struct BackwardDqShape : QueryTileShape<Spec, 2> {
     // ahead.
     static constexpr int kFreeBytes = kMostBytes - kBesidesQueries - kOperandBytes;
     static constexpr int kOutputPanels = kFreeBytes >= kQueryBytes ? kPanels
-                                         : kIsPair ? common::max_of(kFreeBytes, 0) / kQueryPanelBytes
-                                                   : 0;
+                                         : kIsPair                 ? common::max_of(kFreeBytes, 0) / kQueryPanelBytes
+                                                                   : 0;
     static constexpr bool kOwnOutput = kOutputPanels > 0;
     static constexpr int kQueryBuffers = kFreeBytes >= kQueryBytes + kOperandBytes ? 2 : 1;
     static constexpr int kSharedBytes =

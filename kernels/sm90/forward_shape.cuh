@@ -14,8 +14,7 @@ struct ForwardShape : QueryTileShape<Spec, 1> {
 
     static constexpr int kValueStages = kStages;
     static constexpr int kScratchBytes = 4 * 32 * Spec::kWarps;
-    static constexpr int kWithoutArray =
-        kFixedBytes + kStages * kKeyBytes + kValueStages * kValueBytes + kScratchBytes;
+    static constexpr int kWithoutArray = kFixedBytes + kStages * kKeyBytes + kValueStages * kValueBytes + kScratchBytes;
     static constexpr bool kHoldsArray =
         common::kMayHoldArray<Spec> && kWithoutArray + kQueryBytes + kHeldBytes <= kMaxSharedBytes;
     static constexpr int kBesidesQueries = kWithoutArray + (kHoldsArray ? kHeldBytes : 0);

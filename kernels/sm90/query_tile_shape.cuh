@@ -16,7 +16,8 @@ struct QueryTileShape {
     static constexpr int kD = round_up(Spec::kHeadDim, 16);
     static constexpr int kDv = round_up(Spec::kHeadDimV, 16);  // columns of V, O and dO
     static constexpr bool kIsPair = Spec::kHeadDim != Spec::kHeadDimV;
-    static constexpr int kPanels = kParts * ceil_div(kD, kPanelColumns), kPanelsV = kParts * ceil_div(kDv, kPanelColumns);
+    static constexpr int kPanels = kParts * ceil_div(kD, kPanelColumns),
+                         kPanelsV = kParts * ceil_div(kDv, kPanelColumns);
     static_assert(kBr % kGroupRows == 0 && Spec::kWarps == 4 * (kGroups + 1) && kBc % 16 == 0);
 
     // -------------------------------------------------------------------------------------------------- shared memory

@@ -152,7 +152,7 @@ class DkdvConsumer : DkdvGroup<Spec, Shape> {
 #pragma unroll
         for (int panel = 0; panel < kNumPanels; ++panel) {
             multiply_panel<kNumPanels, kBr>(product, parts, rows + panel * (kBr * kPanelRowBytes / 16), panel,
-                                         params_.num_heads < 0);
+                                            params_.num_heads < 0);
             wgmma_wait<0>();
             pin(product);
             add_rows(gradient.panel[panel], product, factor.of_row);

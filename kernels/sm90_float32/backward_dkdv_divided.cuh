@@ -34,7 +34,8 @@ class DkdvDivided : DkdvGroup<Spec, Shape> {
         if constexpr (kDerivative)
             Base::template store<Spec::kHeadDim>(gradient_, params_.softmax_scale, params_.dk, params_.dk_strides);
         else
-            Base::template store<Spec::kHeadDimV>(gradient_, common::kept_scale<Spec>(params_), params_.dv, params_.dv_strides);
+            Base::template store<Spec::kHeadDimV>(gradient_, common::kept_scale<Spec>(params_), params_.dv,
+                                                  params_.dv_strides);
     }
 
   private:

@@ -74,8 +74,8 @@ class QueryTileConsumer {
     template <int kHeadDim, class Output, class Record>
     __device__ __forceinline__ void store_rows(const Output& x, float* gmem, const Strides& strides,
                                                const TileInSlot& tile, const Record& own) const {
-        store_fragment<kHeadDim>(x, gmem + strides.offset(tile.batch(), 0, tile.head()), strides.row,
-                                 first_row(tile), own.seqlen_q, 0, lane_);
+        store_fragment<kHeadDim>(x, gmem + strides.offset(tile.batch(), 0, tile.head()), strides.row, first_row(tile),
+                                 own.seqlen_q, 0, lane_);
     }
 
     const Params& params_;

@@ -132,7 +132,8 @@ class QueryTileProducts<Spec, Shape, true> : protected QueryTileConsumer<Spec, S
 
     // As above.
     __device__ __forceinline__ void take_scores(Scores& scores) {
-        rings_.keys().template multiply_columns<Spec::kHeadDim, false, kBr>(scores, query_operand_, params_.num_heads < 0);
+        rings_.keys().template multiply_columns<Spec::kHeadDim, false, kBr>(scores, query_operand_,
+                                                                            params_.num_heads < 0);
     }
     template <class Operand, class Unit>
     __device__ __forceinline__ void add_values(Output& output, const Operand& p, const Unit& unit) {
