@@ -163,7 +163,7 @@ struct BackwardDq {
         for (int i = 0; i < kRows; ++i)
             if (lse[i] == common::infinity<Real>())
 #pragma unroll 1
-                for (int32 column = Warp::lane_column(lane); column < RowsOf::kColumns; column += Scores::kLanesPerRow)
+                for (int32 column = lane_column(lane); column < RowsOf::kColumns; column += Scores::kLanesPerRow)
                     rows[Scores::row(i, lane) * RowsOf::kRowLength + column] = 0;
         __syncwarp();
     }

@@ -91,7 +91,7 @@ class DecodeWarp {
         output_.scale(inverse);
 #pragma unroll
         for (int i = 0; i < kRows; ++i)
-            if (Micro::lane_column(lane) == 0) lse[Scores::row(i, lane)] = row_lse[i];
+            if (lane_column(lane) == 0) lse[Scores::row(i, lane)] = row_lse[i];
     }
 
     template <class Exchange>

@@ -124,7 +124,7 @@ struct Forward {
 #pragma unroll
         for (int i = 0; i < kRows; ++i) {
             const int32 row = first_row + Scores::row(i, lane);
-            if (Warp::lane_column(lane) != 0 || row >= params.seqlen_q) continue;
+            if (lane_column(lane) != 0 || row >= params.seqlen_q) continue;
             params.lse[first + row] = common::own_lse<Spec>(params, first + row, lse[i]);
         }
     }

@@ -20,6 +20,10 @@
 
 namespace fa2::simt {
 
+// A lane's place in the grid.
+__device__ inline int32 lane_row(int32 lane) { return lane % 2 + lane / 16 * 2; }
+__device__ inline int32 lane_column(int32 lane) { return lane / 2 % 8; }
+
 // A lane's scores.
 template <class Real, int kOwn, int kOther>
 struct MicroScores {
@@ -30,9 +34,6 @@ struct MicroScores {
 
     Real value[kRows][kCols];
 
-    // A lane's place in the grid.
-    __device__ static int32 lane_row(int32 lane) { return lane % 2 + lane / 16 * 2; }
-    __device__ static int32 lane_column(int32 lane) { return lane / 2 % 8; }
     __device__ static int32 row(int i, int32 lane) { return lane_row(lane) + 4 * i; }
     __device__ static int32 col(int j, int32 lane) { return lane_column(lane) + 8 * j; }
     __device__ Real& operator()(int i, int j) { return value[i][j]; }
@@ -48,13 +49,11 @@ struct Microtile {
     static constexpr int kOwn = kOwn_;
     static constexpr int kOther = kOther_;
     static constexpr int kVector = Rows::kVector, kRowLength = Rows::kRowLength;
-    static constexpr int kRows = Scores::kRows;  // of a lane
+    static constexpr int kRows = kOwn / 4;  // of a lane
     // The padding moves the four rows that the warp writes at a time to different banks: an odd multiple of 8 does.
     static constexpr int kPostedLength = kOther + 8 + kOther % 16;
     static constexpr int kPostedElements = kOwn * kPostedLength;
-
-    __device__ static int32 lane_row(int32 lane) { return Scores::lane_row(lane); }
-    __device__ static int32 lane_column(int32 lane) { return Scores::lane_column(lane); }
+    static_assert(kOwn % 4 == 0);
 
     // Sums of kChunks_ chunks, each of kVector columns of a lane.
     template <int kChunks_>
@@ -179,7 +178,7 @@ struct Microtile {
         const bool in_vectors = Rows::in_vectors(gmem, row_stride);
 #pragma unroll
         for (int i = 0; i < kRows; ++i) {
-            const int32 row = first_row + Scores::row(i, lane);
+            const int32 row = first_row + lane_row(lane) + 4 * i;
             if (row >= num_rows) break;
 #pragma unroll
             for (int c = 0; c < Sums::kChunks; ++c) {
@@ -228,7 +227,7 @@ struct Microtile {
                                                          const Join& join) {
         constexpr int kBeside = kRows * SharedRows<Real, kColumnsBeside>::kColumns / 8 * int(sizeof(Real));
         constexpr int kAtOnce = chunks_beside(sizeof(Sums) + kBeside);
-        posted += Scores::row(0, lane) * kPostedLength;
+        posted += lane_row(lane) * kPostedLength;
         tile += Sums::col(0, lane);
 #pragma unroll
         for (int chunk = 0; chunk < Sums::kChunks; chunk += kAtOnce) {
