@@ -34,6 +34,7 @@ def test_ranks_compute_what_one_gpu_does(scheme, name):
 @pytest.mark.several_gpus
 @pytest.mark.parametrize("how", gpu_ranks.FAILURES)
 def test_ranks_do_not_wait_forever_if_one(how):
+    assert gpu_ranks.results(RANKS, ("compile",), gpu_ranks.compile_ahead) == {"compile": ""}
     assert gpu_ranks.results(RANKS, (how,), gpu_ranks.fail, patience=60.0)[how] == ""
 
 

@@ -61,7 +61,7 @@ def _compiled_ahead():
         for dtype, head_dim, head_dim_v, causal in kinds
         for method, operation in ((None, "forward"), ("single_pass", "backward"), ("two_pass", "backward_dkdv"))
         for family in families_of(operation, dtype)
-        for num_splits in ((1, 2) if head_dim_v else (1,))
+        for num_splits in ((1, 2) if head_dim_v and family != "simt" else (1,))
         for spec in default_specs(
             device, dtype, head_dim, causal, method, family, num_splits=num_splits, head_dim_v=head_dim_v
         )

@@ -136,13 +136,7 @@ def compare_graph(comm: dist.Communicator, scheme: str) -> str:
 
 def compare_failure(comm: dist.Communicator, how: str) -> str:
     """Lets the last rank leave the others alone: streams must still end, and the next call raises the error."""
-    import cupy
-
-    q, k, v = (dist.shard(comm, x) for x in make_inputs(DTYPE, **SIZES, xp=cupy)[:3])
-    for scheme in ("heads", "gather", "hybrid"):
-        for softcap in (1.0, 2.0):
-            dist.forward(comm, q, k, v, softcap=softcap, scheme=scheme)
-    cupy.cuda.Device().synchronize()
+    q, k, v = _first_calls(comm)
     is_last = comm.rank == comm.size - 1
     if is_last and how == "ends":
         return ""
@@ -153,6 +147,18 @@ def compare_failure(comm: dist.Communicator, how: str) -> str:
     except dist.CommunicationError as error:
         return "" if "has waited" in str(error) or "have failed" in str(error) else str(error)
     return "no error"
+
+
+def _first_calls(comm: dist.Communicator) -> list[Any]:
+    """Makes the calls that `_go_on` repeats, and returns their arrays."""
+    import cupy
+
+    q, k, v = (dist.shard(comm, x) for x in make_inputs(DTYPE, **SIZES, xp=cupy)[:3])
+    for scheme in ("heads", "gather", "hybrid"):
+        for softcap in (1.0, 2.0):
+            dist.forward(comm, q, k, v, softcap=softcap, scheme=scheme)
+    cupy.cuda.Device().synchronize()
+    return [q, k, v]
 
 
 def _go_on(comm: dist.Communicator, q: Any, k: Any, v: Any, is_last: bool, how: str) -> None:
@@ -174,6 +180,15 @@ def work(rank: int, size: int, port: int, cases: tuple, answers) -> None:
         for case in cases:
             answers.put((rank, case, compare_graph(comm, case[0]) if case[1] == "graph" else compare(comm, *case)))
     except BaseException:  # the parent fails the cases that are left
+        answers.put((rank, None, traceback.format_exc()))
+
+
+def compile_ahead(rank: int, size: int, port: int, cases: tuple, answers) -> None:
+    """Like `work`: compiles the kernels of `fail`, whose ranks do not wait as long as compilers may take."""
+    try:
+        _first_calls(_communicator(rank, size, port, timeout=300.0))
+        answers.put((rank, cases[0], ""))
+    except BaseException:
         answers.put((rank, None, traceback.format_exc()))
 
 
