@@ -85,7 +85,7 @@ class TestAgainstOneCall:
         expected = ranks.whole_call(inputs, causal=True, layout=layout)
         assert_close(ranks.on_ranks(2, inputs, causal=True, layout=layout, how={"scheme": scheme}), expected)
 
-    @pytest.mark.parametrize(("method", "columns_v"), zip(METHODS, (5, 11), strict=True))
+    @pytest.mark.parametrize(("method", "columns_v"), tuple(zip(METHODS, (5, 11), strict=True)))
     @pytest.mark.parametrize("scheme", SCHEMES)
     def test_methods_scale_dlse_and_another_head_dim_of_v(self, scheme, method, columns_v):
         inputs = inputs_of(head_dim_v=columns_v)
