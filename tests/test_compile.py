@@ -315,7 +315,7 @@ def test_wgmma_is_not_serialised_with_a_feature(method, feature):
             assert not re.search(r"C75\d\d", kernel.log), kernel.log
 
 
-@pytest.mark.sample(operation=("forward",))
+@pytest.mark.sample(operation=("backward",))
 @pytest.mark.parametrize("operation", TILED)
 def test_smallest_legal_simt_tile_compiles(operation):
     tile = legal_configs(operation, dtype="float64", head_dim=24, arch="sm_90")[0]
