@@ -61,7 +61,8 @@ class Far:
         """Maps `part`, `offset` elements behind the start of its array, contiguous or with strides in elements."""
         strides = tuple(stride * part.itemsize for stride in strides) if strides else part.strides
         if name not in self.addresses:
-            self.addresses[name] = _REACH * (1 + len(self.addresses))
+            # A quarter behind multiples of the reach, one of which begins the window of generic shared addresses.
+            self.addresses[name] = _REACH * (1 + len(self.addresses)) + _REACH // 4
             if offset:  # tensor maps begin at the first element
                 self.memory.map(np.zeros(1, np.uint8), name, tracked=False, at=self.addresses[name])
         start = self.addresses[name] + offset * part.itemsize
