@@ -77,6 +77,8 @@ class Family(ABC):
         Alignment in bytes of the rows of q, k, v and the like.
     head_dim_step : int
         The kernels' head_dim is a multiple of this.
+    column_step : int
+        The columns that a row occupies on chip are a multiple of this.
     arch_suffix : str
         Suffix of the architecture's name: ``"a"`` if the code uses instructions of this architecture only.
     features : tuple of str
@@ -113,6 +115,7 @@ class Family(ABC):
     max_compute_capability: int = ANY_NEWER
     row_alignment: int
     head_dim_step: int
+    column_step: int
     arch_suffix: str = ""
     features: tuple[str, ...] = tuple(name for name in FEATURES if name != "given_lse")
     needs_positive_scale: bool = False
@@ -209,9 +212,9 @@ class Family(ABC):
 
     # Resources of a tile.
 
-    @abstractmethod
     def padded_head_dim(self, head_dim: int) -> int:
         """Columns that a row occupies on chip."""
+        return -(-head_dim // self.column_step) * self.column_step
 
     @abstractmethod
     def shared_memory_bytes(

@@ -49,6 +49,7 @@ class Float32Parts(Family):
     dtypes = ("float32",)
     row_alignment = 1
     head_dim_step = 1
+    column_step = 16  # a k-step of the tensor core; the panels in shared memory are wider
     has_natural_scores = True
     multiplies_parts = True
     features = tuple(name for name in Family.features if name != "block_mask")
@@ -79,6 +80,3 @@ class Float32Parts(Family):
 
     def record(self, operation: str) -> Record:
         return PARTS_RECORDS[operation]
-
-    def padded_head_dim(self, head_dim: int) -> int:
-        return -(-head_dim // 16) * 16  # a k-step of the tensor core; the panels in shared memory are wider

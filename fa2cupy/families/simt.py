@@ -34,6 +34,7 @@ class Simt(Family):
     min_compute_capability = 60
     row_alignment = 1
     head_dim_step = 1
+    column_step = 32  # eight lanes share a row, with four columns each at a time
     backward_owns = "queries"
     has_natural_scores = True
     features = tuple(FEATURES)
@@ -156,9 +157,6 @@ class Simt(Family):
 
     def record(self, operation: str) -> Record:
         return POINTER_RECORDS[operation]._replace(reals=("softmax_scale",))  # there are no scores in base 2
-
-    def padded_head_dim(self, head_dim: int) -> int:
-        return -(-head_dim // 32) * 32  # eight lanes share a row, with four columns each at a time
 
     def shared_memory_bytes(
         self, operation: str, dtype: str, head_dim: int, tile: TileConfig, head_dim_v: int | None = None

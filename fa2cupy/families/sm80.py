@@ -45,6 +45,7 @@ class Sm80(Family):
     min_compute_capability = 80
     row_alignment = 16
     head_dim_step = 8
+    column_step = 16  # a k-step of mma.sync
     backward_owns = "keys"
     default_methods = ("single_pass",)
     split_operations = ("forward", "backward", "backward_dkdv")
@@ -123,7 +124,7 @@ class Sm80(Family):
         return POINTER_RECORDS["backward_to_workspace" if operation == "backward" else operation]
 
     def padded_head_dim(self, head_dim: int) -> int:
-        step = 32 if head_dim > _WIDE else 16  # a k-step of mma.sync, or one for each of two warps that share rows
+        step = 32 if head_dim > _WIDE else self.column_step  # two warps that share rows have a k-step each
         return -(-head_dim // step) * step
 
     def shared_memory_bytes(

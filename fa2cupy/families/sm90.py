@@ -88,6 +88,7 @@ class Sm90(Family):
     min_compute_capability = max_compute_capability = 90
     row_alignment = 16
     head_dim_step = 8
+    column_step = 16  # a k-step of wgmma; the panels in shared memory are wider
     arch_suffix = "a"
     clears_unlisted_keys = True
     needs_positive_scale = True
@@ -158,9 +159,6 @@ class Sm90(Family):
 
     def record(self, operation: str) -> Record:
         return _RECORDS[operation]
-
-    def padded_head_dim(self, head_dim: int) -> int:
-        return -(-head_dim // 16) * 16  # a k-step of wgmma; the panels in shared memory are wider
 
     def shared_memory_bytes(
         self, operation: str, dtype: str, head_dim: int, tile: TileConfig, head_dim_v: int | None = None
