@@ -197,7 +197,7 @@ def _of_few_queries(
     known = OPERATIONS["decode"].features
     if not set(features) <= set(known) or any(functions.get(name) for name in ("score_mod", "mask_mod")):
         return []
-    head_dims = choose_family("decode", dtype, device).head_dims(head_dim, head_dim_v)
+    head_dims = choose_family("decode", dtype, device).head_dims(head_dim, head_dim_v or head_dim)
     try:
         return decode_specs(device, dtype, *head_dims, causal, features=features)
     except UnsupportedProblemError:

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from ._version import __version__
 from .errors import KernelCompileError
 from .families.device import DeviceInfo, current_device
-from .families.family import Family
+from .families.family import Family, Kernel
 from .families.operations import METHODS, TILED
 from .families.registry import FAMILIES, family_of_kernel
 from .families.tile import TileConfig
@@ -95,16 +95,16 @@ def legal_configs(
     True
     """
     check_keywords("fa2cupy.legal_configs", unknown)
-    dtype, head_dim, head_dim_v, device = _checked(operation, dtype, head_dim, head_dim_v, arch)
+    kernel, device = _checked(operation, dtype, head_dim, head_dim_v, arch)
     check_bool("promising", promising)
-    kernels = family_of_kernel(operation, dtype, device, family)
-    head_dim, head_dim_v = kernels.head_dims(head_dim, head_dim_v)
-    return _legal_tiles(kernels, operation, dtype, head_dim, device, head_dim_v, promising=promising)
+    own = family_of_kernel(operation, kernel.dtype, device, family)
+    columns, columns_v = own.head_dims(kernel.head_dim, kernel.head_dim_v)
+    return _legal_tiles(own, kernel._replace(head_dim=columns, head_dim_v=columns_v), device, promising=promising)
 
 
 def _checked(
     operation: str, dtype: npt.DTypeLike, head_dim: int, head_dim_v: int | None, arch: str | None
-) -> tuple[str, int, int | None, DeviceInfo]:
+) -> tuple[Kernel, DeviceInfo]:
     if operation not in TILED:
         hints = {**METHODS, "fwd": ("forward",), "bwd": METHODS["single_pass"]}
         meant = hints.get(operation, ()) if isinstance(operation, str) else ()
@@ -112,24 +112,16 @@ def _checked(
         raise ValueError(f"operation: expected one of {list(TILED)}, got {operation!r}{hint}")
     device = current_device("arch='sm_90'") if arch is None else DeviceInfo.named(arch)
     columns_v = None if head_dim_v is None else check_head_dim(head_dim_v, "head_dim_v")
-    return check_dtype(dtype), check_head_dim(head_dim), columns_v, device
+    dtype, columns = check_dtype(dtype), check_head_dim(head_dim)
+    return Kernel(operation, dtype, columns, columns_v or columns), device
 
 
-def _legal_tiles(
-    kernels: Family,
-    operation: str,
-    dtype: str,
-    head_dim: int,
-    device: DeviceInfo,
-    head_dim_v: int | None,
-    *,
-    promising: bool,
-) -> list[TileConfig]:
+def _legal_tiles(family: Family, kernel: Kernel, device: DeviceInfo, *, promising: bool) -> list[TileConfig]:
     return [
         tile
-        for tile in candidate_tiles(kernels)
-        if kernels.why_illegal(operation, dtype, head_dim, tile, device, head_dim_v) is None
-        and (not promising or is_promising(kernels, operation, dtype, head_dim, tile, device, head_dim_v))
+        for tile in candidate_tiles(family)
+        if family.why_illegal(kernel, tile, device) is None
+        and (not promising or is_promising(family, kernel, tile, device))
     ]
 
 
@@ -246,7 +238,7 @@ def compile_report(
     >>> [row.tile for row in rows if row.spill_bytes == 0 and row.occupancy >= 0.25]  # doctest: +SKIP
     """
     check_keywords("fa2cupy.compile_report", unknown)
-    dtype, head_dim, head_dim_v, device = _checked(operation, dtype, head_dim, head_dim_v, arch)
+    kernel, device = _checked(operation, dtype, head_dim, head_dim_v, arch)
     check_bool("causal", causal)
     check_bool("progress", progress)
     (names, *others), jobs = feature_combinations(features), check_jobs(jobs)
@@ -255,17 +247,16 @@ def compile_report(
     functions: FeatureKeywords = {
         "score_mod": score_mod, "score_args": score_args, "mask_mod": mask_mod, "mask_args": mask_args
     }  # fmt: skip
-    kernel = (operation, device, dtype, head_dim, causal, family)
-    layout = layout_of_kernel(*kernel, features=names, functions=functions, head_dim_v=head_dim_v)
-    kernels, head_dim, head_dim_v = layout.family, layout.problem.head_dim, layout.problem.head_dim_v
+    layout = layout_of_kernel(kernel, device, causal, family, features=names, functions=functions)
+    kernel = Kernel.of(operation, layout.problem)
     if configs is None:
-        tiles = _legal_tiles(kernels, operation, dtype, head_dim, device, head_dim_v, promising=True)
+        tiles = _legal_tiles(layout.family, kernel, device, promising=True)
     else:
         tiles = one_or_many(configs)
         for tile in tiles:
             if not isinstance(tile, TileConfig):
                 raise TypeError(f"configs: expected a TileConfig or several, got {type(tile).__name__}")
-            check_tile("configs", tile, kernels, operation, dtype, head_dim, device, head_dim_v)
+            check_tile("configs", tile, layout.family, kernel, device)
     specs = [layout.tiled(operation, tile).spec for tile in tiles]
     for spec in specs:
         check_cost(spec)

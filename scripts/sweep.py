@@ -124,12 +124,11 @@ def problem_of(kernel: KernelSpec, seqlen: int) -> Problem:
     return Problem(kernel.dtype, kernel.head_dim, seqlen, batch, num_heads, kernel.causal, head_dim_v=kernel.head_dim_v)
 
 
-def default_of(kernel: KernelSpec, device: DeviceInfo) -> TileConfig | None:
+def default_of(spec: KernelSpec, device: DeviceInfo) -> TileConfig | None:
     """Returns the tile that calls have without a ``config=``; None if none fits the device."""
-    key = (kernel.operation, device, kernel.dtype, kernel.head_dim, kernel.causal, kernel.family_name)
-    layout = layout_of_kernel(*key, head_dim_v=kernel.head_dim_v)
+    layout = layout_of_kernel(spec.kernel, device, spec.causal, spec.family_name)
     try:
-        return choose_tile(kernel.operation, layout.family, layout.problem, device)
+        return choose_tile(spec.operation, layout.family, layout.problem, device)
     except UnsupportedProblemError:
         return None
 
@@ -406,8 +405,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def save(spec: KernelSpec, device: DeviceInfo) -> int:
     """Makes a tile the default for calls on this device; returns 0 if it could be saved."""
     try:
-        kernel = (spec.operation, spec.family, spec.dtype, spec.head_dim, spec.causal, device)
-        save_tuned_tile(*kernel, spec.tile, spec.head_dim_v)
+        save_tuned_tile(spec.family, spec.kernel, spec.causal, device, spec.tile)
     except OSError as error:  # somebody else can write to the folder, or saves to it just now
         print(f"--save: {error}", file=sys.stderr)
         return 1

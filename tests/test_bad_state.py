@@ -249,6 +249,7 @@ from fa2cupy.jit import cache
 from fa2cupy.families import tuning
 from fa2cupy.jit.compiler import CompiledKernel
 from fa2cupy.families.device import DeviceInfo
+from fa2cupy.families.family import Kernel
 from fa2cupy.families.sm80 import SM80
 from fa2cupy.jit.spec import KernelSpec
 spec = KernelSpec("delta", None, "sm_80", "float16", 64, False, TileConfig(16, 1, 4))
@@ -258,7 +259,7 @@ kernel = cache.cached_kernel(spec)
 cache._kernels.clear()
 cache.compile_source = None
 print(cache.cached_kernel(spec) == kernel, clear_cache())
-arguments = ("forward", SM80, "float16", 64, False, DeviceInfo.named("sm_90"))
+arguments = (SM80, Kernel("forward", "float16", 64, 64), False, DeviceInfo.named("sm_90"))
 tuning.save_tuned_tile(*arguments, TileConfig(64, 48, 4))
 print(tuning.tuned_tile(*arguments), locked)
 """,

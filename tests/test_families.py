@@ -14,7 +14,7 @@ from fa2cupy import TileConfig, UnsupportedProblemError
 from fa2cupy.families import registry
 from fa2cupy.families.choice import choose, choose_with_copies
 from fa2cupy.families.device import DeviceInfo
-from fa2cupy.families.family import TileRow
+from fa2cupy.families.family import Kernel, TileRow
 from fa2cupy.families.operations import METHODS, OPERATIONS, TILED
 from fa2cupy.families.registry import FAMILIES, choose_family, family_of_kernel
 from fa2cupy.families.simt import Simt
@@ -98,12 +98,12 @@ def test_an_unknown_family_is_refused_where_it_is_named(make):
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
 def test_no_formula_serves_an_operation_that_it_is_not_for(family):
-    dtype = family.dtypes[0]
     for operation in ("delta", "convert_dq", "sideways"):
+        kernel = Kernel(operation, family.dtypes[0], 64, 64)
         with pytest.raises(KeyError, match=operation):
-            family.shared_memory_bytes(operation, dtype, 64, TileConfig(64, 64, 4))
+            family.shared_memory_bytes(kernel, TileConfig(64, 64, 4))
         with pytest.raises(KeyError, match=operation):
-            family.why_not_shape(operation, dtype, 64, TileConfig(64, 64, 4))
+            family.why_not_shape(kernel, TileConfig(64, 64, 4))
         with pytest.raises(KeyError, match=operation):
             family.record(operation)
 

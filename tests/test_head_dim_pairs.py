@@ -11,6 +11,7 @@ from support import plans
 from fa2cupy import UnsupportedProblemError, legal_configs
 from fa2cupy.families import tuning
 from fa2cupy.families.device import DeviceInfo
+from fa2cupy.families.family import Kernel
 from fa2cupy.families.operations import TILED
 from fa2cupy.families.registry import FAMILIES
 from fa2cupy.families.simt import SIMT
@@ -45,10 +46,14 @@ def specs_of(family, head_dim: int, head_dim_v: int | None, **how) -> dict:
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
 def test_each_head_dim_is_padded_by_itself(family):
-    assert family.head_dims(64, None) == family.head_dims(64, 64) == (64, None)
-    assert family.head_dims(61, 64) == ((61, 64) if family.head_dim_step == 1 else (64, None))
-    assert family.head_dims(192, 125) == (192, 125 if family.head_dim_step == 1 else 128)
-    assert family.padded(dataclasses.replace(BASE, head_dim=192, head_dim_v=128)).head_dim_v == 128
+    first, second = (-(-columns // family.head_dim_step) * family.head_dim_step for columns in (61, 125))
+    assert family.head_dims(64, 64) == (64, 64)
+    assert family.head_dims(61, 64) == (first, 64)
+    assert family.head_dims(192, 125) == (192, second)
+    for pair in ((192, 128), (61, 64)):
+        columns, columns_v = family.head_dims(*pair)
+        padded = family.padded(dataclasses.replace(BASE, head_dim=pair[0], head_dim_v=pair[1]))
+        assert (padded.head_dim, padded.head_dim_v) == (columns, None if columns_v == columns else columns_v)
 
 
 @with_decode
@@ -80,12 +85,9 @@ def test_a_pair_needs_no_more_than_its_wider_head_dim_for_all(family, pair):
     # Kernels of Hopper that own queries take what is left over for O and dQ.
     for operation in ("backward", "backward_dkdv") if family is SM90 else TILED:
         for tile in list(candidate_tiles(family))[::211]:
-            own = family.shared_memory_bytes(operation, dtype, pair[0], tile, pair[1])
-            bounds = [family.shared_memory_bytes(operation, dtype, n, tile) for n in (narrower, wider)]
+            own = family.shared_memory_bytes(Kernel(operation, dtype, *pair), tile)
+            bounds = [family.shared_memory_bytes(Kernel(operation, dtype, n, n), tile) for n in (narrower, wider)]
             assert bounds[0] <= own <= bounds[1]
-            assert family.shared_memory_bytes(operation, dtype, 64, tile, 64) == family.shared_memory_bytes(
-                operation, dtype, 64, tile
-            )
 
 
 def runs_on(family, arch: str) -> bool:
@@ -169,10 +171,11 @@ def test_tensor_maps_have_the_columns_of_their_tensors():
 def test_a_saved_tile_is_for_its_pair_alone(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     tuning._tuned_tiles.cache_clear()
-    tile, kernel = TileConfig(16, 16, 4), ("forward", SIMT, "float32", 40, True, H100)
-    tuning.save_tuned_tile(*kernel, tile, 72)
-    assert tuning.tuned_tile(*kernel, 72) == tile
-    assert tuning.tuned_tile(*kernel) is tuning.tuned_tile(*kernel, 64) is None
+    tile, kernel = TileConfig(16, 16, 4), Kernel("forward", "float32", 40, 72)
+    tuning.save_tuned_tile(SIMT, kernel, True, H100, tile)
+    assert tuning.tuned_tile(SIMT, kernel, True, H100) == tile
+    for other in (40, 64):
+        assert tuning.tuned_tile(SIMT, kernel._replace(head_dim_v=other), True, H100) is None
     (key,) = json.loads(next(tmp_path.rglob("*.json")).read_text())
     assert key.endswith("/forward/float32/40v72/causal")
 

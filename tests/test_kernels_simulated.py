@@ -36,6 +36,7 @@ from support.strided_arrays import gapped, packed, shifted
 
 from fa2cupy import TileConfig, reference
 from fa2cupy.families.device import DeviceInfo
+from fa2cupy.families.family import Kernel
 from fa2cupy.families.operations import TILED
 from fa2cupy.families.registry import FAMILIES
 from fa2cupy.testing import Expectation, check_delta
@@ -124,7 +125,7 @@ def rows_of_the_table() -> list:
         # blocks_per_sm limits registers; the interpreter does not.
         tile = row.tile if family.name == "sm90" else dataclasses.replace(row.tile, blocks_per_sm=1)
         head_dim, device = row.head_dim, DeviceInfo.named("sm_90")
-        while family.why_illegal(operation, dtype, head_dim, tile, device, row.head_dim_v):
+        while family.why_illegal(Kernel(operation, dtype, head_dim, row.head_dim_v or head_dim), tile, device):
             head_dim -= 32  # the row serves smaller ones only
         columns = f"{head_dim}" + (f"v{row.head_dim_v}" if row.head_dim_v else "")
         name = f"{operation}-{family.name}-{dtype}-{columns}-{str(tile).replace(', ', '-').replace(' ', '')}"

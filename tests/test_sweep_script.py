@@ -14,6 +14,7 @@ from support.fake_timing import HAS_MATPLOTLIB, FakeGpu, needs_cupy
 from fa2cupy import TileReport, compile_report, inspection, legal_configs
 from fa2cupy.families import tuning
 from fa2cupy.families.device import DeviceInfo
+from fa2cupy.families.family import Kernel
 from fa2cupy.families.sm80 import SM80
 from fa2cupy.families.tile import TileConfig
 from fa2cupy.jit import processes
@@ -249,7 +250,7 @@ def test_sweep_times_checks_and_saves(operation, tmp_path, monkeypatch, capsys, 
     assert rows["32", "64"]["ms_median"] == "32" and rows["32", "32"]["ms_median"] == ""
     assert all(all(table.values()) for table in launched)
     tuning._tuned_tiles.cache_clear()  # the state of a new process
-    saved = tuning.tuned_tile(operation, SM80, "float16", 64, False, gpu.info)
+    saved = tuning.tuned_tile(SM80, Kernel(operation, "float16", 64, 64), False, gpu.info)
     assert (saved.b_r, saved.b_c) == (32, 64)
     assert "saved 32x64" in capsys.readouterr().out
 

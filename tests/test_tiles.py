@@ -17,6 +17,7 @@ from fa2cupy.errors import KernelCompileError, UnsupportedProblemError
 from fa2cupy.families import tuning
 from fa2cupy.families.choice import choose
 from fa2cupy.families.device import ARCHITECTURES, DeviceInfo
+from fa2cupy.families.family import Kernel
 from fa2cupy.families.operations import TILED
 from fa2cupy.families.registry import FAMILIES, choose_family, family_of_kernel
 from fa2cupy.families.tile_choice import choose_tile as choose_tile_of
@@ -143,7 +144,7 @@ def test_padding_covers_head_dim_and_adds_less_than_a_warp(family):
 )
 def test_an_illegal_tile_is_refused_with_the_field_or_resource_that_does_not_fit(operation, family, tile, reason):
     dtype = "float32" if family == "simt" else "float16"
-    assert reason in BY_NAME[family].why_illegal(operation, dtype, 64, tile, H100)
+    assert reason in BY_NAME[family].why_illegal(Kernel(operation, dtype, 64, 64), tile, H100)
 
 
 @pytest.mark.parametrize(
@@ -162,8 +163,8 @@ def test_an_illegal_tile_is_refused_with_the_field_or_resource_that_does_not_fit
 )
 def test_an_illegal_tile_of_parts_is_refused(operation, tile, reason):
     family = BY_NAME["sm80_float32"]
-    assert re.search(reason, family.why_illegal(operation, "float32", 128, tile, H100))
-    assert family.why_not_shape(operation, "float32", 144, tile) == "head_dim=144 is above 128"
+    assert re.search(reason, family.why_illegal(Kernel(operation, "float32", 128, 128), tile, H100))
+    assert family.why_not_shape(Kernel(operation, "float32", 144, 144), tile) == "head_dim=144 is above 128"
 
 
 #: The numbers of stages that each kernel can have, from the least to the most.
@@ -188,26 +189,27 @@ def test_every_kernel_has_the_stages_that_its_main_loop_knows():
     for family, head_dim in itertools.product(FAMILIES, (32, 64, 96, 128, 160, 256)):
         dtype, padded = family.dtypes[0], family.padded_head_dim(head_dim)
         for operation, (least, most) in STAGES[family.name].items():
+            kernel = Kernel(operation, dtype, padded, padded)
             rows = (row.tile for row in family.tiles[operation] if row.head_dim >= padded)
-            tile = next((tile for tile in rows if not family.why_not_shape(operation, dtype, padded, tile)), None)
+            tile = next((tile for tile in rows if not family.why_not_shape(kernel, tile)), None)
             if tile is None:
                 assert family.multiplies_parts and head_dim > 128
                 continue
             for number in range(1, 10):
-                reason = family.why_not_shape(operation, dtype, padded, dataclasses.replace(tile, num_stages=number))
+                reason = family.why_not_shape(kernel, dataclasses.replace(tile, num_stages=number))
                 assert (reason is None) == (least <= number <= most), (family.name, operation, head_dim, number)
                 assert reason is None or f"num_stages={number}" in reason
 
 
 @pytest.mark.parametrize(("operation", "family"), KERNELS)
 def test_a_block_has_at_most_1024_threads_and_the_devices_shared_memory(operation, family):
-    dtype = "float32" if family == "simt" else "float16"
+    kernel = Kernel(operation, "float32" if family == "simt" else "float16", 32, 32)
     tiny = dataclasses.replace(H100, shared_memory_per_block=1024)
     tile = BY_NAME[family].tiles[operation][0].tile
-    assert BY_NAME[family].why_illegal(operation, dtype, 32, tile, H100) is None
-    assert "shared memory" in BY_NAME[family].why_illegal(operation, dtype, 32, tile, tiny)
+    assert BY_NAME[family].why_illegal(kernel, tile, H100) is None
+    assert "shared memory" in BY_NAME[family].why_illegal(kernel, tile, tiny)
     wide = dataclasses.replace(tile, num_warps=64, b_r=64 * 16, b_c=64 * 16)
-    assert BY_NAME[family].why_illegal(operation, dtype, 32, wide, H100)
+    assert BY_NAME[family].why_illegal(kernel, wide, H100)
 
 
 @pytest.mark.parametrize("operation", TILED)
@@ -219,8 +221,8 @@ def test_legal_configs_lists_legal_tiles_once_each_and_the_default_among_them(op
     for head_dim in (40, 128, 256):
         tiles = legal_configs(operation, dtype=dtype, head_dim=head_dim, arch=arch)
         assert len(set(tiles)) == len(tiles) > 0
-        device = DeviceInfo.named(arch)
-        assert not [tile for tile in tiles if family.why_illegal(operation, dtype, head_dim, tile, device)]
+        kernel, device = Kernel(operation, dtype, head_dim, head_dim), DeviceInfo.named(arch)
+        assert not [tile for tile in tiles if family.why_illegal(kernel, tile, device)]
         assert choose_tile(operation, family.name, problem(dtype, head_dim), device) in tiles
 
 
@@ -324,13 +326,13 @@ def test_where_no_tile_fits_the_message_says_what_there_is_room_for():
 
 
 def test_before_ampere_blocks_can_have_all_of_the_shared_memory():
-    tile = TileConfig(32, 32, 8)
-    needed = BY_NAME["simt"].shared_memory_bytes("forward", "float32", 96, tile)
+    tile, kernel = TileConfig(32, 32, 8), Kernel("forward", "float32", 96, 96)
+    needed = BY_NAME["simt"].shared_memory_bytes(kernel, tile)
     for arch, blocks in (("sm_70", 2), ("sm_80", 1)):
         device = dataclasses.replace(DeviceInfo.named(arch), shared_memory_per_multiprocessor=2 * needed)
         assert device.resident_blocks(256, 32, needed) == blocks
         two = dataclasses.replace(tile, blocks_per_sm=2)
-        assert BY_NAME["simt"].fits_blocks("forward", "float32", 96, two, device) == (blocks == 2)
+        assert BY_NAME["simt"].fits_blocks(kernel, two, device) == (blocks == 2)
 
 
 def operations_of_families() -> list[tuple[str, str, str, int]]:
@@ -360,7 +362,7 @@ def test_a_wrong_formula_for_shared_memory_does_not_compile(operation, family, d
     own = BY_NAME[family]
     tile = choose_tile_of(operation, own, problem(dtype, head_dim), H100)
     spec = KernelSpec(operation, own, "sm_90a", dtype, head_dim, False, tile)
-    right = own.shared_memory_bytes(operation, dtype, head_dim, tile)
+    right = own.shared_memory_bytes(spec.kernel, tile)
     monkeypatch.setattr(KernelSpec, "shared_memory_bytes", right + wrong_by)
     with pytest.raises(KernelCompileError, match=r"static assertion failed|static_assert"):
         compile_source(render_kernel(spec))
@@ -422,11 +424,11 @@ def chosen_rows() -> set[int]:
                     if operation == "decode" and (device in OLDER or dtype == "float64"):
                         continue
                     of_parts = row.multiplies_parts and (
-                        operation == "backward" or row.why_not_columns(head_dim, call.head_dim_v)
+                        operation == "backward" or row.why_not_columns(head_dim, call.columns_of("v"))
                     )
                     assert head_dim > 128 and ((device in OLDER and dtype == "float64") or of_parts)
                     continue
-                assert row.why_illegal(operation, dtype, head_dim, tile, device, call.head_dim_v) is None
+                assert row.why_illegal(Kernel.of(operation, call), tile, device) is None
                 padded_v = row.padded_head_dim(head_dim_v or head_dim)
                 found.add(
                     next(
@@ -477,7 +479,7 @@ def default_tile() -> TileConfig:
 
 
 def save(tile: TileConfig, operation="forward", family="sm80", dtype="float16", head_dim=64, causal=False, device=H100):
-    tuning.save_tuned_tile(operation, BY_NAME[family], dtype, head_dim, causal, device, tile)
+    tuning.save_tuned_tile(BY_NAME[family], Kernel(operation, dtype, head_dim, head_dim), causal, device, tile)
 
 
 TUNED, ASKED = TileConfig(64, 48, 4), TileConfig(64, 80, 4)
@@ -563,7 +565,7 @@ def test_a_users_tile_that_is_not_legal_is_passed_over_with_one_warning(tuning_f
         for _ in range(2):
             assert choose_tile("forward", "sm80", problem(), H100) == before
     (warning,) = caught
-    reason = BY_NAME["sm80"].why_illegal("forward", "float16", 64, TileConfig(72, 24, 3), H100)
+    reason = BY_NAME["sm80"].why_illegal(Kernel("forward", "float16", 64, 64), TileConfig(72, 24, 3), H100)
     for part in (str(tuning_file()), "H100/sm80/forward/float16/64/full", reason, "default tile"):
         assert part in str(warning.message)
 

@@ -13,6 +13,7 @@ import pytest
 from fa2cupy import TileConfig
 from fa2cupy.families import tuning
 from fa2cupy.families.device import DeviceInfo
+from fa2cupy.families.family import Kernel
 from fa2cupy.families.sm80 import SM80
 from fa2cupy.families.tuning import save_tuned_tile, tuned_tile
 from fa2cupy.settings import tuning_file
@@ -24,11 +25,11 @@ TILE, OTHER = TileConfig(64, 48, 4), TileConfig(64, 80, 4)
 
 
 def save(head_dim: int = 64, tile: TileConfig = TILE) -> None:
-    save_tuned_tile("forward", SM80, "float16", head_dim, False, H100, tile)
+    save_tuned_tile(SM80, Kernel("forward", "float16", head_dim, head_dim), False, H100, tile)
 
 
 def saved(head_dim: int = 64) -> TileConfig | None:
-    return tuned_tile("forward", SM80, "float16", head_dim, False, H100)
+    return tuned_tile(SM80, Kernel("forward", "float16", head_dim, head_dim), False, H100)
 
 
 def write(text: str) -> None:

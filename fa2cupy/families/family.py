@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from ..problem.attention import AttentionProblem
 from ..problem.features import FEATURES
@@ -15,12 +16,33 @@ from .operations import METHODS, OPERATIONS, TILED
 from .records import Record
 from .tile import TileConfig
 
-__all__ = ["ANY_NEWER", "Family", "TileRow", "register_shortage", "why_no_decode"]
+__all__ = ["ANY_NEWER", "Family", "Kernel", "TileRow", "register_shortage", "why_no_decode"]
 
 #: A `max_compute_capability` that excludes no newer GPU.
 ANY_NEWER = 10_000
 
 _MAX_REGISTERS = 255  # of a thread, on all GPUs
+
+
+class Kernel(NamedTuple):
+    """Which kernel of a family is meant: what it needs and which tiles it can have depend on nothing else.
+
+    Attributes
+    ----------
+    operation, dtype : str
+    head_dim, head_dim_v : int
+        Columns of q and k, and of v and o.
+    """
+
+    operation: str
+    dtype: str
+    head_dim: int
+    head_dim_v: int
+
+    @classmethod
+    def of(cls, operation: str, problem: AttentionProblem) -> Kernel:
+        """The kernel for a problem."""
+        return cls(operation, problem.dtype, problem.head_dim, problem.head_dim_v or problem.head_dim)
 
 
 @dataclass(frozen=True)
@@ -177,17 +199,17 @@ class Family(ABC):
         newer = " or newer" if self.max_compute_capability == ANY_NEWER else ""
         return f"compute capability {self.min_compute_capability / 10}{newer}"
 
-    def head_dims(self, head_dim: int, head_dim_v: int | None) -> tuple[int, int | None]:
-        """The columns of q and v that the kernels have, the second None if they are equal."""
+    def head_dims(self, head_dim: int, head_dim_v: int) -> tuple[int, int]:
+        """The columns of q and v that the kernels have."""
         step = self.head_dim_step
-        first, second = (-(-columns // step) * step for columns in (head_dim, head_dim_v or head_dim))
-        return first, None if first == second else second
+        return -(-head_dim // step) * step, -(-head_dim_v // step) * step
 
     def padded(self, problem: AttentionProblem) -> AttentionProblem:
         """The problem with the columns that the kernels have. Columns of zeros change no product."""
-        own = problem.head_dim, problem.head_dim_v
-        taken = self.head_dims(*own)
-        return problem if taken == own else replace(problem, head_dim=taken[0], head_dim_v=taken[1])
+        own = problem.head_dim, problem.head_dim_v or problem.head_dim
+        columns, columns_v = taken = self.head_dims(*own)
+        own_v = None if columns_v == columns else columns_v
+        return problem if taken == own else replace(problem, head_dim=columns, head_dim_v=own_v)
 
     # Its kernels.
 
@@ -217,63 +239,39 @@ class Family(ABC):
         return -(-head_dim // self.column_step) * self.column_step
 
     @abstractmethod
-    def shared_memory_bytes(
-        self, operation: str, dtype: str, head_dim: int, tile: TileConfig, head_dim_v: int | None = None
-    ) -> int:
+    def shared_memory_bytes(self, kernel: Kernel, tile: TileConfig) -> int:
         """Bytes of a block's dynamic shared memory; the kernels assert the same number."""
 
-    def shared_memory_with(
-        self,
-        features: tuple[str, ...],
-        operation: str,
-        dtype: str,
-        head_dim: int,
-        tile: TileConfig,
-        head_dim_v: int | None = None,
-    ) -> int:
+    def shared_memory_with(self, features: tuple[str, ...], kernel: Kernel, tile: TileConfig) -> int:
         """The same of a kernel with features, which may use memory that is left over but never need more."""
-        return self.shared_memory_bytes(operation, dtype, head_dim, tile, head_dim_v)
+        return self.shared_memory_bytes(kernel, tile)
 
     @abstractmethod
-    def why_not_shape(
-        self, operation: str, dtype: str, head_dim: int, tile: TileConfig, head_dim_v: int | None = None
-    ) -> str | None:
+    def why_not_shape(self, kernel: Kernel, tile: TileConfig) -> str | None:
         """The reason why a kernel cannot be compiled for this tile, or None if it can. Both head_dims are padded."""
 
-    def why_illegal(
-        self,
-        operation: str,
-        dtype: str,
-        head_dim: int,
-        tile: TileConfig,
-        device: DeviceInfo,
-        head_dim_v: int | None = None,
-    ) -> str | None:
+    def why_illegal(self, kernel: Kernel, tile: TileConfig, device: DeviceInfo) -> str | None:
         """The reason why a kernel cannot have this tile on this device, or None if it can."""
-        columns_v = None if head_dim_v is None else self.padded_head_dim(head_dim_v)
-        reason = self.why_not_shape(operation, dtype, self.padded_head_dim(head_dim), tile, columns_v)
+        columns, columns_v = self.padded_head_dim(kernel.head_dim), self.padded_head_dim(kernel.head_dim_v)
+        reason = self.why_not_shape(kernel._replace(head_dim=columns, head_dim_v=columns_v), tile)
         if reason:
             return reason
         if tile.num_threads > 1024:
             return f"num_warps={tile.num_warps} is more than the 32 of a block"
-        needed = self.shared_memory_bytes(operation, dtype, head_dim, tile, head_dim_v)
+        needed = self.shared_memory_bytes(kernel, tile)
         if needed > device.shared_memory_per_block:
             available = device.shared_memory_per_block
             return f"it needs {needed} bytes of shared memory, {device.name} has {available} for a block"
         return None
 
-    def fits_blocks(
-        self,
-        operation: str,
-        dtype: str,
-        head_dim: int,
-        tile: TileConfig,
-        device: DeviceInfo,
-        head_dim_v: int | None = None,
-    ) -> bool:
+    def fits_blocks(self, kernel: Kernel, tile: TileConfig, device: DeviceInfo) -> bool:
         """True if a multiprocessor's shared memory holds `tile.blocks_per_sm` blocks."""
-        needed = self.shared_memory_bytes(operation, dtype, head_dim, tile, head_dim_v) + device.reserved_shared_memory
+        needed = self.shared_memory_bytes(kernel, tile) + device.reserved_shared_memory
         return needed * tile.blocks_per_sm <= device.shared_memory_per_multiprocessor
+
+    def takes(self, kernel: Kernel, tile: TileConfig, device: DeviceInfo) -> bool:
+        """True if a kernel can have this tile on this device, as many times at once as the tile says."""
+        return self.why_illegal(kernel, tile, device) is None and self.fits_blocks(kernel, tile, device)
 
 
 def register_shortage(accumulators: int, operands: int, tile: TileConfig) -> str | None:

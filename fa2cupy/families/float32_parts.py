@@ -57,21 +57,20 @@ class Float32Parts(Family):
     largest_head_dim: int
 
     def why_not(self, operation: str, problem: AttentionProblem, strides: Mapping[str, AnyStrides]) -> str | None:
-        why_not = self.why_not_columns(problem.head_dim, problem.head_dim_v)
+        why_not = self.why_not_columns(problem.head_dim, problem.columns_of("v"))
         if why_not:
             return why_not
         if not problem.heads_per_group:
             return "there is no query head"  # while K and V have heads, and gradients
         return None
 
-    def why_not_columns(self, head_dim: int, head_dim_v: int | None) -> str | None:
+    def why_not_columns(self, head_dim: int, head_dim_v: int) -> str | None:
         """The reason why its kernels do not hold so many columns, or None if they do."""
         most = self.largest_head_dim
-        name, columns_v = ("head_dim", head_dim) if head_dim_v is None else ("head_dim_v", head_dim_v)
-        if self.padded_head_dim(columns_v) > most:
-            return f"{name}={columns_v} is above {most}"
-        if self.padded_head_dim(head_dim) + self.padded_head_dim(columns_v) > 2 * most:
-            return f"head_dim={head_dim} and head_dim_v={columns_v} are together above {2 * most}"
+        if self.padded_head_dim(head_dim_v) > most:
+            return f"{'head_dim' if head_dim_v == head_dim else 'head_dim_v'}={head_dim_v} is above {most}"
+        if self.padded_head_dim(head_dim) + self.padded_head_dim(head_dim_v) > 2 * most:
+            return f"head_dim={head_dim} and head_dim_v={head_dim_v} are together above {2 * most}"
         return None
 
     def is_accurate(self, problem: AttentionProblem) -> bool:

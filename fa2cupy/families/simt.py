@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from ..problem.dtypes import ITEMSIZE
 from ..problem.features import FEATURES
-from .family import Family, TileRow, register_shortage, why_no_decode
+from .family import Family, Kernel, TileRow, register_shortage, why_no_decode
 from .records import POINTER_RECORDS, Record
 from .tile import TileConfig
 
@@ -158,11 +158,10 @@ class Simt(Family):
     def record(self, operation: str) -> Record:
         return POINTER_RECORDS[operation]._replace(reals=("softmax_scale",))  # there are no scores in base 2
 
-    def shared_memory_bytes(
-        self, operation: str, dtype: str, head_dim: int, tile: TileConfig, head_dim_v: int | None = None
-    ) -> int:
+    def shared_memory_bytes(self, kernel: Kernel, tile: TileConfig) -> int:
+        operation, dtype, head_dim, head_dim_v = kernel
         element = ITEMSIZE[dtype]
-        row, row_v = (self.padded_head_dim(n) * element + 16 for n in (head_dim, head_dim_v or head_dim))
+        row, row_v = (self.padded_head_dim(n) * element + 16 for n in (head_dim, head_dim_v))
         own, other = (getattr(tile, name) for name in _OWN_AND_OTHER[operation])
         if operation == "decode":
             rows = 2 * own * row + tile.num_stages * other * (row + row_v)
@@ -172,13 +171,12 @@ class Simt(Family):
         tiles = (own + other) * row + (own_v + other) * row_v
         return tiles + (own * (other + 8 + other % 16) + statistics) * element
 
-    def why_not_shape(
-        self, operation: str, dtype: str, head_dim: int, tile: TileConfig, head_dim_v: int | None = None
-    ) -> str | None:
+    def why_not_shape(self, kernel: Kernel, tile: TileConfig) -> str | None:
+        operation, dtype, head_dim, head_dim_v = kernel
         own_name, other_name = _OWN_AND_OTHER[operation]
         own, other = getattr(tile, own_name), getattr(tile, other_name)
         if operation == "decode":
-            sums = ((head_dim_v or head_dim) // 8 + 2 * 2) * ITEMSIZE[dtype] // 4
+            sums = (head_dim_v // 8 + 2 * 2) * ITEMSIZE[dtype] // 4
             return why_no_decode(tile, (4, 8, 16)) or register_shortage(own // 4 * sums, 40, tile)
         step = 4 * tile.num_warps
         if own % step or own // step not in (1, 2, 4, 8):
@@ -189,8 +187,7 @@ class Simt(Family):
             return f"b_c={other} does not give each lane of {tile.num_warps} warps 1, 2, 4 or 8 keys"
         if tile.num_stages != 1:
             return f"num_stages={tile.num_stages}: the simt family has one stage"
-        columns_v = head_dim_v or head_dim
-        columns = {"forward": columns_v, "backward_dkdv": head_dim + columns_v}.get(operation, head_dim)
+        columns = {"forward": head_dim_v, "backward_dkdv": head_dim + head_dim_v}.get(operation, head_dim)
         # S, or S and dP; in float32, the sums over fewer columns as well.
         scores = other // 8 * ((1 if operation == "forward" else 2) + (dtype == "float32"))
         return register_shortage(own // step * (columns // 8 + scores) * ITEMSIZE[dtype] // 4, 24, tile)

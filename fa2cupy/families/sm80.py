@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .estimate import BlockCost, Costs
-from .family import Family, TileRow, register_shortage, why_no_decode
+from .family import Family, Kernel, TileRow, register_shortage, why_no_decode
 from .records import POINTER_RECORDS, Record
 from .tile import TileConfig
 
@@ -127,15 +127,13 @@ class Sm80(Family):
         step = 32 if head_dim > _WIDE else self.column_step  # two warps that share rows have a k-step each
         return -(-head_dim // step) * step
 
-    def shared_memory_bytes(
-        self, operation: str, dtype: str, head_dim: int, tile: TileConfig, head_dim_v: int | None = None
-    ) -> int:
-        columns_v = head_dim_v or head_dim
-        row, row_v = 2 * self.padded_head_dim(head_dim), 2 * self.padded_head_dim(columns_v)
+    def shared_memory_bytes(self, kernel: Kernel, tile: TileConfig) -> int:
+        operation, _, head_dim, head_dim_v = kernel
+        row, row_v = 2 * self.padded_head_dim(head_dim), 2 * self.padded_head_dim(head_dim_v)
         b_r, b_c, both = tile.b_r, tile.b_c, row + row_v
         scores = 2 * b_r * b_c
         if operation == "forward":
-            is_shared, tiles = columns_v > _WIDE, b_r * row + tile.num_stages * b_c * both
+            is_shared, tiles = head_dim_v > _WIDE, b_r * row + tile.num_stages * b_c * both
             # O is staged where Q and keys have been, but not where rows are exchanged.
             return max(tiles + is_shared * scores, b_r * row_v) + is_shared * 8 * b_r
         if operation == "backward_dq":
@@ -147,20 +145,18 @@ class Sm80(Family):
         by_keys = b_c * both + tile.num_stages * b_r * both + scores + 4 * b_r * 4
         return {"backward": by_keys + 2 * scores, "backward_dkdv": by_keys}[operation]
 
-    def why_not_shape(
-        self, operation: str, dtype: str, head_dim: int, tile: TileConfig, head_dim_v: int | None = None
-    ) -> str | None:
-        columns_v = head_dim_v or head_dim
+    def why_not_shape(self, kernel: Kernel, tile: TileConfig) -> str | None:
+        operation, _, head_dim, head_dim_v = kernel
         if operation == "forward":
-            return _why_no_forward(tile, columns_v)
+            return _why_no_forward(tile, head_dim_v)
         if operation == "backward_dq":
             return _why_no_query_rows(tile, head_dim, 2)
         if operation == "decode":
             keys = tile.b_c // tile.num_warps
             why_not = why_no_decode(tile, (16, 32), (16, 32))
-            return why_not or register_shortage(tile.b_r // 16 * (columns_v + keys) // 2, 40, tile)
+            return why_not or register_shortage(tile.b_r // 16 * (head_dim_v + keys) // 2, 40, tile)
         with_dq = {"backward": True, "backward_dkdv": False}[operation]
-        return _why_no_key_rows(tile, head_dim, columns_v, with_dq=with_dq)
+        return _why_no_key_rows(tile, head_dim, head_dim_v, with_dq=with_dq)
 
 
 def _why_no_forward(tile: TileConfig, head_dim_v: int) -> str | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .device import DeviceInfo
-from .family import TileRow, register_shortage
+from .family import Kernel, TileRow, register_shortage
 from .float32_parts import PRODUCTS_OF_PARTS, Float32Parts
 from .tile import TileConfig
 
@@ -59,19 +59,16 @@ class Sm80Float32(Float32Parts):
         # Decided by the rates of the hardware: nobody has measured it yet.
         return device.float16_rate > PRODUCTS_OF_PARTS
 
-    def shared_memory_bytes(
-        self, operation: str, dtype: str, head_dim: int, tile: TileConfig, head_dim_v: int | None = None
-    ) -> int:
+    def shared_memory_bytes(self, kernel: Kernel, tile: TileConfig) -> int:
         # Panels of 64 columns of two parts.
-        row, row_v = (2 * -(-columns // 64) * 128 for columns in (head_dim, head_dim_v or head_dim))
-        own, other = (getattr(tile, side) for side in _SIDES[operation])
-        own_v = 0 if operation == "forward" else own
-        statistics = 2 * 2 * 4 * other if operation == "backward_dkdv" else 0
+        row, row_v = (2 * -(-columns // 64) * 128 for columns in (kernel.head_dim, kernel.head_dim_v))
+        own, other = (getattr(tile, side) for side in _SIDES[kernel.operation])
+        own_v = 0 if kernel.operation == "forward" else own
+        statistics = 2 * 2 * 4 * other if kernel.operation == "backward_dkdv" else 0
         return (own + tile.num_stages * other) * row + (own_v + other) * row_v + statistics
 
-    def why_not_shape(
-        self, operation: str, dtype: str, head_dim: int, tile: TileConfig, head_dim_v: int | None = None
-    ) -> str | None:
+    def why_not_shape(self, kernel: Kernel, tile: TileConfig) -> str | None:
+        operation, _, head_dim, head_dim_v = kernel
         own, other = _SIDES[operation]
         rows, others = getattr(tile, own), getattr(tile, other)
         why_not = self.why_not_columns(head_dim, head_dim_v)
@@ -87,9 +84,8 @@ class Sm80Float32(Float32Parts):
             return f"num_stages={tile.num_stages} is more than {most}"
         if operation == "backward_dkdv" and 2 * others > tile.num_threads:
             return f"b_r={others} has less than two of {tile.num_threads} threads a row"
-        columns_v = head_dim_v or head_dim
-        sums = {"forward": columns_v, "backward_dq": head_dim, "backward_dkdv": head_dim + columns_v}[operation]
-        scores = others // 2 * ((1 if operation == "forward" else 2) + (max(head_dim, columns_v) > _CHAIN))
+        sums = {"forward": head_dim_v, "backward_dq": head_dim, "backward_dkdv": head_dim + head_dim_v}[operation]
+        scores = others // 2 * ((1 if operation == "forward" else 2) + (max(head_dim, head_dim_v) > _CHAIN))
         return register_shortage(sums // 2 + scores, 72, tile)
 
 

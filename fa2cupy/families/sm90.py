@@ -11,7 +11,7 @@ from ..problem.attention import AttentionProblem
 from ..problem.features import features_in_registers, features_of_scores
 from ..problem.strides import AnyStrides
 from .estimate import BlockCost, Costs
-from .family import Family, TileRow
+from .family import Family, Kernel, TileRow
 from .records import LENGTHS, SCALES, SCHEDULE, Record
 from .tile import TileConfig
 
@@ -160,37 +160,27 @@ class Sm90(Family):
     def record(self, operation: str) -> Record:
         return _RECORDS[operation]
 
-    def shared_memory_bytes(
-        self, operation: str, dtype: str, head_dim: int, tile: TileConfig, head_dim_v: int | None = None
-    ) -> int:
-        return self.shared_memory_with((), operation, dtype, head_dim, tile, head_dim_v)
+    def shared_memory_bytes(self, kernel: Kernel, tile: TileConfig) -> int:
+        return self.shared_memory_with((), kernel, tile)
 
-    def shared_memory_with(
-        self,
-        features: tuple[str, ...],
-        operation: str,
-        dtype: str,
-        head_dim: int,
-        tile: TileConfig,
-        head_dim_v: int | None = None,
-    ) -> int:
+    def shared_memory_with(self, features: tuple[str, ...], kernel: Kernel, tile: TileConfig) -> int:
+        operation, _, head_dim, head_dim_v = kernel
         array = _held_array(features)
         if operation == "forward":
             return _forward_bytes(head_dim, head_dim_v, tile, array)
         if operation == "backward_dq":
             return _dq_bytes(head_dim, head_dim_v, tile, array)
         with_dq = {"backward": True, "backward_dkdv": False}[operation]
-        return _backward_bytes(head_dim, head_dim_v or head_dim, tile, array, with_dq=with_dq)
+        return _backward_bytes(head_dim, head_dim_v, tile, array, with_dq=with_dq)
 
-    def why_not_shape(
-        self, operation: str, dtype: str, head_dim: int, tile: TileConfig, head_dim_v: int | None = None
-    ) -> str | None:
+    def why_not_shape(self, kernel: Kernel, tile: TileConfig) -> str | None:
+        operation, _, head_dim, head_dim_v = kernel
         if operation == "forward":
-            return _why_no_forward(tile, head_dim_v or head_dim)
+            return _why_no_forward(tile, head_dim_v)
         if operation == "backward_dq":
             return _why_no_dq(tile, head_dim)
         with_dq = {"backward": True, "backward_dkdv": False}[operation]
-        return _why_no_backward(tile, head_dim, head_dim_v or head_dim, with_dq=with_dq)
+        return _why_no_backward(tile, head_dim, head_dim_v, with_dq=with_dq)
 
 
 @functools.lru_cache(maxsize=None)
@@ -238,15 +228,15 @@ def _held_bytes(array: str | None, queries: int, keys: int) -> int:
     return queries * (2 * keys + (0 if keys == 16 or keys % 64 == 0 else 16))
 
 
-def _row_bytes(head_dim: int, head_dim_v: int | None) -> tuple[int, int]:
+def _row_bytes(head_dim: int, head_dim_v: int) -> tuple[int, int]:
     """Shared memory of a row of k, and of v: panels of 64 columns."""
-    return -(-head_dim // 64) * 128, -(-(head_dim_v or head_dim) // 64) * 128
+    return -(-head_dim // 64) * 128, -(-head_dim_v // 64) * 128
 
 
 # Kernels that own queries.
 
 
-def _forward_bytes(head_dim: int, head_dim_v: int | None, tile: TileConfig, array: str | None) -> int:
+def _forward_bytes(head_dim: int, head_dim_v: int, tile: TileConfig, array: str | None) -> int:
     """Dynamic shared memory of the forward."""
     # The same as in kernels/sm90/forward_shape.cuh: O has a buffer, or two panels, and Q a second one, if they fit.
     row, row_v = _row_bytes(head_dim, head_dim_v)
@@ -258,13 +248,13 @@ def _forward_bytes(head_dim: int, head_dim_v: int | None, tile: TileConfig, arra
         fixed += held
     fixed += queries
     pieces = [2 * panel] if row_v > 2 * 128 else []
-    if head_dim_v is not None:
+    if head_dim_v != head_dim:
         pieces = [max(0, _SHARED_BYTES - fixed) // panel * panel]
     besides = (output + queries, output, *pieces, 0)
     return next((fixed + n for n in besides if fixed + n <= _SHARED_BYTES), fixed)
 
 
-def _dq_bytes(head_dim: int, head_dim_v: int | None, tile: TileConfig, array: str | None) -> int:
+def _dq_bytes(head_dim: int, head_dim_v: int, tile: TileConfig, array: str | None) -> int:
     """Dynamic shared memory of the dQ kernel."""
     # The same as in kernels/sm90/backward_dq_shape.cuh: dQ has a buffer, and Q and dO a second one, if they fit.
     row, row_v = _row_bytes(head_dim, head_dim_v)
@@ -276,7 +266,7 @@ def _dq_bytes(head_dim: int, head_dim_v: int | None, tile: TileConfig, array: st
     held = _held_bytes(array, tile.b_r, tile.b_c)
     if fixed + held <= most:
         fixed += held
-    pieces = [] if head_dim_v is None else [max(0, most - fixed) // panel * panel]
+    pieces = [] if head_dim_v == head_dim else [max(0, most - fixed) // panel * panel]
     besides = (output + queries, output, *pieces, 0)
     return next((fixed + n for n in besides if fixed + n <= most), fixed)
 

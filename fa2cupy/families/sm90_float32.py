@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from ..problem.attention import AttentionProblem
 from ..problem.features import features_in_registers
 from ..problem.strides import AnyStrides
-from .family import TileRow
+from .family import Kernel, TileRow
 from .float32_parts import Float32Parts
 from .records import Record
 from .tile import TileConfig
@@ -78,13 +78,11 @@ class Sm90Float32(Float32Parts):
         counter = " tile_counter:counter" if operation in _PERSISTENT else ""
         return record._replace(pointers=f"{record.pointers}{counter}")
 
-    def shared_memory_bytes(
-        self, operation: str, dtype: str, head_dim: int, tile: TileConfig, head_dim_v: int | None = None
-    ) -> int:
+    def shared_memory_bytes(self, kernel: Kernel, tile: TileConfig) -> int:
         # The same as in kernels/sm90_float32/query_tile_shape.cuh and backward_dkdv_shape.cuh: panels of 64 columns of
         # two parts. A stage holds one panel if operands come in pieces. If not, the operand that is used second has one
         # stage where that many of the first do not fit.
-        columns = head_dim, head_dim_v or head_dim
+        operation, _, *columns = kernel
         is_wide = max(columns) > _WIDE
         row, row_v = (2 * -(-n // 64) * 128 for n in columns)
         of_stage, of_stage_v = (2 * 128, 2 * 128) if is_wide else (row, row_v)
@@ -102,12 +100,11 @@ class Sm90Float32(Float32Parts):
         both = first + tile.num_stages * others * of_stage_v
         return both if both <= _SHARED_BYTES or is_wide else first + others * of_stage_v
 
-    def why_not_shape(
-        self, operation: str, dtype: str, head_dim: int, tile: TileConfig, head_dim_v: int | None = None
-    ) -> str | None:
+    def why_not_shape(self, kernel: Kernel, tile: TileConfig) -> str | None:
+        operation, _, *columns = kernel
         own, other = _SIDES[operation]
         rows, others = getattr(tile, own), getattr(tile, other)
-        widest = max(head_dim, head_dim_v or head_dim)
+        widest = max(columns)
         is_wide = widest > _WIDE
         if is_wide and operation == "backward":
             return f"head_dim={widest} is above the {_WIDE} of which two warp groups hold dK and dV of 128 keys"

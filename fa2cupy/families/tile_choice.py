@@ -6,13 +6,12 @@ import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import lru_cache
-from typing import NamedTuple
 
 from ..errors import UnsupportedProblemError
 from ..problem.attention import AttentionProblem
 from ..problem.dtypes import ITEMSIZE
 from .device import DeviceInfo
-from .family import Family
+from .family import Family, Kernel
 from .tile import TileConfig, requested_tile
 from .tuning import tuned_tile
 
@@ -25,31 +24,6 @@ __all__ = [
     "is_promising",
     "why_not_map",
 ]
-
-
-class _Kernel(NamedTuple):
-    """What decides whether a tile is legal, but for the tile."""
-
-    operation: str
-    family: Family
-    dtype: str
-    head_dim: int
-    head_dim_v: int | None
-    device: DeviceInfo
-
-    @classmethod
-    def of(cls, operation: str, family: Family, problem: AttentionProblem, device: DeviceInfo) -> _Kernel:
-        return cls(operation, family, problem.dtype, problem.head_dim, problem.head_dim_v, device)
-
-    def takes(self, tile: TileConfig) -> bool:
-        """True if the tile is legal."""
-        own = (self.operation, self.dtype, self.head_dim, tile, self.device, self.head_dim_v)
-        return self.family.why_illegal(*own) is None
-
-    def has_room(self, tile: TileConfig) -> bool:
-        """True if the tile's blocks fit a multiprocessor."""
-        own = (self.operation, self.dtype, self.head_dim, tile, self.device, self.head_dim_v)
-        return self.family.fits_blocks(*own)
 
 
 def choose_tile(
@@ -69,55 +43,38 @@ def choose_tile(
         No default tile fits the device.
     """
     requested, layout = requested_tile(operation, config), problem.settings.block_mask
+    kernel = Kernel.of(operation, problem)
     if requested is not None:
-        kernel = (operation, problem.dtype, problem.head_dim)
-        check_tile("config", requested, family, *kernel, device, problem.head_dim_v)
+        check_tile("config", requested, family, kernel, device)
         if layout is not None and not layout.takes(requested.b_r, requested.b_c):
             raise ValueError(
                 f"block_mask: without a function, the map's tiles {layout.tile} must be multiples of those of "
                 f"{operation}, got {requested} in config"
             )
         return requested
-    of_calls = (problem.dtype, problem.head_dim, problem.causal, device, problem.head_dim_v)
-    tuned = tuned_tile(operation, family, *of_calls)
+    tuned = tuned_tile(family, kernel, problem.causal, device)
     if tuned is not None and (layout is None or _suits_map(family, operation, problem, tuned)):
         return tuned
     return default_tile(family, operation, problem, device)
 
 
-def check_tile(
-    name: str,
-    tile: TileConfig,
-    family: Family,
-    operation: str,
-    dtype: str,
-    head_dim: int,
-    device: DeviceInfo,
-    head_dim_v: int | None = None,
-) -> None:
+def check_tile(name: str, tile: TileConfig, family: Family, kernel: Kernel, device: DeviceInfo) -> None:
     """Raises ValueError if a kernel cannot have a tile that the argument `name` requests."""
-    reason = family.why_illegal(operation, dtype, head_dim, tile, device, head_dim_v)
+    reason = family.why_illegal(kernel, tile, device)
     if reason:
-        at = f"head_dim {head_dim}" + ("" if head_dim_v is None else f", head_dim_v {head_dim_v}")
-        raise ValueError(f"{name}: {tile} is not legal for {operation} at {at}: {reason}")
+        at = f"head_dim {kernel.head_dim}"
+        at += "" if kernel.head_dim_v == kernel.head_dim else f", head_dim_v {kernel.head_dim_v}"
+        raise ValueError(f"{name}: {tile} is not legal for {kernel.operation} at {at}: {reason}")
 
 
-def is_promising(
-    family: Family,
-    operation: str,
-    dtype: str,
-    head_dim: int,
-    tile: TileConfig,
-    device: DeviceInfo,
-    head_dim_v: int | None = None,
-) -> bool:
+def is_promising(family: Family, kernel: Kernel, tile: TileConfig, device: DeviceInfo) -> bool:
     """True if a legal tile can be fast.
 
     The blocks fit for which it limits registers, and at least 4 warps, one for each scheduler of a multiprocessor.
     """
-    needed = family.shared_memory_bytes(operation, dtype, head_dim, tile, head_dim_v)
+    needed = family.shared_memory_bytes(kernel, tile)
     warps = device.resident_blocks(tile.num_threads, 1, needed) * tile.num_warps
-    return warps >= 4 and family.fits_blocks(operation, dtype, head_dim, tile, device, head_dim_v)
+    return warps >= 4 and family.fits_blocks(kernel, tile, device)
 
 
 def default_tile(
@@ -136,10 +93,8 @@ def default_tile(
     UnsupportedProblemError
         No row applies.
     """
-    kernel = _Kernel.of(operation, family, problem, device)
-    columns = columns_v = family.padded_head_dim(problem.head_dim)
-    if problem.head_dim_v is not None:
-        columns_v = family.padded_head_dim(problem.head_dim_v)
+    kernel = Kernel.of(operation, problem)
+    columns, columns_v = family.padded_head_dim(kernel.head_dim), family.padded_head_dim(kernel.head_dim_v)
     used, function = set(problem.features), problem.settings.score_mod
     if problem.settings.block_mask is not None:
         used.discard("mask_mod")  # it is evaluated for mixed tiles alone, beside the main loop
@@ -153,11 +108,10 @@ def default_tile(
         and (row.dtypes is None or problem.dtype in row.dtypes)
         and (not row.features or not used.isdisjoint(row.features))
         and (not row.least_jobs or (not for_any_batch and _jobs(problem, row.tile) >= row.jobs_on(device)))
-        and kernel.takes(row.tile)
-        and kernel.has_room(row.tile)
+        and family.takes(kernel, row.tile, device)
     )
     if problem.settings.block_mask is not None:
-        applying = iter(_tiles_for_map(kernel, problem, applying))
+        applying = iter(_tiles_for_map(family, kernel, problem, device, applying))
     tile = next(applying, None)
     if tile is not None:
         return tile
@@ -181,8 +135,8 @@ def decode_tile(
         No row of `tiles` applies.
     """
     tile = default_tile(family, "decode", problem, device, for_any_batch=for_any_batch)
-    kernel, rows = _Kernel.of("decode", family, problem, device), problem.heads_per_group * problem.seqlen_q
-    while rows <= tile.b_r // 2 and kernel.takes(replace(tile, b_r=tile.b_r // 2)):
+    kernel, rows = Kernel.of("decode", problem), problem.heads_per_group * problem.seqlen_q
+    while rows <= tile.b_r // 2 and family.why_illegal(kernel, replace(tile, b_r=tile.b_r // 2), device) is None:
         tile = replace(tile, b_r=tile.b_r // 2)
     return tile
 
@@ -192,7 +146,7 @@ def why_not_map(family: Family, operation: str, problem: AttentionProblem, devic
     layout = problem.settings.block_mask
     if layout is None or layout.program is not None:
         return None
-    legal = {(tile.b_r, tile.b_c) for tile in _legal_tiles(_Kernel.of(operation, family, problem, device))}
+    legal = {(tile.b_r, tile.b_c) for tile in _legal_tiles(family, Kernel.of(operation, problem), device)}
     if any(layout.takes(*sizes) for sizes in legal):
         return None
     least = sorted(one for one in legal if not any(_divides(other, one) for other in legal - {one}))
@@ -203,14 +157,16 @@ def why_not_map(family: Family, operation: str, problem: AttentionProblem, devic
     )
 
 
-def _tiles_for_map(kernel: _Kernel, problem: AttentionProblem, applying: Iterable[TileConfig]) -> list[TileConfig]:
+def _tiles_for_map(
+    family: Family, kernel: Kernel, problem: AttentionProblem, device: DeviceInfo, applying: Iterable[TileConfig]
+) -> list[TileConfig]:
     """The tiles for a problem's map, best first. Where no default tile will do, it is the largest of all."""
     layout = problem.settings.block_mask
     assert layout is not None, "the call has a map"
     taken = [tile for tile in applying if layout.takes(tile.b_r, tile.b_c)]
     if taken:
-        return sorted(taken, key=lambda tile: not _suits_map(kernel.family, kernel.operation, problem, tile))
-    legal = [tile for tile in _legal_tiles(kernel) if layout.takes(tile.b_r, tile.b_c)]
+        return sorted(taken, key=lambda tile: not _suits_map(family, kernel.operation, problem, tile))
+    legal = [tile for tile in _legal_tiles(family, kernel, device) if layout.takes(tile.b_r, tile.b_c)]
     return sorted(legal, key=lambda tile: -tile.b_r * tile.b_c)
 
 
@@ -236,8 +192,8 @@ def _suits_map(family: Family, operation: str, problem: AttentionProblem, tile: 
 
 
 @lru_cache(maxsize=256)  # a family has up to 18,000 candidates
-def _legal_tiles(kernel: _Kernel) -> tuple[TileConfig, ...]:
-    return tuple(tile for tile in candidate_tiles(kernel.family) if kernel.takes(tile) and kernel.has_room(tile))
+def _legal_tiles(family: Family, kernel: Kernel, device: DeviceInfo) -> tuple[TileConfig, ...]:
+    return tuple(tile for tile in candidate_tiles(family) if family.takes(kernel, tile, device))
 
 
 def candidate_tiles(family: Family) -> Iterator[TileConfig]:

@@ -15,7 +15,7 @@ from ..settings import tuning_file
 from ..system.folders import UntrustedError, read_file, replace_file, trusted_folder, warn_once
 from ..system.locks import file_lock
 from .device import DeviceInfo
-from .family import Family
+from .family import Family, Kernel
 from .tile import TileConfig
 
 __all__ = ["save_tuned_tile", "tuned_tile"]
@@ -28,10 +28,9 @@ class _DamagedError(ValueError):
     """The tuning file is not a JSON object."""
 
 
-def _key(
-    operation: str, family: Family, dtype: str, head_dim: int, causal: bool, device: DeviceInfo, head_dim_v: int | None
-) -> str:
-    columns = str(head_dim) if head_dim_v is None else f"{head_dim}v{head_dim_v}"
+def _key(family: Family, kernel: Kernel, causal: bool, device: DeviceInfo) -> str:
+    operation, dtype, head_dim, head_dim_v = kernel
+    columns = str(head_dim) if head_dim_v == head_dim else f"{head_dim}v{head_dim_v}"
     return f"{device.name}/{family.public_name}/{operation}/{dtype}/{columns}/{'causal' if causal else 'full'}"
 
 
@@ -95,21 +94,13 @@ def _tuned_tiles() -> dict[str, TileConfig]:
     return tiles
 
 
-def tuned_tile(
-    operation: str,
-    family: Family,
-    dtype: str,
-    head_dim: int,
-    causal: bool,
-    device: DeviceInfo,
-    head_dim_v: int | None = None,
-) -> TileConfig | None:
+def tuned_tile(family: Family, kernel: Kernel, causal: bool, device: DeviceInfo) -> TileConfig | None:
     """The user's tile for this kernel on this device, or None if there is none or it is not legal."""
-    key = _key(operation, family, dtype, head_dim, causal, device, head_dim_v)
+    key = _key(family, kernel, causal, device)
     tile = _tuned_tiles().get(key)
     if tile is None:
         return None
-    reason = family.why_illegal(operation, dtype, head_dim, tile, device, head_dim_v)
+    reason = family.why_illegal(kernel, tile, device)
     if reason:
         what = f"{tuning_file()}: the entry {key!r} is not legal ({tile}: {reason})"
         warn_once((tuning_file(), key), f"{what}; the default tile is used. Delete the entry or save it anew.")
@@ -117,16 +108,7 @@ def tuned_tile(
     return tile
 
 
-def save_tuned_tile(
-    operation: str,
-    family: Family,
-    dtype: str,
-    head_dim: int,
-    causal: bool,
-    device: DeviceInfo,
-    tile: TileConfig,
-    head_dim_v: int | None = None,
-) -> None:
+def save_tuned_tile(family: Family, kernel: Kernel, causal: bool, device: DeviceInfo, tile: TileConfig) -> None:
     """Adds or replaces one entry of the tuning file. This process uses it for new problems.
 
     Other entries are kept, even if they are no tiles. A damaged file is kept under another name, with a warning.
@@ -143,8 +125,7 @@ def save_tuned_tile(
     try:
         with file_lock(file.with_name(f"{file.name}.lock"), _LONGEST_SAVE_S):
             entries = _read_or_set_aside(file)
-            key = _key(operation, family, dtype, head_dim, causal, device, head_dim_v)
-            entries[key] = dataclasses.asdict(tile)
+            entries[_key(family, kernel, causal, device)] = dataclasses.asdict(tile)
             replace_file(file, (json.dumps(entries, indent=2, sort_keys=True) + "\n").encode())
     except TimeoutError as error:
         raise TimeoutError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..families.family import Family
+from ..families.family import Family, Kernel
 from ..families.operations import OPERATIONS
 from ..families.tile import TileConfig
 from ..functions.tracing import BoundFunction
@@ -68,6 +68,11 @@ class KernelSpec:
     head_dim_v: int | None = None
 
     @property
+    def kernel(self) -> Kernel:
+        """What its legal tiles depend on."""
+        return Kernel(self.operation, self.dtype, self.head_dim, self.head_dim_v or self.head_dim)
+
+    @property
     def family_name(self) -> str:
         """Public name of the family, or ``"common"``."""
         return "common" if self.family is None else self.family.public_name
@@ -106,8 +111,7 @@ class KernelSpec:
         """Dynamic shared memory of a block, in bytes."""
         if self.family is None or not OPERATIONS[self.operation].is_tiled:
             return 0
-        kernel = (self.features, self.operation, self.dtype, self.head_dim, self.tile, self.head_dim_v)
-        return self.family.shared_memory_with(*kernel)
+        return self.family.shared_memory_with(self.features, self.kernel, self.tile)
 
     @property
     def params(self) -> ParamLayout:

@@ -12,6 +12,7 @@ import numpy as np
 
 from ..families.choice import choose
 from ..families.device import DeviceInfo
+from ..families.family import Kernel
 from ..families.registry import choose_family, family_of_kernel
 from ..families.tile import TileConfig
 from ..jit.spec import KernelSpec
@@ -69,7 +70,7 @@ def default_specs(
         Columns of v if they differ.
     """
     call = "forward" if method is None else "backward"
-    head_dims = choose_family(call, dtype, device, family).head_dims(head_dim, head_dim_v)
+    head_dims = choose_family(call, dtype, device, family).head_dims(head_dim, head_dim_v or head_dim)
     options = CallOptions(causal, config=config, family=family, method=method, num_splits=num_splits)
     specs: dict[KernelSpec, None] = {}
     for problem, strides in _problems(call, dtype, *head_dims, options, features, functions):
@@ -89,22 +90,20 @@ def default_specs(
 
 
 def layout_of_kernel(
-    operation: str,
+    kernel: Kernel,
     device: DeviceInfo,
-    dtype: str,
-    head_dim: int,
     causal: bool,
     family: str | None = None,
     *,
     features: Sequence[str] = (),
     functions: FeatureKeywords = _NO_FUNCTIONS,
-    head_dim_v: int | None = None,
 ) -> StageLayout:
     """The layout of a call with a tiled kernel, which makes the kernel for any tile. A bias has the dtype of q.
 
-    Parameters are those of `default_specs`, where the operation stands for the method. The kernel's family and padded
-    head dimensions are in the layout and its problem.
+    Other parameters are those of `default_specs`. The kernel's family and padded head dimensions are in the layout and
+    its problem.
     """
+    operation, dtype, head_dim, head_dim_v = kernel
     call = "forward" if operation == "forward" else "backward"
     problem, strides = next(_problems(call, dtype, head_dim, head_dim_v, CallOptions(causal), features, functions))
     chosen = family_of_kernel(operation, dtype, device, family, tuple(problem.features))
@@ -158,7 +157,7 @@ def _problems(
     call: str,
     dtype: str,
     head_dim: int,
-    head_dim_v: int | None,
+    head_dim_v: int,
     options: CallOptions,
     features: Sequence[str],
     functions: FeatureKeywords,
@@ -168,7 +167,7 @@ def _problems(
     options = options._replace(**returned)
     for keywords in _examples(features, dtype, functions):
         rows = (_ROWS, 1) if "cu_seqlens_q" in keywords else (1, _ROWS, 1)
-        q, v = _array((*rows, head_dim), dtype), _array((*rows, head_dim_v or head_dim), dtype)
+        q, v = _array((*rows, head_dim), dtype), _array((*rows, head_dim_v), dtype)
         lse = _array((1, _ROWS) if "cu_seqlens_q" in keywords else (1, 1, _ROWS), ACCUMULATOR[dtype])
         arrays = {"q": q, "k": q, "v": v, "o": v, "do": v, "lse": lse}
         arrays |= {"dlse": lse} if "dlse" in features else {}
