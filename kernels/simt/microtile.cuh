@@ -178,7 +178,7 @@ struct Microtile {
         const bool in_vectors = Rows::in_vectors(gmem, row_stride);
 #pragma unroll
         for (int i = 0; i < kRows; ++i) {
-            const int32 row = first_row + lane_row(lane) + 4 * i;
+            const int32 row = first_row + Scores::row(i, lane);
             if (row >= num_rows) break;
 #pragma unroll
             for (int c = 0; c < Sums::kChunks; ++c) {
