@@ -65,8 +65,8 @@ def test_matrices_between_shared_memory_and_fragments():
 
 MMA = r"""
 typedef unsigned u32;
-extern "C" __global__ void multiply(const u32* a, const u32* b, const u32* c, u32* d) {
-  int l = threadIdx.x; u32 x[NA], y[NB], z[NC];
+extern "C" __global__ void multiply(const REGISTER* a, const REGISTER* b, const SUM* c, SUM* d) {
+  int l = threadIdx.x; REGISTER x[NA], y[NB]; SUM z[NC];
   for (int k = 0; k < NA; k++) x[k] = a[k * 32 + l];
   for (int k = 0; k < NB; k++) y[k] = b[k * 32 + l];
   for (int k = 0; k < NC; k++) z[k] = c[k * 32 + l];
@@ -74,13 +74,15 @@ extern "C" __global__ void multiply(const u32* a, const u32* b, const u32* c, u3
   for (int k = 0; k < NC; k++) d[k * 32 + l] = z[k];
 }
 """
+# The C type of a register, and its constraint in asm.
+REGISTERS = {"f16": ("u32", "r"), "f32": ("float", "f"), "f64": ("double", "d")}
 
 
 def fragments(matrix: np.ndarray, width: int) -> np.ndarray:
-    """Returns the bits of a matrix by register and lane: blocks of 8 rows and `width` columns in column-major order."""
+    """Returns a matrix by register and lane: blocks of 8 rows and `width` columns in column-major order."""
     rows, columns = matrix.shape[0] // 8, matrix.shape[1] // width
-    blocks = matrix.reshape(rows, 8, columns, width).transpose(2, 0, 1, 3)
-    return np.ascontiguousarray(blocks).view(np.uint32).reshape(rows * columns, 32)
+    blocks = np.ascontiguousarray(matrix.reshape(rows, 8, columns, width).transpose(2, 0, 1, 3))
+    return blocks.view(np.uint64 if matrix.itemsize == 8 else np.uint32).reshape(rows * columns, 32)
 
 
 @pytest.mark.parametrize(
@@ -93,54 +95,62 @@ def fragments(matrix: np.ndarray, width: int) -> np.ndarray:
         ("m16n8k8", "bf16", "f32"),
         ("m16n8k8", "tf32", "f32"),
         ("m16n8k4", "tf32", "f32"),
+        ("m8n8k4", "f64", "f64"),
+        ("m16n8k4", "f64", "f64"),
+        ("m16n8k8", "f64", "f64"),
+        ("m16n8k16", "f64", "f64"),
     ],
 )
 def test_matrix_products(shape, ty, result):
-    depth, rng = int(shape[6:]), np.random.default_rng(1)
-    a, b, c = (rng.standard_normal(extent) for extent in ((16, depth), (8, depth), (16, 8)))
-    if ty == "tf32":
+    rows, depth = (int(shape[1:].split(letter)[at]) for letter, at in (("n", 0), ("k", 1)))
+    rng = np.random.default_rng(1)
+    a, b, c = (rng.standard_normal(extent) for extent in ((rows, depth), (8, depth), (rows, 8)))
+    if ty == "f64":
+        a_bits, b_bits, a_values, b_values = a, b, a, b
+    elif ty == "tf32":
         a_bits, b_bits = (x.astype(np.float32).view(np.uint32) & np.uint32(0xFFFFE000) for x in (a, b))
         a_values, b_values = (x.view(np.float32).astype(np.float64) for x in (a_bits, b_bits))
     else:
         (a_bits, a_values), (b_bits, b_values) = two_bytes(a, ty), two_bytes(b, ty)
-    width = 4 if ty == "tf32" else 8
-    c = c.astype(np.float32 if result == "f32" else np.float16)
+    width = 8 if ty in ("f16", "bf16") else 4
+    dtype = {"f16": np.float16, "f32": np.float32, "f64": np.float64}[result]
+    c = c.astype(dtype)
     inputs = [fragments(a_bits, width), fragments(b_bits, width)]
-    if result == "f32":
-        # Pairs of columns: lane 4 g + t has elements (g, 2 t), (g, 2 t + 1), (g + 8, 2 t), (g + 8, 2 t + 1).
-        inputs.append(c.reshape(2, 8, 4, 2).transpose(0, 3, 1, 2).reshape(4, 32).view(np.uint32))
-    else:
+    if result == "f16":
         inputs.append(fragments(c, 8))
+    else:
+        # Pairs of columns: lane 4 g + t has elements (g, 2 t), (g, 2 t + 1), (g + 8, 2 t), (g + 8, 2 t + 1).
+        inputs.append(c.reshape(rows // 8, 8, 4, 2).transpose(0, 3, 1, 2).reshape(rows // 4, 32))
     counts = [len(x) for x in inputs]
     names = [f"%{k}" for k in range(sum(counts))]
     c_names, a_names, b_names = names[: counts[2]], names[counts[2] : -counts[1]], names[-counts[1] :]
     lists = ", ".join("{" + ",".join(x) + "}" for x in (c_names, a_names, b_names, c_names))
+    (register, kind), (sum_register, sum_kind) = REGISTERS.get(ty, REGISTERS["f16"]), REGISTERS[result]
+    operands = [f'"{kind}"({name}[{k}])' for name, n in (("x", counts[0]), ("y", counts[1])) for k in range(n)]
     defines = {
         **{f"N{name}": str(count) for name, count in zip("ABC", counts, strict=True)},
+        "REGISTER": register,
+        "SUM": sum_register,
         "SHAPE": f'"{shape}"',
         "TYPES": f'"{result}.{ty}.{ty}.{result}"',
         "LIST": f'"{lists}"',
-        "OUTPUTS": ", ".join(f'"+r"(z[{k}])' for k in range(counts[2])),
-        "INPUTS": ", ".join(f'"r"({name}[{k}])' for name, n in (("x", counts[0]), ("y", counts[1])) for k in range(n)),
+        "OUTPUTS": ", ".join(f'"+{sum_kind}"(z[{k}])' for k in range(counts[2])),
+        "INPUTS": ", ".join(operands),
     }
-    source = MMA
-    if result == "f32":
-        source = source.replace("u32 x[NA], y[NB], z[NC];", "u32 x[NA], y[NB]; float z[NC];").replace(
-            "const u32* c, u32* d", "const float* c, float* d"
-        )
-        defines["OUTPUTS"] = defines["OUTPUTS"].replace("+r", "+f")
-    source = "".join(f"#define {name} {value}\n" for name, value in defines.items()) + source
+    source = "".join(f"#define {name} {value}\n" for name, value in defines.items()) + MMA
     memory = Memory()
-    out = memory.empty(inputs[2].shape, np.uint32, "d")
+    out = memory.empty(inputs[2].shape, inputs[2].dtype, "d")
     addresses = [memory.alloc(x) for x in inputs]
-    cuda_module(source).launch("multiply", 1, 32, [*addresses, out], memory=memory)
+    module = cuda_module(source, *(["compute_90"] if ty == "f64" else []))
+    module.launch("multiply", 1, 32, [*addresses, out], memory=memory)
     d = memory.read(out)
-    if result == "f32":
-        d = d.view(np.float32).reshape(2, 2, 8, 4).transpose(0, 2, 3, 1).reshape(16, 8)
+    if result == "f16":
+        d = d.view(np.float16).reshape(rows, 8)
     else:
-        d = d.view(np.float16).reshape(16, 8)
+        d = d.reshape(rows // 8, 2, 8, 4).transpose(0, 2, 3, 1).reshape(rows, 8)
     expected = a_values @ b_values.T + c
-    np.testing.assert_allclose(d, expected, atol=2e-5 if result == "f32" else 5e-3)
+    tolerance = {"f16": {"atol": 5e-3}, "f32": {"atol": 2e-5}, "f64": {"atol": 1e-14, "rtol": 0}}[result]
+    np.testing.assert_allclose(d, expected, **tolerance)
 
 
 def test_products_that_depend_on_each_other():
