@@ -175,6 +175,7 @@ STAGES = {
     },
     "sm90_float32": {"forward": (1, 4), "backward": (1, 4), "backward_dq": (1, 4), "backward_dkdv": (1, 4)},
     "sm80_float32": {"forward": (1, 1), "backward_dq": (1, 2), "backward_dkdv": (1, 2)},
+    "sm80_float64": {"forward": (1, 1)},
     "simt": {
         "forward": (1, 1), "backward": (1, 1), "backward_dq": (1, 1), "backward_dkdv": (1, 1), "decode": (2, 8),
     },
@@ -193,7 +194,7 @@ def test_every_kernel_has_the_stages_that_its_main_loop_knows():
             rows = (row.tile for row in family.tiles[operation] if row.head_dim >= padded)
             tile = next((tile for tile in rows if not family.why_not_shape(kernel, tile)), None)
             if tile is None:
-                assert family.multiplies_parts and head_dim > 128
+                assert head_dim > 128 and (family.multiplies_parts or family.why_not_columns(padded, padded))
                 continue
             for number in range(1, 10):
                 reason = family.why_not_shape(kernel, dataclasses.replace(tile, num_stages=number))
@@ -423,10 +424,10 @@ def chosen_rows() -> set[int]:
                     # of float64 exceed that of small GPUs.
                     if operation == "decode" and (device in OLDER or dtype == "float64"):
                         continue
-                    of_parts = row.multiplies_parts and (
-                        operation == "backward" or row.why_not_columns(head_dim, call.columns_of("v"))
+                    too_wide = row.why_not_columns(head_dim, call.columns_of("v")) or (
+                        row.multiplies_parts and operation == "backward"
                     )
-                    assert head_dim > 128 and ((device in OLDER and dtype == "float64") or of_parts)
+                    assert head_dim > 128 and ((device in OLDER and dtype == "float64") or too_wide)
                     continue
                 assert row.why_illegal(Kernel.of(operation, call), tile, device) is None
                 padded_v = row.padded_head_dim(head_dim_v or head_dim)

@@ -180,6 +180,10 @@ class Family(ABC):
         """The reason why a kernel cannot take a problem and its arrays, or None if it can."""
         return None
 
+    def why_not_columns(self, head_dim: int, head_dim_v: int) -> str | None:
+        """The reason why its kernels do not hold so many columns, or None if they do."""
+        return None
+
     def is_accurate(self, problem: AttentionProblem) -> bool:
         """True if its results for a problem are known to be as accurate as those of the dtype's arithmetic."""
         return True

@@ -65,7 +65,6 @@ class Float32Parts(Family):
         return None
 
     def why_not_columns(self, head_dim: int, head_dim_v: int) -> str | None:
-        """The reason why its kernels do not hold so many columns, or None if they do."""
         most = self.largest_head_dim
         if self.padded_head_dim(head_dim_v) > most:
             return f"{'head_dim' if head_dim_v == head_dim else 'head_dim_v'}={head_dim_v} is above {most}"

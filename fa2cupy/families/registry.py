@@ -10,13 +10,14 @@ from .family import Family
 from .simt import SIMT
 from .sm80 import SM80
 from .sm80_float32 import SM80_FLOAT32
+from .sm80_float64 import SM80_FLOAT64
 from .sm90 import SM90
 from .sm90_float32 import SM90_FLOAT32
 
 __all__ = ["FAMILIES", "choose_family", "family_of_decode", "family_of_kernel", "supporting_families"]
 
 #: The families in the order in which they are tried.
-FAMILIES: tuple[Family, ...] = (SM90, SM90_FLOAT32, SM80, SM80_FLOAT32, SIMT)
+FAMILIES: tuple[Family, ...] = (SM90, SM90_FLOAT32, SM80, SM80_FLOAT32, SM80_FLOAT64, SIMT)
 
 
 def choose_family(

@@ -17,22 +17,23 @@ struct OperandA {
     uint32 reg[4];
 };
 
-// The quad layout: fp32 accumulators of kN8 adjacent m16n8 tensor-core tiles. A lane holds columns 2t and 2t + 1 of
-// each tile (t = lane % 4) in rows g and g + 8 (g = lane / 4).
-template <int kN8>
+// The quad layout: accumulators of kN8 adjacent m16n8 tensor-core tiles. A lane holds columns 2t and 2t + 1 of each tile
+// (t = lane % 4) in rows g and g + 8 (g = lane / 4). Code for QuadFragment<kN8> is that of float; double takes the code
+// of any fragment.
+template <int kN8, class Real = float>
 struct QuadFragment {
     static constexpr int kRows = 2;
     static constexpr int kCols = 2 * kN8;
     static constexpr int kLanesPerRow = 4, kLaneStep = 1;
 
-    float value[kN8][4];
+    Real value[kN8][4];
 
     __device__ static int32 row(int i, int32 lane) { return lane / 4 + 8 * i; }
     __device__ static int32 col(int j, int32 lane) { return j / 2 * 8 + lane % 4 * 2 + j % 2; }
-    __device__ float& operator()(int i, int j) { return value[j / 2][2 * i + j % 2]; }
-    __device__ float operator()(int i, int j) const { return value[j / 2][2 * i + j % 2]; }
+    __device__ Real& operator()(int i, int j) { return value[j / 2][2 * i + j % 2]; }
+    __device__ Real operator()(int i, int j) const { return value[j / 2][2 * i + j % 2]; }
 
-    __device__ void fill(float x) {
+    __device__ void fill(Real x) {
 #pragma unroll
         for (int n = 0; n < kN8; ++n)
 #pragma unroll

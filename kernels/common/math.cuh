@@ -133,6 +133,12 @@ __device__ __forceinline__ double with_lowest_bit(double x, bool bit) {
 __device__ __forceinline__ bool lowest_bit(float x) { return __float_as_int(x) & 1; }
 __device__ __forceinline__ bool lowest_bit(double x) { return __double_as_longlong(x) & 1; }
 
+// The high word of a double as an integer of the same order. NaN comes behind infinity, or before -infinity.
+__device__ __forceinline__ int32 high_word_order(double x) {
+    const int32 high = __double2hiint(x);
+    return high ^ (high >> 31 & 0x7fffffff);
+}
+
 // A NaN operand is ignored, as by fmax. A NaN score still makes P NaN, because exp2 is taken of the score itself.
 __device__ __forceinline__ float maximum(float a, float b) { return fmaxf(a, b); }
 __device__ __forceinline__ double maximum(double a, double b) { return fmax(a, b); }

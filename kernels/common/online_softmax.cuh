@@ -81,6 +81,34 @@ struct OnlineSoftmax {
         return true;
     }
 
+    // True if the row shifts of the warp can stay: P of all scores, which are in units of the base, is then below
+    // kLargestShare. This takes no arithmetic of doubles, in which tensor cores may be busy: it compares high words.
+    // Where a row has seen no key (its shift is -inf) and for infinities and NaN, the answer is false.
+    template <class Fragment>
+    __device__ bool keeps_row_shift(const Fragment& scores) const {
+        constexpr Real kRoom = kNatural ? 8 : 12;  // below log(kLargestShare)
+        bool keeps = true;
+#pragma unroll
+        for (int i = 0; i < kRows; ++i) {
+            int32 highest = high_word_order(scores(i, 0));
+#pragma unroll
+            for (int j = 1; j < Fragment::kCols; ++j) highest = max_of(highest, high_word_order(scores(i, j)));
+            keeps &= highest < high_word_order(row_shift[i] + kRoom);
+        }
+        return __all_sync(kFullWarp, keeps);
+    }
+    // Replaces scores for which `keeps_row_shift` by P.
+    template <class Fragment>
+    __device__ void keep_row_shift(Fragment& scores) {
+#pragma unroll
+        for (int i = 0; i < kRows; ++i) {
+            Real share = 0;
+#pragma unroll
+            for (int j = 0; j < Fragment::kCols; ++j) share += scores(i, j) = kExp(scores(i, j) - row_shift[i]);
+            sum[i] += share;
+        }
+    }
+
     // True if every row of the warp has seen a key. Without, `try_row_shift` is in vain.
     __device__ bool has_shifts() const {
         bool has = true;

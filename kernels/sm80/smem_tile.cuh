@@ -87,9 +87,10 @@ template <class Tile, int kThreads, int kHeadDim, class Element>
 __device__ __forceinline__ void load_tile_async(uint32 tile, const Element* gmem, int64 row_stride, int32 first_row,
                                                 int32 num_rows, int32 thread, int32 begin = 0) {
     using Map = CopyMap<Tile, kThreads>;
+    constexpr int kElements = 16 / sizeof(Element);  // of a chunk
     const int32 col_chunk = thread % Map::kChunksPerStep;
     const int32 row0 = thread / Map::kChunksPerStep;
-    const Element* source = gmem + (first_row + row0) * row_stride + col_chunk * 8;
+    const Element* source = gmem + (first_row + row0) * row_stride + col_chunk * kElements;
 #pragma unroll
     for (int r = 0; r < Map::kRowSteps; ++r) {
         const int32 row = row0 + r * Map::kRowsPerStep;
@@ -98,8 +99,8 @@ __device__ __forceinline__ void load_tile_async(uint32 tile, const Element* gmem
 #pragma unroll
         for (int c = 0; c < Map::kColSteps; ++c) {
             const int32 chunk = col_chunk + c * Map::kChunksPerStep;
-            const bool valid = row_valid && (kHeadDim == Tile::kCols || chunk * 8 < kHeadDim);
-            cp_async_16(tile + Tile::offset(row, chunk), source + c * Map::kChunksPerStep * 8, valid);
+            const bool valid = row_valid && (kHeadDim == Tile::kCols || chunk * kElements < kHeadDim);
+            cp_async_16(tile + Tile::offset(row, chunk), source + c * Map::kChunksPerStep * kElements, valid);
         }
         source += Map::kRowsPerStep * row_stride;
     }

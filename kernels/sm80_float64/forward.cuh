@@ -1,0 +1,127 @@
+// FlashAttention forward of float64 data on mma.sync.
+//
+//   S = scale Q K^T        P = exp(S - row_shift)        O = P V / rowsum(P)        lse = row_shift + log(rowsum(P))
+//
+//   block   owns kBr query rows of one head; loops over the key tiles of B_c = kBc keys that these rows see
+//   warp    owns 16 of these rows; keeps their O, and S and P of a tile, in registers. With 16 rows, a load of a right
+//           operand feeds two products of 8 rows: with 8, shared memory would be the limit
+//
+//   shared memory         written by          read by
+//   Q [kBr][kD]           all warps           each warp its rows, to compute S
+//   K [kBc][kD]           all warps           all warps, to compute S
+//   V [kBc][kDv]          all warps           all warps, to compute O
+//
+// V of a tile is copied while S is computed, and K of the next tile while O is. Barriers: two __syncthreads per key tile,
+// one in front of each product. Each also makes sure that no warp reads the other buffer any more.
+//
+// On Hopper, all arithmetic of doubles may share a pipe with the tensor cores: each instruction for a score then costs as
+// much as one more column of both products. That is why exponentials are polynomials, and row shifts stay while P is
+// small (common/online_softmax.cuh). Scores are natural: P of a row that one score dominates is then exactly 1.
+#pragma once
+#include "common/mask.cuh"
+#include "common/online_softmax.cuh"
+#include "common/params.cuh.j2"
+#include "common/schedule.cuh"
+#include "common/scores.cuh"
+#include "common/sequence.cuh"
+#include "common/statistics.cuh"
+#include "common/tile_lists.cuh"
+#include "sm80_float64/exponential.cuh"
+#include "sm80_float64/multiply.cuh"
+
+namespace fa2::sm80_float64 {
+
+template <class Spec>
+struct Forward {
+    static constexpr bool kByKeys = false, kFindsSequences = false;
+    static constexpr int kBr = Spec::kBr, kBc = Spec::kBc, kThreads = 32 * Spec::kWarps;
+    static constexpr int kHeadDim = Spec::kHeadDim, kHeadDimV = Spec::kHeadDimV;
+    static constexpr int kD = common::round_up(kHeadDim, 16), kDv = common::round_up(kHeadDimV, 16);
+    static_assert(kBr == 16 * Spec::kWarps && Spec::kStages == 1);
+
+    using QTile = Tile<kBr, kD>;
+    using KTile = Tile<kBc, kD>;
+    using VTile = Tile<kBc, kDv>;
+    static constexpr int kK = QTile::kBytes, kV = kK + KTile::kBytes;
+    static_assert(kV + VTile::kBytes == Spec::kSharedBytes);
+
+    using Scores = Fragment<kBc / 8>;
+    using Output = Fragment<kDv / 8>;
+    using Softmax = common::OnlineSoftmax<double, 2, 4, exp_polynomial, true>;
+
+    __device__ static void run(const Params& params, char* dynamic_smem) {
+        const uint32 smem = shared_address(dynamic_smem);
+        const int32 thread = threadIdx.x, lane = thread % 32, warp_row = thread / 32 * 16;
+        const auto where = common::scheduled_tile<Spec, kByKeys>(params, blockIdx.x);
+        const int32 first_row = where.tile * kBr, head_kv = where.head / params.heads_per_group;
+        const double* q = params.q + params.q_strides.offset(where.batch, 0, where.head);
+        const double* k = params.k + params.k_strides.offset(where.batch, 0, head_kv);
+        const double* v = params.v + params.v_strides.offset(where.batch, 0, head_kv);
+        const auto copy_k = [&](int32 tile) {
+            load_tile_async<KTile, kThreads, kHeadDim>(smem + kK, k, params.k_strides.row, tile * kBc, params.seqlen_k,
+                                                       thread);
+        };
+        const auto copy_v = [&](int32 tile) {
+            load_tile_async<VTile, kThreads, kHeadDimV>(smem + kV, v, params.v_strides.row, tile * kBc,
+                                                        params.seqlen_k, thread);
+        };
+        const auto mask = common::mask_of<Spec>(params);
+
+        const AlongRows<QTile> q_rows(smem, warp_row, lane);
+        const AlongRows<KTile> k_rows(smem + kK, 0, lane);
+        const AcrossRows<VTile> v_rows(smem + kV, lane);
+        Softmax softmax;
+        softmax.reset();
+        Output output;
+        output.fill(0.0);
+
+        // From last to first: masked tiles come early, so that the row shifts that they leave are seldom raised.
+        const auto tiles = common::key_tiles<Spec>(params, where);
+        if (tiles.begin < tiles.end) {
+            load_tile_async<QTile, kThreads, kHeadDim>(smem, q, params.q_strides.row, first_row, params.seqlen_q,
+                                                       thread);
+            copy_k(tiles.at(tiles.end - 1));
+        }
+        for (int32 position = tiles.end - 1; position >= tiles.begin; --position) {
+            const int32 tile = tiles.at(position);
+            common::cp_async_wait_all();
+            __syncthreads();  // Q and K are there, V is free
+            copy_v(tile);
+
+            const common::ScoreTile score_tile{where.batch, where.head, first_row + warp_row, tile * kBc, lane};
+            Scores scores;
+            scores.fill(0.0);
+            multiply_rows<kD / 8>(scores, q_rows, k_rows);
+            common::natural_scores<Spec>(scores, params, score_tile);
+            if (position >= tiles.full_end || (tiles.kLeftLimit && position < tiles.full_begin))
+                common::hide_scores<false, Spec>(scores, mask, params, score_tile, -common::infinity<double>());
+            if (softmax.keeps_row_shift(scores)) {
+                softmax.keep_row_shift(scores);
+            } else {
+                double rescale[2];
+                softmax.update(scores, rescale);
+                scale_rows(output, rescale);
+            }
+            common::drop<Spec>(scores, params, score_tile);
+
+            common::cp_async_wait_all();
+            __syncthreads();  // V is there, K is free
+            if (position > tiles.begin) copy_k(tiles.at(position - 1));
+            multiply_columns(output, scores, v_rows);
+        }
+
+        double inverse_sum[2], row_lse[2];
+        common::finish_rows<Spec>(softmax, params, where.head, 0, inverse_sum, row_lse);
+        scale_rows(output, inverse_sum);
+        double* lse = params.lse + common::first_statistic<Spec>(params, where.batch, where.head);
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const int32 row = first_row + warp_row + Output::row(i, lane);
+            if (lane % 4 == 0 && row < params.seqlen_q) lse[row] = row_lse[i];
+        }
+        store_rows<kHeadDimV>(output, params.o + params.o_strides.offset(where.batch, 0, where.head),
+                              params.o_strides.row, first_row + warp_row, params.seqlen_q, lane);
+    }
+};
+
+}  // namespace fa2::sm80_float64

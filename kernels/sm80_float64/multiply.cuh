@@ -1,0 +1,96 @@
+// Products of doubles for one warp, in steps of 16 x 8 x 8. Sums and products are IEEE doubles.
+#pragma once
+#include "common/fragment.cuh"
+#include "sm80_float64/tile.cuh"
+
+namespace fa2::sm80_float64 {
+
+template <int kN8>
+using Fragment = common::QuadFragment<kN8, double>;
+
+// d += a b on a 16 x 8 x 8 tile. The shape is one instruction of Hopper alone; other GPUs have that of 8 x 8 x 4, and the
+// same fragments.
+__device__ __forceinline__ void mma_m16n8k8(double (&d)[4], const double (&a)[4], const double (&b)[2]) {
+#if __CUDA_ARCH__ >= 900 && __CUDA_ARCH__ < 1000
+    asm("mma.sync.aligned.m16n8k8.row.col.f64.f64.f64.f64 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+d"(d[0]), "+d"(d[1]), "+d"(d[2]), "+d"(d[3])
+        : "d"(a[0]), "d"(a[1]), "d"(a[2]), "d"(a[3]), "d"(b[0]), "d"(b[1]));
+#else
+#pragma unroll
+    for (int k = 0; k < 2; ++k)
+#pragma unroll
+        for (int i = 0; i < 2; ++i)
+            asm("mma.sync.aligned.m8n8k4.row.col.f64.f64.f64.f64 {%0, %1}, {%2}, {%3}, {%0, %1};"
+                : "+d"(d[2 * i]), "+d"(d[2 * i + 1])
+                : "d"(a[2 * k + i]), "d"(b[k]));
+#endif
+}
+
+// S += Q K^T over 8 * kSteps columns. Few steps are unrolled: their left operands take registers.
+template <int kSteps, int kN8, class Left, class Right>
+__device__ __forceinline__ void multiply_rows(Fragment<kN8>& scores, const Left& left, const Right& right) {
+#pragma unroll 1
+    for (int k = 0; k < kSteps; k += 2)
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+            double low[2], high[2];
+            left.load(0, k + e, low);
+            left.load(1, k + e, high);
+            const double a[4] = {low[0], high[0], low[1], high[1]};
+#pragma unroll
+            for (int n = 0; n < kN8; ++n) {
+                double b[2];
+                right.load(n, k + e, b);
+                mma_m16n8k8(scores.value[n], a, b);
+            }
+        }
+}
+
+// O += P V over the 8 * kSteps columns of P. Accumulators 2 n and 2 n + 1 of O are the even and the odd ones of 16
+// columns, and a lane's four elements of a row are columns 4t to 4t + 3.
+template <int kSteps, int kN8, class Right>
+__device__ __forceinline__ void multiply_columns(Fragment<kN8>& output, const Fragment<kSteps>& p, const Right& right) {
+#pragma unroll
+    for (int k = 0; k < kSteps; ++k) {
+        const double a[4] = {p.value[k][0], p.value[k][2], p.value[k][1], p.value[k][3]};
+#pragma unroll
+        for (int n = 0; n < kN8 / 2; ++n) {
+            double even[2], odd[2];
+            right.load(n, k, even, odd);
+            mma_m16n8k8(output.value[2 * n], a, even);
+            mma_m16n8k8(output.value[2 * n + 1], a, odd);
+        }
+    }
+}
+
+// Row i of x times factor[i].
+template <int kN8>
+__device__ __forceinline__ void scale_rows(Fragment<kN8>& x, const double (&factor)[2]) {
+#pragma unroll
+    for (int n = 0; n < kN8; ++n)
+#pragma unroll
+        for (int e = 0; e < 4; ++e) x.value[n][e] *= factor[e / 2];
+}
+
+// Stores a result of `multiply_columns` to the rows from `first_row` on, 16 bytes at a time.
+template <int kColumns, int kN8>
+__device__ __forceinline__ void store_rows(const Fragment<kN8>& x, double* gmem, int64 row_stride, int32 first_row,
+                                           int32 num_rows, int32 lane) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        const int32 row = first_row + Fragment<kN8>::row(i, lane);
+        if (row >= num_rows) break;
+        double* own = gmem + row * row_stride;
+#pragma unroll
+        for (int n = 0; n < kN8 / 2; ++n)
+#pragma unroll
+            for (int e = 0; e < 2; ++e) {
+                const int32 column = 16 * n + lane % 4 * 4 + 2 * e;
+                if (kColumns % 16 == 0 || column < kColumns)
+                    *reinterpret_cast<double2*>(own + column) =
+                        make_double2(x.value[2 * n][2 * i + e], x.value[2 * n + 1][2 * i + e]);
+            }
+    }
+}
+
+}  // namespace fa2::sm80_float64

@@ -1,0 +1,84 @@
+"""float64 on tensor cores, executed without a GPU: forwards against the reference."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+pytest.importorskip("cupy")
+
+from support.fake_cupy import place
+from support.fake_gpu import forward
+from support.feature_cases import options_of
+from support.simulated_problems import draw, growing
+from support.simulator import simulated_gpu
+
+from fa2cupy import TileConfig
+from fa2cupy.families.sm80_float64 import SM80_FLOAT64
+from fa2cupy.testing import Expectation, make_inputs
+
+pytestmark = pytest.mark.simulated
+
+SMALL = TileConfig(32, 16, 2)
+#: More and fewer keys than queries, and fewer than a tile; a causal mask hides all keys of some rows.
+LENGTHS = ((37, 51), (70, 37), (1, 5))
+FEATURES = (
+    "window",
+    "softcap",
+    "alibi",
+    "bias",
+    "mask",
+    "mask of whole rows",
+    "padding",
+    "sink",
+    "dropout",
+)  # fmt: skip
+
+
+@pytest.fixture(params=["sm_90", "sm_80"])
+def launched(request, monkeypatch):
+    """Provides the stages that were launched, on a GPU with m16n8k8 and on one without."""
+    with simulated_gpu(monkeypatch, request.param) as stages:
+        yield stages
+
+
+def check(inputs: tuple, launched: list, tile: TileConfig = SMALL, **options) -> None:
+    """Checks o and lse of a forward, and that the family computed them."""
+    q, k, v, _ = inputs
+    o, lse = forward(q, k, v, family="sm80", config=tile, **options)
+    Expectation(*inputs, **options).check(o=o, lse=lse)
+    assert launched[-1].spec.family is SM80_FLOAT64
+
+
+@pytest.mark.sample(lengths=((37, 51),), causal=(True,))
+@pytest.mark.parametrize("causal", (False, True))
+@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
+def test_lengths(launched, lengths, causal):
+    check(draw("float64", lengths, 64), launched, causal=causal)
+
+
+@pytest.mark.sample(launched=("sm_90",))
+@pytest.mark.parametrize("head_dim", (2, 50, 128))
+def test_head_dims(launched, head_dim):
+    check(draw("float64", (37, 51), head_dim), launched, TileConfig(32, 32, 2), causal=True)
+
+
+@pytest.mark.sample(launched=("sm_90",), pair=((24, 80),))
+@pytest.mark.parametrize("pair", ((64, 32), (24, 80)), ids=str)
+def test_two_head_dims(launched, pair):
+    check(draw("float64", (37, 51), pair[0], head_dim_v=pair[1]), launched)
+
+
+@pytest.mark.sample(launched=("sm_90",))
+def test_scores_that_raise_the_row_shift(launched):
+    """Checks rows whose shift must move in some tiles, beside rows whose shift may stay."""
+    check(growing(draw("float64", (37, 90), 64), slice(3, 9)), launched)
+
+
+@pytest.mark.sample(launched=("sm_90",), feature=("softcap", "dropout"))
+@pytest.mark.parametrize("feature", FEATURES)
+def test_features(launched, feature):
+    sizes = {"batch": 2, "seqlen_q": 37, "seqlen_k": 53, "num_heads": 4, "num_heads_kv": 2, "head_dim": 16}
+    inputs = tuple(place(x) for x in make_inputs("float64", **sizes))
+    options = options_of(feature, "float64", sizes)
+    check(inputs, launched, **{key: place(x) if isinstance(x, np.ndarray) else x for key, x in options.items()})
