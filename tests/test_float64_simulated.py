@@ -1,4 +1,4 @@
-"""float64 on tensor cores, executed without a GPU: forwards against the reference."""
+"""float64 on tensor cores, executed without a GPU: forwards against the reference, and the exponential alone."""
 
 from __future__ import annotations
 
@@ -7,14 +7,17 @@ import pytest
 
 pytest.importorskip("cupy")
 
+from ptxsim import Memory
 from support.fake_cupy import place
 from support.fake_gpu import forward
 from support.feature_cases import options_of
+from support.ptxsim_kernels import cuda_module
 from support.simulated_problems import draw, growing
 from support.simulator import simulated_gpu
 
 from fa2cupy import TileConfig
 from fa2cupy.families.sm80_float64 import SM80_FLOAT64
+from fa2cupy.jit.source import kernel_directory
 from fa2cupy.testing import Expectation, make_inputs
 
 pytestmark = pytest.mark.simulated
@@ -82,3 +85,28 @@ def test_features(launched, feature):
     inputs = tuple(place(x) for x in make_inputs("float64", **sizes))
     options = options_of(feature, "float64", sizes)
     check(inputs, launched, **{key: place(x) if isinstance(x, np.ndarray) else x for key, x in options.items()})
+
+
+EXPONENTIALS = r"""
+#include "sm80_float64/exponential.cuh"
+extern "C" __global__ void exponentials(const double* x, double* y, int count) {
+  for (int i = threadIdx.x; i < count; i += blockDim.x) y[i] = fa2::sm80_float64::exp_polynomial(x[i]);
+}
+"""
+
+
+def test_exponentials():
+    rng, memory = np.random.default_rng(0), Memory()
+    payloads = np.array([0x7FF8000000000001, 0xFFF8000000000001], np.uint64).view(np.float64)
+    edges = [0.0, -0.0, 5e-324, -707.9, 707.9, -708.0, -1e300, -np.inf, 710.0, 1e300, np.inf, np.nan, *payloads]
+    x = np.concatenate([edges, rng.uniform(-40, 0, 8000), rng.uniform(-1, 1, 4000), rng.uniform(-700, 700, 4000)])
+    y = memory.empty(x.shape, np.float64, "y")
+    module = cuda_module(EXPONENTIALS, options=(f"-I{kernel_directory()}",))
+    module.launch("exponentials", 1, 256, [memory.alloc(x, "x"), y, len(x)], memory=memory)
+    got = memory.read(y)
+    special = [0.0, 0.0, 0.0, np.inf, np.inf, np.inf, np.nan, np.nan, np.nan]
+    np.testing.assert_array_equal(got[5 : len(edges)], special)
+    got, x = np.delete(got, np.s_[5 : len(edges)]), np.delete(x, np.s_[5 : len(edges)])
+    exact = np.exp(x.astype(np.longdouble))
+    error = np.abs(got - exact) / np.spacing(exact.astype(np.float64))
+    assert error.max() <= 1.25

@@ -14,6 +14,7 @@ from mutants import (
     simt,
     sm80,
     sm80_float32,
+    sm80_float64,
     sm90_backward,
     sm90_dq,
     sm90_float32,
@@ -37,6 +38,7 @@ TABLES = (
     edges,
     sm90_float32,
     sm80_float32,
+    sm80_float64,
 )
 
 

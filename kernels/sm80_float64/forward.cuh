@@ -62,8 +62,8 @@ struct Forward {
                                                        thread);
         };
         const auto copy_v = [&](int32 tile) {
-            load_tile_async<VTile, kThreads, kHeadDimV>(smem + kV, v, params.v_strides.row, tile * kBc,
-                                                        params.seqlen_k, thread);
+            load_tile_async<VTile, kThreads, kHeadDimV>(smem + kV, v, params.v_strides.row, tile * kBc, params.seqlen_k,
+                                                        thread);
         };
         const auto mask = common::mask_of<Spec>(params);
 

@@ -40,8 +40,7 @@ template <class Tile>
 class AlongRows {
   public:
     __device__ __forceinline__ AlongRows(uint32 tile, int32 first_row, int32 lane)
-        : row_(tile + (first_row + lane / 4) * Tile::kRowBytes),
-          chunk_((lane % 4 ^ Tile::swizzle(lane / 4)) << 4) {}
+        : row_(tile + (first_row + lane / 4) * Tile::kRowBytes), chunk_((lane % 4 ^ Tile::swizzle(lane / 4)) << 4) {}
     // The elements of row 8 * r8 + g in step `k8` of 8 columns.
     __device__ __forceinline__ void load(int r8, int k8, double (&x)[2]) const {
         load_pair(row_ + (chunk_ ^ k8 % 2 * 64) + k8 / 2 * 128 + r8 * 8 * Tile::kRowBytes, x);

@@ -101,8 +101,10 @@ def run(operation: str, problem: Problem, patch: Mutant | None = None) -> None:
         "family": family_of(problem.dtype),
         "num_splits": problem.num_splits,
     }
-    if problem.tile:
+    if problem.tile and not problem.family:
         options["config"] |= dict.fromkeys(("backward", "backward_dkdv"), problem.tile)
+    if problem.family:
+        options |= {"config": problem.tile, "family": problem.family}
     of_forward = operation in ("forward", "merge_forward", "split_inputs")
     if problem.precision:
         options |= {"config": None, "family": None, "precision": problem.precision}

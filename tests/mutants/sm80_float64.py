@@ -1,0 +1,106 @@
+"""float64 on mma.sync."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from fa2cupy import TileConfig
+
+from .mutant import Mutant
+from .problems import Problem
+
+DOUBLES = Problem("float64", family="sm80", tile=TileConfig(32, 16, 2))
+#: A row shift moves after keys have been added up.
+GROWING_DOUBLES = dataclasses.replace(DOUBLES, causal=False, growing=True)
+DOUBLES_OF_PAIR = dataclasses.replace(DOUBLES, head_dim_v=32)
+
+MUTANTS = (
+    Mutant(
+        "doubles: nobody waits for Q and K",
+        "forward",
+        "            common::cp_async_wait_all();\n            __syncthreads();  // Q and K are there, V is free\n",
+        "            __syncthreads();\n",
+        "race",
+        DOUBLES,
+    ),
+    Mutant(
+        "doubles: V over one that is in use",
+        "forward",
+        "            __syncthreads();  // Q and K are there, V is free\n",
+        "",
+        "race",
+        DOUBLES,
+    ),
+    Mutant(
+        "doubles: nobody waits for V",
+        "forward",
+        "            common::cp_async_wait_all();\n            __syncthreads();  // V is there, K is free\n",
+        "            __syncthreads();\n",
+        "race",
+        DOUBLES,
+    ),
+    Mutant(
+        "doubles: K over one that is in use",
+        "forward",
+        "            __syncthreads();  // V is there, K is free\n",
+        "",
+        "race",
+        DOUBLES,
+    ),
+    Mutant(
+        "doubles: accumulators in their own order as left operand",
+        "forward",
+        "{p.value[k][0], p.value[k][2], p.value[k][1], p.value[k][3]}",
+        "{p.value[k][0], p.value[k][1], p.value[k][2], p.value[k][3]}",
+        "numbers",
+        DOUBLES,
+    ),
+    Mutant(
+        "doubles: even columns stored as odd ones",
+        "forward",
+        "make_double2(x.value[2 * n][2 * i + e], x.value[2 * n + 1][2 * i + e])",
+        "make_double2(x.value[2 * n + 1][2 * i + e], x.value[2 * n][2 * i + e])",
+        "numbers",
+        DOUBLES,
+    ),
+    Mutant(
+        "doubles: another swizzle for reads than for copies",
+        "forward",
+        "chunk_((lane % 4 ^ Tile::swizzle(lane / 4)) << 4)",
+        "chunk_((lane % 4 ^ Tile::swizzle(lane / 4 & 3)) << 4)",
+        "numbers",
+        DOUBLES,
+    ),
+    Mutant(
+        "doubles: O keeps its row shift",
+        "forward",
+        "                softmax.update(scores, rescale);\n                scale_rows(output, rescale);\n",
+        "                softmax.update(scores, rescale);\n",
+        "numbers",
+        GROWING_DOUBLES,
+    ),
+    Mutant(
+        "doubles: P in float",
+        "forward",
+        "if (magnitude < kLargest) return y;",
+        "if (magnitude < kLargest) return static_cast<float>(y);",
+        "numbers",
+        DOUBLES,
+    ),
+    Mutant(
+        "doubles: hidden keys count",
+        "forward",
+        "return high < 0 ? 0.0 : common::infinity<double>();",
+        "return common::infinity<double>();",
+        "numbers",
+        DOUBLES,
+    ),
+    Mutant(
+        "doubles: kDv columns of Q",
+        "forward",
+        "multiply_rows<kD / 8>(",
+        "multiply_rows<kDv / 8>(",
+        "numbers",
+        DOUBLES_OF_PAIR,
+    ),
+)
