@@ -1,4 +1,4 @@
-"""float64 on tensor cores, executed without a GPU: forwards against the reference, and the exponential alone."""
+"""float64 on tensor cores, executed without a GPU: calls against the reference, and the exponential alone."""
 
 from __future__ import annotations
 
@@ -9,20 +9,30 @@ pytest.importorskip("cupy")
 
 from ptxsim import Memory
 from support.fake_cupy import place
-from support.fake_gpu import forward
+from support.fake_gpu import backward, forward
 from support.feature_cases import options_of
 from support.ptxsim_kernels import cuda_module
 from support.simulated_problems import draw, growing
 from support.simulator import simulated_gpu
 
 from fa2cupy import TileConfig
+from fa2cupy.families.operations import TILED
 from fa2cupy.families.sm80_float64 import SM80_FLOAT64
 from fa2cupy.jit.source import kernel_directory
 from fa2cupy.testing import Expectation, make_inputs
 
 pytestmark = pytest.mark.simulated
 
-SMALL = TileConfig(32, 16, 2)
+SMALL = {
+    "forward": TileConfig(32, 16, 2),
+    "backward_dq": TileConfig(32, 16, 2),
+    "backward_dkdv": TileConfig(16, 32, 4, 2),
+}
+LARGER = {
+    "forward": TileConfig(32, 32, 2),
+    "backward_dq": TileConfig(32, 32, 2),
+    "backward_dkdv": TileConfig(32, 32, 4, 1),
+}
 #: More and fewer keys than queries, and fewer than a tile; a causal mask hides all keys of some rows.
 LENGTHS = ((37, 51), (70, 37), (1, 5))
 FEATURES = (
@@ -45,12 +55,18 @@ def launched(request, monkeypatch):
         yield stages
 
 
-def check(inputs: tuple, launched: list, tile: TileConfig = SMALL, **options) -> None:
-    """Checks o and lse of a forward, and that the family computed them."""
-    q, k, v, _ = inputs
-    o, lse = forward(q, k, v, family="sm80", config=tile, **options)
-    Expectation(*inputs, **options).check(o=o, lse=lse)
-    assert launched[-1].spec.family is SM80_FLOAT64
+def check(inputs: tuple, launched: list, tiles: dict = SMALL, **options) -> None:
+    """Checks all results of a call, and that the family computed them."""
+    q, k, v, do = inputs
+    expected = Expectation(*inputs, **options)
+    o, lse = forward(q, k, v, family="sm80", config=tiles, **options)
+    expected.check(o=o, lse=lse)
+    more = {f"return_d{name}": True for name in ("bias", "sink") if name in options}
+    gradients = backward(q, k, v, o, lse, do, family="sm80", config=tiles, **more, **options)
+    names = ("dq", "dk", "dv", *(name.removeprefix("return_") for name in more))
+    expected.check(**dict(zip(names, gradients, strict=True)))
+    families = {stage.spec.family for stage in launched if stage.spec.operation in TILED}
+    assert families == {SM80_FLOAT64}
 
 
 @pytest.mark.sample(lengths=((37, 51),), causal=(True,))
@@ -63,7 +79,7 @@ def test_lengths(launched, lengths, causal):
 @pytest.mark.sample(launched=("sm_90",))
 @pytest.mark.parametrize("head_dim", (2, 50, 128))
 def test_head_dims(launched, head_dim):
-    check(draw("float64", (37, 51), head_dim), launched, TileConfig(32, 32, 2), causal=True)
+    check(draw("float64", (37, 51), head_dim), launched, LARGER, causal=True)
 
 
 @pytest.mark.sample(launched=("sm_90",), pair=((24, 80),))

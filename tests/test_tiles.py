@@ -175,7 +175,7 @@ STAGES = {
     },
     "sm90_float32": {"forward": (1, 4), "backward": (1, 4), "backward_dq": (1, 4), "backward_dkdv": (1, 4)},
     "sm80_float32": {"forward": (1, 1), "backward_dq": (1, 2), "backward_dkdv": (1, 2)},
-    "sm80_float64": {"forward": (1, 1)},
+    "sm80_float64": {"forward": (1, 1), "backward_dq": (1, 1), "backward_dkdv": (1, 2)},
     "simt": {
         "forward": (1, 1), "backward": (1, 1), "backward_dq": (1, 1), "backward_dkdv": (1, 1), "decode": (2, 8),
     },

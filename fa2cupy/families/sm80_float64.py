@@ -13,11 +13,14 @@ from .tile import TileConfig
 
 __all__ = ["SM80_FLOAT64", "Sm80Float64"]
 
-_WARP_ROWS = 16
+_ROWS = 16  # of a warp, or of a pair
+_MOST_PAIRS = 15  # each has a barrier of its own
 
 
 class Sm80Float64(Family):
-    """Kernels of ``mma.sync`` and ``cp.async``, whose warps own 16 query rows. There is no backward yet.
+    """Kernels of ``mma.sync`` and ``cp.async``, whose warps, or pairs of warps, own 16 rows of queries or keys.
+
+    None of them adds to dQ: there is no ``backward`` for ``single_pass``.
 
     Attributes
     ----------
@@ -26,7 +29,7 @@ class Sm80Float64(Family):
     """
 
     name = "sm80_float64"
-    operations = ("forward",)
+    operations = ("forward", "backward_dq", "backward_dkdv")
     dtypes = ("float64",)
     min_compute_capability = 80
     largest_head_dim = 128
@@ -47,6 +50,18 @@ class Sm80Float64(Family):
             TileRow(128, TileConfig(128, 32, 8)),
             TileRow(128, TileConfig(128, 16, 8)),
             TileRow(128, TileConfig(32, 16, 2)),
+        ),
+        "backward_dq": (
+            TileRow(64, TileConfig(128, 32, 8)),
+            TileRow(64, TileConfig(64, 16, 4)),
+            TileRow(128, TileConfig(64, 16, 4)),
+            TileRow(128, TileConfig(32, 8, 2)),
+        ),
+        "backward_dkdv": (
+            TileRow(64, TileConfig(32, 64, 8, 2)),
+            TileRow(128, TileConfig(16, 64, 8, 2)),
+            TileRow(128, TileConfig(16, 32, 4, 2)),
+            TileRow(128, TileConfig(8, 32, 4, 2)),
         ),
     }
 
@@ -74,21 +89,40 @@ class Sm80Float64(Family):
         self, operation: str, dtype: str, head_dim: int, tile: TileConfig, head_dim_v: int | None = None
     ) -> int:
         row, row_v = (8 * self.padded_head_dim(columns) for columns in (head_dim, head_dim_v or head_dim))
-        return {"forward": (tile.b_r + tile.b_c) * row + tile.b_c * row_v}[operation]
+        b_r, b_c = tile.b_r, tile.b_c
+        return {
+            "forward": (b_r + b_c) * row + b_c * row_v,
+            "backward_dq": (b_r + b_c) * (row + row_v),
+            "backward_dkdv": (b_c + tile.num_stages * b_r) * (row + row_v) + 8 * b_r * b_c + 4 * 8 * b_r,
+        }[operation]
 
     def why_not_shape(
         self, operation: str, dtype: str, head_dim: int, tile: TileConfig, head_dim_v: int | None = None
     ) -> str | None:
-        accumulators = {"forward": (head_dim_v or head_dim) + tile.b_c}[operation]
+        columns_v = head_dim_v or head_dim
+        accumulators = {
+            "forward": columns_v + tile.b_c,
+            "backward_dq": head_dim + 2 * tile.b_c,
+            "backward_dkdv": max(head_dim, columns_v) + 2 * tile.b_r,
+        }[operation]
         why_not = self.why_not_columns(head_dim, head_dim_v)
         if why_not:
             return why_not
-        if tile.b_r != _WARP_ROWS * tile.num_warps:
-            return f"b_r={tile.b_r} does not give each of {tile.num_warps} warps {_WARP_ROWS} rows"
-        if tile.b_c % 8:
-            return f"b_c={tile.b_c} is not a multiple of 8"
-        if tile.num_stages != 1:
-            return f"num_stages={tile.num_stages}: this kernel has one stage"
+        by_keys = operation == "backward_dkdv"
+        own, other = ("b_c", "b_r") if by_keys else ("b_r", "b_c")
+        owners = tile.num_warps // 2 if by_keys else tile.num_warps
+        if by_keys and (tile.num_warps % 2 or owners > _MOST_PAIRS):
+            return f"num_warps={tile.num_warps} is not an even number up to {2 * _MOST_PAIRS}"
+        if getattr(tile, own) != _ROWS * owners:
+            of_whom = f"each pair of {tile.num_warps} warps" if by_keys else f"each of {tile.num_warps} warps"
+            return f"{own}={getattr(tile, own)} does not give {of_whom} {_ROWS} rows"
+        if getattr(tile, other) % 8:
+            return f"{other}={getattr(tile, other)} is not a multiple of 8"
+        if by_keys and 2 * tile.b_r > tile.num_threads:
+            return f"b_r={tile.b_r} has less than two of {tile.num_threads} threads a row"
+        most = 2 if by_keys else 1
+        if tile.num_stages > most:
+            return f"num_stages={tile.num_stages} is more than {most}"
         return register_shortage(accumulators, 60, tile)
 
 

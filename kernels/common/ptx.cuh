@@ -47,6 +47,15 @@ __device__ __forceinline__ float load_shared<float>(uint32 address) {
     asm volatile("ld.shared.f32 %0, [%1];" : "=f"(x) : "r"(address) : "memory");
     return x;
 }
+template <>
+__device__ __forceinline__ double load_shared<double>(uint32 address) {
+    double x;
+    asm volatile("ld.shared.f64 %0, [%1];" : "=d"(x) : "r"(address) : "memory");
+    return x;
+}
+__device__ __forceinline__ void load_shared(uint32 address, double (&x)[2]) {
+    asm volatile("ld.shared.v2.f64 {%0, %1}, [%2];" : "=d"(x[0]), "=d"(x[1]) : "r"(address) : "memory");
+}
 __device__ __forceinline__ void load_shared(uint32 address, float (&x)[2]) {
     asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(x[0]), "=f"(x[1]) : "r"(address) : "memory");
 }
@@ -68,6 +77,12 @@ __device__ __forceinline__ void store_shared(uint32 address, uint16 x) {
 }
 __device__ __forceinline__ void store_shared(uint32 address, float x) {
     asm volatile("st.shared.f32 [%0], %1;" ::"r"(address), "f"(x) : "memory");
+}
+__device__ __forceinline__ void store_shared(uint32 address, double x) {
+    asm volatile("st.shared.f64 [%0], %1;" ::"r"(address), "d"(x) : "memory");
+}
+__device__ __forceinline__ void store_shared(uint32 address, const double (&x)[2]) {
+    asm volatile("st.shared.v2.f64 [%0], {%1, %2};" ::"r"(address), "d"(x[0]), "d"(x[1]) : "memory");
 }
 __device__ __forceinline__ void store_shared(uint32 address, int32 x, int32 y, int32 z, int32 w) {
     asm volatile("st.shared.v4.s32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(x), "r"(y), "r"(z), "r"(w) : "memory");

@@ -221,23 +221,18 @@ __device__ __forceinline__ void weigh_k16(QuadFragment<kN8>& x, int s, const Ope
     }
 }
 
-// P = exp(S - lse) and dS = P o (dP - delta), one element at a time. `p` holds the products Q K^T and is replaced by P;
-// `ds` holds dP and is replaced by dS. lse(i, j), which is natural, and delta(i, j) are those of the element's query; an lse
-// of +inf makes P zero in rows past the end and in rows without a visible key. The operator that joins
-// the two sides of `outside`, `|` or `||`, decides which the compiler compares first: both are as measured.
-template <bool kTransposed, class Spec, class Fragment, class Mask, class Record, class Lse, class Delta>
-__device__ __forceinline__ void differentiate_softmax(Fragment& p, Fragment& ds, const Mask& mask, OutsideFull outside,
-                                                      const Record& params, const ScoreTile& tile, const Lse& lse,
-                                                      const Delta& delta) {
+// P = exp(S - lse), one element at a time. `p` holds the products Q K^T and is replaced by P after dropout; `weights`
+// receives the weights of dS. lse(i, j), which is natural, is that of the element's query; an lse of +inf makes P zero in
+// rows past the end and in rows without a visible key. The operator that joins the two sides of `outside`, `|` or `||`,
+// decides which the compiler compares first: both are as measured.
+template <bool kTransposed, class Spec, class Fragment, class Mask, class Record, class Lse>
+__device__ __forceinline__ void take_probabilities(Fragment& p, Fragment& weights, const Mask& mask,
+                                                   OutsideFull outside, const Record& params, const ScoreTile& tile,
+                                                   const Lse& lse) {
     using Real = typename ElementTraits<typename Spec::Element>::Accum;
     if constexpr (kTakesWeights<Spec>) {
-        Fragment weights = p;
+        weights = p;
         take_weights<kTransposed, Spec>(weights, p, outside.behind || outside.before, params, tile, lse);
-#pragma unroll
-        for (int i = 0; i < Fragment::kRows; ++i)
-#pragma unroll
-            for (int j = 0; j < Fragment::kCols; ++j)
-                ds(i, j) = weighted_from_zero<Spec>(weights(i, j), ds(i, j), delta(i, j), params);
     } else {
 #pragma unroll
         for (int i = 0; i < Fragment::kRows; ++i)
@@ -245,11 +240,23 @@ __device__ __forceinline__ void differentiate_softmax(Fragment& p, Fragment& ds,
             for (int j = 0; j < Fragment::kCols; ++j)
                 p(i, j) = exp_accurate(at_most_zero(rounded_product(p(i, j), params.softmax_scale) - lse(i, j)));
         if (outside.behind | outside.before) hide_scores<kTransposed, Spec>(p, mask, params, tile, Real(0));
-#pragma unroll
-        for (int i = 0; i < Fragment::kRows; ++i)
-#pragma unroll
-            for (int j = 0; j < Fragment::kCols; ++j) ds(i, j) = p(i, j) * (ds(i, j) - delta(i, j));
+        weights = p;
     }
+}
+
+// `take_probabilities` and dS = P o (dP - delta). `ds` holds dP and is replaced by dS; delta(i, j) is that of the
+// element's query.
+template <bool kTransposed, class Spec, class Fragment, class Mask, class Record, class Lse, class Delta>
+__device__ __forceinline__ void differentiate_softmax(Fragment& p, Fragment& ds, const Mask& mask, OutsideFull outside,
+                                                      const Record& params, const ScoreTile& tile, const Lse& lse,
+                                                      const Delta& delta) {
+    Fragment weights;
+    take_probabilities<kTransposed, Spec>(p, weights, mask, outside, params, tile, lse);
+#pragma unroll
+    for (int i = 0; i < Fragment::kRows; ++i)
+#pragma unroll
+        for (int j = 0; j < Fragment::kCols; ++j)
+            ds(i, j) = weighted_from_zero<Spec>(weights(i, j), ds(i, j), delta(i, j), params);
 }
 
 }  // namespace fa2::common

@@ -30,10 +30,6 @@ struct Tile {
     __device__ static uint32 offset(int32 row, int32 chunk) { return row * kRowBytes + ((chunk ^ swizzle(row)) << 4); }
 };
 
-__device__ __forceinline__ void load_pair(uint32 address, double (&x)[2]) {
-    asm volatile("ld.shared.v2.f64 {%0, %1}, [%2];" : "=d"(x[0]), "=d"(x[1]) : "r"(address) : "memory");
-}
-
 // This lane's loads of an operand whose rows lie along the sum. The swizzle depends on row % 8 only, so that a step of 8
 // rows or of 16 columns adds a constant.
 template <class Tile>
@@ -43,7 +39,7 @@ class AlongRows {
         : row_(tile + (first_row + lane / 4) * Tile::kRowBytes), chunk_((lane % 4 ^ Tile::swizzle(lane / 4)) << 4) {}
     // The elements of row 8 * r8 + g in step `k8` of 8 columns.
     __device__ __forceinline__ void load(int r8, int k8, double (&x)[2]) const {
-        load_pair(row_ + (chunk_ ^ k8 % 2 * 64) + k8 / 2 * 128 + r8 * 8 * Tile::kRowBytes, x);
+        load_shared(row_ + (chunk_ ^ k8 % 2 * 64) + k8 / 2 * 128 + r8 * 8 * Tile::kRowBytes, x);
     }
 
   private:
@@ -60,8 +56,8 @@ class AcrossRows {
     __device__ __forceinline__ void load(int n16, int k8, double (&even)[2], double (&odd)[2]) const {
         const int at = n16 * 128 + k8 * 8 * Tile::kRowBytes;
         double x[2], y[2];
-        load_pair(even_ + at, x);
-        load_pair(odd_ + at, y);
+        load_shared(even_ + at, x);
+        load_shared(odd_ + at, y);
         even[0] = x[0], odd[0] = x[1], even[1] = y[0], odd[1] = y[1];
     }
 

@@ -104,7 +104,7 @@ def run(operation: str, problem: Problem, patch: Mutant | None = None) -> None:
     if problem.tile and not problem.family:
         options["config"] |= dict.fromkeys(("backward", "backward_dkdv"), problem.tile)
     if problem.family:
-        options |= {"config": problem.tile, "family": problem.family}
+        options |= {"config": {operation: problem.tile}, "family": problem.family}
     of_forward = operation in ("forward", "merge_forward", "split_inputs")
     if problem.precision:
         options |= {"config": None, "family": None, "precision": problem.precision}

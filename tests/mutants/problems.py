@@ -38,7 +38,7 @@ class Problem:
     device: str = ""  # instead of the device of the Hopper tests
     num_splits: int | None = 1  # blocks that share a tile
     precision: str | None = None
-    family: str = ""  # instead of the first one that has every operation; `tile` is then that of all kernels
+    family: str = ""  # instead of the first one that has every operation; `tile` is then that of the kernel
     head_dim_v: int | None = None
 
     @property

@@ -12,6 +12,8 @@ from .problems import Problem
 DOUBLES = Problem("float64", family="sm80", tile=TileConfig(32, 16, 2))
 #: A row shift moves after keys have been added up.
 GROWING_DOUBLES = dataclasses.replace(DOUBLES, causal=False, growing=True)
+DOUBLES_BY_KEYS = dataclasses.replace(DOUBLES, tile=TileConfig(16, 32, 4, 2))
+DOUBLES_BY_KEYS_IN_ONE_STAGE = dataclasses.replace(DOUBLES, tile=TileConfig(16, 32, 4))
 DOUBLES_OF_PAIR = dataclasses.replace(DOUBLES, head_dim_v=32)
 
 MUTANTS = (
@@ -102,5 +104,61 @@ MUTANTS = (
         "multiply_rows<kDv / 8>(",
         "numbers",
         DOUBLES_OF_PAIR,
+    ),
+    Mutant(
+        "doubles: nobody waits for dO and V",
+        "backward_dq",
+        "            common::cp_async_wait_all();\n            __syncthreads();  // Q, dO and V are there, K is free\n",
+        "            __syncthreads();\n",
+        "race",
+        DOUBLES,
+    ),
+    Mutant(
+        "doubles: K over one that dQ needs",
+        "backward_dq",
+        "            __syncthreads();  // Q, dO and V are there, K is free\n",
+        "",
+        "race",
+        DOUBLES,
+    ),
+    Mutant(
+        "doubles: V over one that dP needs",
+        "backward_dq",
+        "            __syncthreads();  // K is there, V is free\n",
+        "",
+        "race",
+        DOUBLES,
+    ),
+    Mutant(
+        "doubles: dS^T before its weights",
+        "backward_dkdv",
+        "        common::barrier_sync(1 + pair, 64);\n",
+        "",
+        "race",
+        DOUBLES_BY_KEYS,
+    ),
+    Mutant(
+        "doubles: Q and dO over those in use",
+        "backward_dkdv",
+        "            block_barrier();  // Q, dO and statistics are there, the other slot and the weights are free\n",
+        "",
+        "race",
+        DOUBLES_BY_KEYS,
+    ),
+    Mutant(
+        "doubles: one stage over those in use",
+        "backward_dkdv",
+        "                block_barrier();\n                copy(next, t + 1);\n",
+        "                copy(next, t + 1);\n",
+        "race",
+        DOUBLES_BY_KEYS_IN_ONE_STAGE,
+    ),
+    Mutant(
+        "doubles: delta in the place of lse",
+        "backward_dkdv",
+        "statistic_at(t, 0, j)",
+        "statistic_at(t, 1, j)",
+        "numbers",
+        DOUBLES_BY_KEYS,
     ),
 )
