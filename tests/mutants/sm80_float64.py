@@ -134,7 +134,7 @@ MUTANTS = (
         "backward_dkdv",
         "        common::barrier_sync(1 + pair, 64);\n",
         "",
-        "race",
+        "uninitialised",
         DOUBLES_BY_KEYS,
     ),
     Mutant(
