@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from ..problem.attention import AttentionProblem
 from ..problem.strides import AnyStrides
 from .device import DeviceInfo
-from .family import Family, TileRow, register_shortage
+from .family import Family, Kernel, TileRow, register_shortage
 from .records import POINTER_RECORDS, Record
 from .tile import TileConfig
 
@@ -35,6 +35,7 @@ class Sm80Float64(Family):
     largest_head_dim = 128
     row_alignment = 16
     head_dim_step = 2
+    column_step = 16  # rows of multiples of 128 bytes
     has_natural_scores = True
     backward_owns = "keys"
     default_methods = ("two_pass",)
@@ -66,10 +67,10 @@ class Sm80Float64(Family):
     }
 
     def why_not(self, operation: str, problem: AttentionProblem, strides: Mapping[str, AnyStrides]) -> str | None:
-        return self.why_not_columns(problem.head_dim, problem.head_dim_v)
+        return self.why_not_columns(problem.head_dim, problem.columns_of("v"))
 
-    def why_not_columns(self, head_dim: int, head_dim_v: int | None) -> str | None:
-        for name, columns in (("head_dim", head_dim), ("head_dim_v", head_dim_v or head_dim)):
+    def why_not_columns(self, head_dim: int, head_dim_v: int) -> str | None:
+        for name, columns in (("head_dim", head_dim), ("head_dim_v", head_dim_v)):
             if columns > self.largest_head_dim:
                 return f"{name}={columns} is above {self.largest_head_dim}"
         return None
@@ -82,28 +83,21 @@ class Sm80Float64(Family):
             raise KeyError(operation)
         return POINTER_RECORDS[operation]._replace(reals=("softmax_scale",))  # there are no scores in base 2
 
-    def padded_head_dim(self, head_dim: int) -> int:
-        return -(-head_dim // 16) * 16  # rows of multiples of 128 bytes
-
-    def shared_memory_bytes(
-        self, operation: str, dtype: str, head_dim: int, tile: TileConfig, head_dim_v: int | None = None
-    ) -> int:
-        row, row_v = (8 * self.padded_head_dim(columns) for columns in (head_dim, head_dim_v or head_dim))
+    def shared_memory_bytes(self, kernel: Kernel, tile: TileConfig) -> int:
+        row, row_v = (8 * self.padded_head_dim(columns) for columns in (kernel.head_dim, kernel.head_dim_v))
         b_r, b_c = tile.b_r, tile.b_c
         return {
             "forward": (b_r + b_c) * row + b_c * row_v,
             "backward_dq": (b_r + b_c) * (row + row_v),
             "backward_dkdv": (b_c + tile.num_stages * b_r) * (row + row_v) + 8 * b_r * b_c + 4 * 8 * b_r,
-        }[operation]
+        }[kernel.operation]
 
-    def why_not_shape(
-        self, operation: str, dtype: str, head_dim: int, tile: TileConfig, head_dim_v: int | None = None
-    ) -> str | None:
-        columns_v = head_dim_v or head_dim
+    def why_not_shape(self, kernel: Kernel, tile: TileConfig) -> str | None:
+        operation, _, head_dim, head_dim_v = kernel
         accumulators = {
-            "forward": columns_v + tile.b_c,
+            "forward": head_dim_v + tile.b_c,
             "backward_dq": head_dim + 2 * tile.b_c,
-            "backward_dkdv": max(head_dim, columns_v) + 2 * tile.b_r,
+            "backward_dkdv": max(head_dim, head_dim_v) + 2 * tile.b_r,
         }[operation]
         why_not = self.why_not_columns(head_dim, head_dim_v)
         if why_not:
