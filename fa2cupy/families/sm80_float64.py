@@ -14,6 +14,7 @@ from .tile import TileConfig
 __all__ = ["SM80_FLOAT64", "Sm80Float64"]
 
 _ROWS = 16  # of a warp, or of a pair
+_POWERS_BYTES = 512  # a table of the exponential
 _MOST_PAIRS = 15  # each has a barrier of its own
 
 
@@ -87,7 +88,7 @@ class Sm80Float64(Family):
         row, row_v = (8 * self.padded_head_dim(columns) for columns in (kernel.head_dim, kernel.head_dim_v))
         b_r, b_c = tile.b_r, tile.b_c
         return {
-            "forward": (b_r + b_c) * row + b_c * row_v,
+            "forward": _POWERS_BYTES + (b_r + b_c) * row + b_c * row_v,
             "backward_dq": (b_r + b_c) * (row + row_v),
             "backward_dkdv": (b_c + tile.num_stages * b_r) * (row + row_v) + 8 * b_r * b_c + 4 * 8 * b_r,
         }[kernel.operation]

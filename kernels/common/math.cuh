@@ -80,7 +80,40 @@ __device__ __forceinline__ float exp_accurate(float x) {
     const float y = exp2_approx(base2);
     return fabsf(x) < 88.0f ? fma(y, rest, y) : y;
 }
-__device__ __forceinline__ double exp_accurate(double x) { return exp(x); }
+
+// A finite y = e^r times 2^n if |x| < 708; 0 below and infinity above. x is the exponent of the result. Comparisons are
+// those of high words: of doubles, they take the pipe of their arithmetic, which binds.
+__device__ __forceinline__ double exp_of_parts(double x, double y, int32 n) {
+    y = __hiloint2double(__double2hiint(y) + (n << 20), __double2loint(y));
+    const int32 high = __double2hiint(x), magnitude = high & 0x7fffffff;
+    constexpr int32 kLargest = 0x40862000, kInfinity = 0x7ff00000;  // high words of 708 and infinity
+    if (magnitude < kLargest) return y;
+    if (magnitude > kInfinity || high == kInfinity) return x;  // NaN, and infinity
+    return high < 0 ? 0.0 : infinity<double>();
+}
+
+// e^x with an error of at most 1.21 ulp, in 15 instructions of doubles. The library's takes as many, and a branch.
+//
+// n = x log2(e), rounded by the addition of 1.5 2^52, is the low word of the sum. e^x = 2^n e^r with r = x - n ln 2, where
+// ln 2 has two parts. The polynomial interpolates (e^r - 1 - r) / r^2 at the Chebyshev nodes of |r| <= ln 2 / 2.
+__device__ __forceinline__ double exp_accurate(double x) {
+    constexpr double kRounding = 0x1.8p52;
+    const double rounded = fma(x, kLog2e, kRounding), n = rounded - kRounding;
+    const double r = fma(n, -0x1.473de6af278edp-34, fma(n, -0x1.62e42fefp-1, x));
+    double y = 0x1.af38a9b0ec855p-26;
+    y = fma(y, r, 0x1.289185613a3d6p-22);
+    y = fma(y, r, 0x1.71de0dae63bb3p-19);
+    y = fma(y, r, 0x1.a019b90d2ae7ap-16);
+    y = fma(y, r, 0x1.a01a01a7c41d5p-13);
+    y = fma(y, r, 0x1.6c16c1788bd90p-10);
+    y = fma(y, r, 0x1.11111111109b3p-7);
+    y = fma(y, r, 0x1.5555555553d63p-5);
+    y = fma(y, r, 0x1.5555555555556p-3);
+    y = fma(y, r, 0.5);
+    y = fma(y, r, 1.0);
+    y = fma(y, r, 1.0);
+    return exp_of_parts(x, y, __double2loint(rounded));
+}
 
 // x where it is at most zero, otherwise zero; NaN stays NaN. As the exponent of P it bounds P by 1, which P = exp(S - lse)
 // is not where lse has lost its last bits.
@@ -93,7 +126,9 @@ __device__ __forceinline__ float at_most_zero(float x) {
     return x > 0.0f ? 0.0f : x;
 #endif
 }
-__device__ __forceinline__ double at_most_zero(double x) { return x > 0.0 ? 0.0 : x; }
+__device__ __forceinline__ double at_most_zero(double x) {
+    return static_cast<uint32>(__double2hiint(x)) <= 0x7ff00000u ? 0.0 : x;  // high words, as in `exp_of_parts`
+}
 
 // a * b, rounded before anything is added to it: the compiler may not make an FMA of it.
 __device__ __forceinline__ float rounded_product(float a, float b) { return __fmul_rn(a, b); }

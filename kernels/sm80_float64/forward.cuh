@@ -7,6 +7,7 @@
 //           operand feeds two products of 8 rows: with 8, shared memory would be the limit
 //
 //   shared memory         written by          read by
+//   powers [64]           first 64 threads    all warps, to compute exponentials
 //   Q [kBr][kD]           all warps           each warp its rows, to compute S
 //   K [kBc][kD]           all warps           all warps, to compute S
 //   V [kBc][kDv]          all warps           all warps, to compute O
@@ -42,12 +43,12 @@ struct Forward {
     using QTile = Tile<kBr, kD>;
     using KTile = Tile<kBc, kD>;
     using VTile = Tile<kBc, kDv>;
-    static constexpr int kK = QTile::kBytes, kV = kK + KTile::kBytes;
+    static constexpr int kQ = kPowersBytes, kK = kQ + QTile::kBytes, kV = kK + KTile::kBytes;
     static_assert(kV + VTile::kBytes == Spec::kSharedBytes);
 
     using Scores = Fragment<kBc / 8>;
     using Output = Fragment<kDv / 8>;
-    using Softmax = common::OnlineSoftmax<double, 2, 4, exp_polynomial, true>;
+    using Softmax = common::OnlineSoftmax<double, 2, 4, exp_by_table, true>;
 
     __device__ static void run(const Params& params, char* dynamic_smem) {
         const uint32 smem = shared_address(dynamic_smem);
@@ -67,7 +68,7 @@ struct Forward {
         };
         const auto mask = common::mask_of<Spec>(params);
 
-        const AlongRows<QTile> q_rows(smem, warp_row, lane);
+        const AlongRows<QTile> q_rows(smem + kQ, warp_row, lane);
         const AlongRows<KTile> k_rows(smem + kK, 0, lane);
         const AcrossRows<VTile> v_rows(smem + kV, lane);
         Softmax softmax;
@@ -78,10 +79,11 @@ struct Forward {
         // From last to first: masked tiles come early, so that the row shifts that they leave are seldom raised.
         const auto tiles = common::key_tiles<Spec>(params, where);
         if (tiles.begin < tiles.end) {
-            load_tile_async<QTile, kThreads, kHeadDim>(smem, q, params.q_strides.row, first_row, params.seqlen_q,
+            load_tile_async<QTile, kThreads, kHeadDim>(smem + kQ, q, params.q_strides.row, first_row, params.seqlen_q,
                                                        thread);
             copy_k(tiles.at(tiles.end - 1));
         }
+        store_powers<kThreads>(smem, thread);
         for (int32 position = tiles.end - 1; position >= tiles.begin; --position) {
             const int32 tile = tiles.at(position);
             common::cp_async_wait_all();
