@@ -81,18 +81,31 @@ __device__ __forceinline__ float exp_accurate(float x) {
     return fabsf(x) < 88.0f ? fma(y, rest, y) : y;
 }
 
-// A finite y = e^r times 2^n if |x| < 708; 0 below and infinity above. x is the exponent of the result. Comparisons are
-// those of high words: of doubles, they take the pipe of their arithmetic, which binds.
+// e^x from y = e^(x - n ln 2), for x up to 708 and NaN; 0 for x below -708. It looks at high words, because comparisons
+// of doubles take the pipe of their arithmetic, which binds. It is written in PTX, because of selects in C++ the compiler
+// makes branches, between which it keeps one chain of dependent instructions at a time.
 __device__ __forceinline__ double exp_of_parts(double x, double y, int32 n) {
-    y = __hiloint2double(__double2hiint(y) + (n << 20), __double2loint(y));
     const int32 high = __double2hiint(x), magnitude = high & 0x7fffffff;
-    constexpr int32 kLargest = 0x40862000, kInfinity = 0x7ff00000;  // high words of 708 and infinity
-    if (magnitude < kLargest) return y;
-    if (magnitude > kInfinity || high == kInfinity) return x;  // NaN, and infinity
-    return high < 0 ? 0.0 : infinity<double>();
+    double result;
+    asm("{\n"
+        ".reg .pred inside, nan;\n"
+        ".reg .b32 low, high, limit;\n"
+        "setp.lt.s32 inside, %2, 0x40862000;\n"  // 708
+        "setp.gt.s32 nan, %2, 0x7ff00000;\n"
+        "selp.b32 limit, %3, 0, nan;\n"
+        "mov.b64 {low, high}, %1;\n"
+        "add.s32 high, high, %4;\n"
+        "selp.b32 high, high, limit, inside;\n"
+        "selp.b32 low, low, 0, inside;\n"
+        "mov.b64 %0, {low, high};\n"
+        "}"
+        : "=d"(result)
+        : "d"(y), "r"(magnitude), "r"(high), "r"(n << 20));
+    return result;
 }
 
-// e^x with an error of at most 1.21 ulp, in 15 instructions of doubles. The library's takes as many, and a branch.
+// e^x for x up to 708, with an error of at most 1.21 ulp, in 15 instructions of doubles. The library's takes as many, and
+// a branch.
 //
 // n = x log2(e), rounded by the addition of 1.5 2^52, is the low word of the sum. e^x = 2^n e^r with r = x - n ln 2, where
 // ln 2 has two parts. The polynomial interpolates (e^r - 1 - r) / r^2 at the Chebyshev nodes of |r| <= ln 2 / 2.
