@@ -41,6 +41,11 @@ head_dims
     those of DeepSeek-V3, also in float32. FLOPs are those of the true products: 2 * pairs * (head_dim + head_dim_v) in
     a forward, and 2 * pairs * (3 * head_dim + 2 * head_dim_v) in a backward. FlashAttention-4 is among the peers if
     the package flash-attn-4 is installed. Rows are in head_dims.csv.
+float64
+    One sequence of 8 heads in float64, beside our kernels for CUDA cores (``fa2cupy simt``), attention written out in
+    CuPy with cuBLAS, and PyTorch's math operator: both keep P for their backward. Calls are long, and there are three
+    rounds. One head of 131072 rows follows, by itself and in one round. Rows are in float64.csv; the table at the end
+    has the least time of the others over ours.
 decode
     `fa2cupy.decode` in bfloat16 on caches of one length, ragged lengths and pages: bytes of keys and values over time,
     beside a device copy (bytes read and written over time) and those of PyTorch's operators that take the shape. Rows
@@ -104,7 +109,16 @@ from common.measure import (
     write_csv,
 )
 from common.on_numpy import CASES, cpu_name, numpy_table, run_numpy
-from common.peers import DEFAULT_OPERATIONS, HEAD_DIM_PEERS, OPERATIONS, PEERS, Fa2cupy, available_peers
+from common.peers import (
+    DEFAULT_OPERATIONS,
+    FLOAT64_PEERS,
+    HEAD_DIM_PEERS,
+    OPERATIONS,
+    PEERS,
+    Fa2cupy,
+    Simt,
+    available_peers,
+)
 from common.plots import bar_panels, can_plot
 from common.sparse import COLUMNS as SPARSE_COLUMNS
 from common.sparse import SparseBenchmark, sparse_problems, sparse_table
@@ -120,7 +134,7 @@ COLUMNS = (
 )  # fmt: skip
 MODEL_COLUMNS = ("model", *COLUMNS[: COLUMNS.index("causal")], "num_heads_kv", *COLUMNS[COLUMNS.index("causal") : -1])
 SECTIONS = (
-    "speed", "training", "memory", "host", "startup", "models", "features", "float32", "head_dims", "decode",
+    "speed", "training", "memory", "host", "startup", "models", "features", "float32", "head_dims", "float64", "decode",
     "functions", "calls", "sparse",
 )  # fmt: skip
 #: The section that needs no GPU. It is not a part of everything.
@@ -161,6 +175,10 @@ DEEPSEEK_HEAD_DIMS, DEEPSEEK_HEADS, DEEPSEEK_SEQLENS = (192, 128), (128, 16), (2
 OTHER_HEAD_DIMS = ((96, 96), (160, 160), (192, 192), (256, 128), (64, 128), (128, 64))
 _AFTER_HEAD_DIM = COLUMNS.index("head_dim") + 1
 HEAD_DIM_COLUMNS = (*COLUMNS[:_AFTER_HEAD_DIM], "head_dim_v", *COLUMNS[_AFTER_HEAD_DIM:-1])
+#: head_dims and lengths of the section float64, and its heads; the length of one head that no score matrix fits.
+FLOAT64_HEAD_DIMS, FLOAT64_SEQLENS, FLOAT64_HEADS = (32, 64, 96, 128, 256), (512, 1024, 4096, 8192), 8
+FLOAT64_LONGEST = 131072
+FLOAT64_COLUMNS = COLUMNS[:-1]
 #: Features without the plain call, which is the baseline, and without window4095, which is like a shorter window.
 PEER_FEATURES = tuple(name for name in features.FEATURES if name not in ("plain", "window4095"))
 
@@ -218,6 +236,12 @@ def head_dim_problems() -> Iterator[Problem]:
         yield Problem(
             "bfloat16", head_dim, 4096, 4, 16, True, head_dim_v=None if head_dim_v == head_dim else head_dim_v
         )
+
+
+def float64_problems() -> Iterator[Problem]:
+    """Yields the problems of the section float64 that others compute, too."""
+    for head_dim, seqlen, causal in itertools.product(FLOAT64_HEAD_DIMS, FLOAT64_SEQLENS, (False, True)):
+        yield Problem("float64", head_dim, seqlen, 1, FLOAT64_HEADS, causal)
 
 
 class Benchmark:
@@ -390,6 +414,9 @@ def show(rows: Sequence[dict[str, object]], folder: Path) -> None:
         if column in rows[0]:
             print(*table(rows), sep="\n")
             return
+    if rows[0].get("dtype") == "float64":
+        print(*float64_table(rows), sep="\n")
+        return
     for column in COLUMNS:
         if column not in rows[0]:  # the CSV of a section that has neither, or of another script
             raise KeyError(column)
@@ -429,6 +456,13 @@ def head_dim_table(rows: Sequence[dict[str, object]]) -> list[str]:
     return [*ratio_table(named, "what", "size", DEFAULT_OPERATIONS), *smallest_ratio(named, "what", "size")]
 
 
+def float64_table(rows: Sequence[dict[str, object]]) -> list[str]:
+    """Returns the least time of the others over ours in float64, by head_dim and mask, and by length."""
+    masks = ("full", "causal")
+    named = [{**row, "what": f"{row['head_dim']} {masks[int(row['causal'])]}"} for row in rows]
+    return [*ratio_table(named, "what", "seqlen", DEFAULT_OPERATIONS), *smallest_ratio(named, "what", "seqlen")]
+
+
 def _series(row: dict[str, object]) -> str:
     if row["operation"] == "forward":
         return row["provider"]
@@ -464,9 +498,14 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     )
     names = tuple(function_cases.FUNCTIONS)
     add("--functions", nargs="+", choices=names, default=names, metavar="NAME", help=f"of {', '.join(names)}")
-    names = tuple(PEERS | HEAD_DIM_PEERS)
+    names = tuple(PEERS | HEAD_DIM_PEERS | FLOAT64_PEERS)
     add("--peers", nargs="*", choices=names, default=names, metavar="NAME", help=f"of {', '.join(names)}")
-    add("--rounds", type=positive_int, metavar="N", help="default: 7 (models, features, functions: 5), with --quick 3")
+    add(
+        "--rounds",
+        type=positive_int,
+        metavar="N",
+        help="default: 7 (models, features, functions: 5, float64: 3), with --quick 3",
+    )
     add("--out", metavar="DIR", help="default: scripts/results/<gpu>")
     add(
         "--plot-only",
@@ -477,6 +516,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     defaults = QUICK if options.quick else {"dtypes": DTYPES, "head_dims": HEAD_DIMS, "seqlens": SEQLENS}
     for name, value in defaults.items():
         setattr(options, name, getattr(options, name) or value)
+    options.few_rounds = options.rounds or 3
     options.short_rounds = options.rounds or (3 if options.quick else 5)
     options.rounds = options.rounds or (3 if options.quick else 7)
     options.budget_ms = 10.0 if options.quick else 20.0
@@ -510,6 +550,9 @@ def run(options: argparse.Namespace, gpu: Gpu, folder: Path) -> Benchmark:
         head_dims = Benchmark(gpu, some, options.short_rounds, MODEL_BUDGET_MS)
         run_head_dims(head_dims, folder / "head_dims.csv")
         benchmark.failures += head_dims.failures
+    if "float64" in options.sections:
+        some = available_peers(gpu, [name for name in FLOAT64_PEERS if name in options.peers], FLOAT64_PEERS)
+        benchmark.failures += run_float64(gpu, some, options.few_rounds, folder / "float64.csv")
     if "decode" in options.sections:
         some = [peer for peer in peers if peer.name in decoding.PEERS]
         path = folder / "decode.csv"
@@ -592,6 +635,25 @@ def run_head_dims(benchmark: Benchmark, path: Path) -> None:
             write_csv(path, HEAD_DIM_COLUMNS, benchmark.rows)
             bar.update()
     print("", *head_dim_table(benchmark.rows), "", sep="\n")
+
+
+def run_float64(gpu: Gpu, peers: Sequence, rounds: int, path: Path) -> list[str]:
+    """Runs the section float64; returns its failures."""
+    beside, alone = Benchmark(gpu, peers, rounds, MODEL_BUDGET_MS), Benchmark(gpu, (), 1, MODEL_BUDGET_MS)
+    work = [(beside, problem, DEFAULT_OPERATIONS) for problem in float64_problems()]
+    work.append((alone, Problem("float64", 128, FLOAT64_LONGEST, 1, 1, False), DEFAULT_OPERATIONS[:2]))
+    print("compiling")
+    for family in (None, *(peer.family for peer in peers if isinstance(peer, Simt))):
+        gpu.precompile([problem for _, problem, _ in work], OPERATIONS, family=family)
+    rows: list[dict[str, object]] = []
+    with progress(len(work), "float64") as bar:
+        for run, problem, operations in work:
+            run.speed(problem, operations, bar.write)
+            rows = beside.rows + alone.rows
+            write_csv(path, FLOAT64_COLUMNS, rows)
+            bar.update()
+    print("", *float64_table(rows), "", sep="\n")
+    return beside.failures + alone.failures
 
 
 def run_sparse(options: argparse.Namespace, gpu: Gpu, path: Path) -> list[str]:

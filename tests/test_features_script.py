@@ -361,6 +361,51 @@ def test_head_dims_from_checks_to_files(operators, tmp_path, monkeypatch, capsys
     assert capsys.readouterr().out.startswith("| forward / default / deterministic | 1 x 40 |\n")
 
 
+def test_float64_from_checks_to_files(operators, tmp_path, monkeypatch, capsys):
+    small = [measure.Problem("float64", 16, 40, 1, 2, causal) for causal in (False, True)]
+    monkeypatch.setattr(benchmark, "float64_problems", lambda: small)
+    monkeypatch.setattr(benchmark, "FLOAT64_LONGEST", 90)
+    gpu, families = FakeGpu(), []
+    monkeypatch.setattr(gpu, "precompile", lambda *_, family=None: families.append(family))
+    forward, asked = peers.fa2cupy.forward, []
+    monkeypatch.setattr(
+        peers.fa2cupy, "forward", lambda *x, **how: asked.append(how.get("family")) or forward(*x, **how)
+    )
+    run = benchmark.run(benchmark.parse_arguments(["--sections", "float64"]), gpu, tmp_path)
+    assert not run.failures and not run.rows and families == [None, "simt"] and {None, "simt"} <= set(asked)
+    assert [path.name for path in tmp_path.iterdir()] == ["float64.csv"]
+    rows = measure.read_csv(tmp_path / "float64.csv")
+    assert tuple(rows[0]) == benchmark.FLOAT64_COLUMNS
+    ours = {"fa2cupy", "fa2cupy simt"}
+    others = {"cupy unfused", "torch math"}
+    assert {(row["seqlen"], row["causal"], row["operation"], row["provider"]) for row in rows} == {
+        *(("40", mask, "deterministic", name) for mask in "01" for name in ours),
+        *(("40", mask, one, name) for mask in "01" for one in ("forward", "default") for name in ours | others),
+        *(("90", "0", one, "fa2cupy") for one in ("forward", "default")),
+    }
+    assert all((row["ratio"] == "1") is (row["provider"] != "fa2cupy") for row in rows)
+    assert "| 16 causal | 1.00 / 1.00 / 1.00 |" in capsys.readouterr().out
+    assert benchmark.main(["--plot-only", str(tmp_path / "float64.csv")]) == 0
+    assert capsys.readouterr().out.startswith("| forward / default / deterministic | 40 |\n")
+
+
+def test_the_sizes_of_float64():
+    problems = list(benchmark.float64_problems())
+    assert len(set(problems)) == 5 * 4 * 2
+    assert all((one.dtype, one.batch, one.num_heads) == ("float64", 1, 8) for one in problems)
+    unfused = peers.CupyUnfused(FakeGpu())
+    assert all(unfused.supports(one, "default") for one in problems)
+
+
+def test_results_in_float64_are_compared_with_all_digits():
+    """Differences of float64 rounding pass, and those of float32 do not."""
+    problem = measure.Problem("float64", 16, 40, 1, 2, False)
+    x = FakeGpu().tensors(problem, 1)[0].q
+    check.check_equal(problem, [x], [x * (1 + 1e-14)])
+    with pytest.raises(AssertionError, match="differs from fa2cupy's by 6e-08"):
+        check.check_equal(problem, [x], [x + 6e-8 * abs(x).max()])
+
+
 def test_the_sizes_of_head_dims():
     problems = list(benchmark.head_dim_problems())
     assert len(set(problems)) == len(problems) and all(one.head_dim != one.head_dim_v for one in problems)

@@ -161,9 +161,9 @@ def check_equal(problem: Problem, ours: Sequence, theirs: Sequence) -> None:
     AssertionError
         They are not, or one has a NaN.
     """
-    allowed = _TOLERANCES[problem.dtype]
+    allowed, wide = _TOLERANCES[problem.dtype], "float64" if problem.dtype == "float64" else "float32"
     for index, (our, their) in enumerate(zip(ours, theirs, strict=True)):
-        our, their = our.astype("float32"), their.astype("float32")
+        our, their = our.astype(wide), their.astype(wide)
         difference = float(abs(their - our).max()) / float(abs(our).max())
         if not difference <= allowed:
             raise AssertionError(

@@ -184,8 +184,10 @@ class Gpu:
     def tensors(self, problem: Problem, count: int) -> list[Tensors]:
         """Draws `count` sets of standard normal inputs together: a generator takes longer to start than to draw."""
         random_state = self.xp.random.RandomState(0)
+        # Not float32 numbers for float64: multiplying their zeros takes less power, and clocks are higher.
+        wide = "float64" if problem.dtype == "float64" else "float32"
         drawn = [
-            random_state.standard_normal((count, *shape), dtype=self.xp.float32).astype(problem.numpy_dtype)
+            random_state.standard_normal((count, *shape), dtype=wide).astype(problem.numpy_dtype)
             for shape in (problem.shape, problem.shape_kv, problem.shape_v, problem.shape_o)
         ]
         return [Tensors(*arrays) for arrays in zip(*drawn, strict=True)]
@@ -221,9 +223,13 @@ class Gpu:
         return max(0, meter.peak - before)
 
     def precompile(
-        self, problems: Iterable[Problem], operations: Iterable[str], features: Sequence[Sequence[str]] = ((),)
+        self,
+        problems: Iterable[Problem],
+        operations: Iterable[str],
+        features: Sequence[Sequence[str]] = ((),),
+        family: str | None = None,
     ) -> None:
-        """Compiles the kernels of the calls in parallel; `features` are those of `fa2cupy.precompile`."""
+        """Compiles the kernels of the calls in parallel; `features`, `family` are those of `fa2cupy.precompile`."""
         methods = [name for name in operations if name != "forward"]
         groups: dict[tuple[str, int | None], list[Problem]] = {}
         for problem in problems:
@@ -231,7 +237,8 @@ class Gpu:
         for (dtype, head_dim_v), group in groups.items():
             sizes = {"head_dims": sorted({p.head_dim for p in group}), "head_dim_v": head_dim_v}
             masks = sorted({p.causal for p in group})
-            precompile(dtypes=[dtype], **sizes, causal=masks, methods=methods, features=features, decode=False)
+            how = {"methods": methods, "features": features, "family": family}
+            precompile(dtypes=[dtype], **sizes, causal=masks, **how, decode=False)
 
     def compile(self, specs: Iterable[KernelSpec]) -> None:
         """Compiles kernels in parallel. A failure is ignored: the call that needs the kernel will report it."""

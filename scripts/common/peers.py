@@ -30,6 +30,7 @@ from fa2cupy.problem.options import CallOptions
 
 __all__ = [
     "DEFAULT_OPERATIONS",
+    "FLOAT64_PEERS",
     "HEAD_DIM_PEERS",
     "OPERATIONS",
     "PEERS",
@@ -75,13 +76,14 @@ class Fa2cupy:
     """The package through its public functions: Delta and the conversion of dQ are part of a backward."""
 
     name = "fa2cupy"
+    family: str | None = None
 
     def __init__(self, gpu: Gpu, precision: str | None = None):
         self.gpu, self.precision = gpu, precision
 
     def candidate(self, problem: Problem, sets: Sequence[Tensors], operation: str) -> Candidate:
         """Binds the operation to rotating inputs. A backward's o and lse are computed here, outside of the timing."""
-        shared = {"causal": problem.causal, "precision": self.precision}
+        shared = {"causal": problem.causal, "precision": self.precision, "family": self.family}
         forward = functools.partial(fa2cupy.forward, **shared)
         if operation == "forward":
             return Candidate(self.name, rotating(forward, [(t.q, t.k, t.v) for t in sets]))
@@ -112,6 +114,20 @@ class Fa2cupy:
         method, tiles = choice.method, choice.tiles
         text = "; ".join(f"{name} {tile}" if len(tiles) > 1 else str(tile) for name, tile in tiles.items())
         return text if operation in OPERATIONS else f"{method}: {text}"
+
+
+class Simt(Fa2cupy):
+    """Our kernels for CUDA cores, beside those that a call has by default."""
+
+    name = "fa2cupy simt"
+    family = "simt"
+
+    def supports(self, problem: Problem, operation: str) -> bool:
+        """Returns True: they take every call."""
+        return True
+
+    def release(self) -> None:
+        """Does nothing: `Gpu.release` frees CuPy's memory."""
 
 
 class _Peer:
@@ -269,6 +285,35 @@ class TorchEfficient(TorchPeer):
         )
 
 
+class TorchMath(TorchPeer):
+    """The formulas in PyTorch's own products and elementwise kernels: its only operator for float64.
+
+    It keeps P for a backward by autograd, and is deterministic as it is.
+    """
+
+    name = "torch math"
+    operations = ("forward", DEFAULT)
+    dtypes = ("float64",)
+
+    def own(self, array):
+        """Returns CuPy's array as an argument that autograd differentiates by."""
+        return super().own(array).requires_grad_()
+
+    def arrays(self, operation: str, results: tuple) -> tuple:
+        """Does the same as `Fa2cupy.arrays`."""
+        return super().arrays(operation, tuple(tensor.detach() for tensor in results))
+
+    def forward(self, causal: bool, q, k, v) -> tuple:
+        """Calls the operator and keeps what autograd needs."""
+        attention = self.torch.nn.attention
+        with attention.sdpa_kernel(attention.SDPBackend.MATH):
+            return (self.torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal),)
+
+    def backward(self, causal: bool, q, k, v, do, forward: tuple) -> tuple:
+        """Returns the gradients of the forward's result."""
+        return self.torch.autograd.grad(forward, (q, k, v), do, retain_graph=True)
+
+
 class FlashAttention4(TorchPeer):
     """FlashAttention-4 of the package flash-attn-4, below its autograd function."""
 
@@ -308,20 +353,20 @@ class FlashAttention4(TorchPeer):
 
 
 class CupyUnfused(_Peer):
-    """Attention through a written-out score matrix, as one writes it in CuPy; softmax in float32."""
+    """Attention through a written-out score matrix, as one writes it in CuPy; softmax in float32 or wider."""
 
     name = "cupy unfused"
-    operations = ("forward", "single_pass")
-    dtypes = ("float16", "bfloat16", "float32")
-    max_score_bytes = 2.5e9
+    operations = ("forward", "single_pass", DEFAULT)
+    dtypes = ("float16", "bfloat16", "float32", "float64")
+    max_scores = 6.25e8
 
     def __init__(self, gpu: Gpu):
         self.gpu, self.xp = gpu, gpu.xp
 
     def supports(self, problem: Problem, operation: str) -> bool:
         """Returns True up to a size of the score matrices; beyond, a call takes longer than all others together."""
-        score_bytes = 4 * problem.batch * problem.num_heads * problem.seqlen**2
-        fits = score_bytes <= self.max_score_bytes and problem.heads_kv == problem.num_heads
+        scores = problem.batch * problem.num_heads * problem.seqlen**2
+        fits = scores <= self.max_scores and problem.heads_kv == problem.num_heads
         return super().supports(problem, operation) and fits
 
     def own(self, array):
@@ -341,11 +386,11 @@ class CupyUnfused(_Peer):
 
     def forward(self, causal: bool, q, k, v) -> tuple:
         """Returns the output, and P, which a backward needs."""
-        xp, seqlen = self.xp, q.shape[2]
+        xp, seqlen, wide = self.xp, q.shape[2], self._wide(q)
         scaled = self._scale(q, q.shape[-1])
-        scores = xp.matmul(scaled, k.swapaxes(2, 3)).astype(xp.float32, copy=False)
+        scores = xp.matmul(scaled, k.swapaxes(2, 3)).astype(wide, copy=False)
         if causal:
-            scores += xp.triu(xp.full((seqlen, seqlen), -xp.inf, xp.float32), 1)
+            scores += xp.triu(xp.full((seqlen, seqlen), -xp.inf, wide), 1)
         scores -= scores.max(axis=-1, keepdims=True)
         xp.exp(scores, out=scores)
         scores /= scores.sum(axis=-1, keepdims=True)
@@ -355,12 +400,16 @@ class CupyUnfused(_Peer):
     def backward(self, causal: bool, q, k, v, do, forward: tuple) -> tuple:
         """Returns the gradients from P, which contains the mask."""
         xp, p = self.xp, forward[1]
-        dp = xp.matmul(do, v.swapaxes(2, 3)).astype(xp.float32, copy=False)
+        dp = xp.matmul(do, v.swapaxes(2, 3)).astype(self._wide(q), copy=False)
         dp -= (dp * p).sum(axis=-1, keepdims=True)
         dp *= p
         ds = dp.astype(q.dtype, copy=False)
         dq, dk = xp.matmul(ds, k), xp.matmul(ds.swapaxes(2, 3), q)
         return self._scale(dq, q.shape[-1]), self._scale(dk, q.shape[-1]), xp.matmul(p.swapaxes(2, 3), do)
+
+    @staticmethod
+    def _wide(array) -> str:
+        return "float64" if array.dtype == "float64" else "float32"
 
     @staticmethod
     def _scale(array, head_dim: int):
@@ -371,6 +420,8 @@ class CupyUnfused(_Peer):
 PEERS = {"flash": TorchFlash, "cudnn": TorchCudnn, "efficient": TorchEfficient, "unfused": CupyUnfused}
 #: The peers of the section head_dims.
 HEAD_DIM_PEERS = {**{name: PEERS[name] for name in ("flash", "cudnn", "efficient")}, "flash4": FlashAttention4}
+#: Those of the section float64.
+FLOAT64_PEERS = {"simt": Simt, "unfused": CupyUnfused, "math": TorchMath}
 
 
 def available_peers(gpu: Gpu, names: Sequence[str], kinds: Mapping[str, type] = PEERS) -> list:

@@ -43,8 +43,8 @@ class FakeGpu:
 
     release = synchronize
 
-    def precompile(self, problems, operations, features=((),)):
-        self.precompiled = list(problems), operations, features
+    def precompile(self, problems, operations, features=((),), family=None):
+        self.precompiled = list(problems), operations, features, family
 
     def compile(self, specs):
         self.compiled = set(specs)

@@ -6,6 +6,7 @@ gives a wrong result or an error.
 
 from __future__ import annotations
 
+import contextlib
 from types import ModuleType, SimpleNamespace
 
 import numpy as np
@@ -21,6 +22,11 @@ class FakeTensor(np.ndarray):
     def transpose(self, first, second):
         return self.swapaxes(first, second)
 
+    def requires_grad_(self):
+        return self
+
+    detach = requires_grad_
+
     def expand(self, *shape):
         return np.broadcast_to(self, shape, subok=True)
 
@@ -35,7 +41,39 @@ def fake_torch() -> ModuleType:
     torch.__version__ = "0"
     torch.ops = SimpleNamespace(aten=SimpleNamespace(**{function.__name__: function for function in _ATEN}))
     torch.backends = SimpleNamespace(cudnn=SimpleNamespace(version=lambda: 0))
+    math = _MathOperator()
+    attention = SimpleNamespace(sdpa_kernel=math.chosen, SDPBackend=SimpleNamespace(MATH="math"))
+    functional = SimpleNamespace(scaled_dot_product_attention=math.forward)
+    torch.nn = SimpleNamespace(attention=attention, functional=functional)
+    torch.autograd = SimpleNamespace(grad=math.grad)
     return torch
+
+
+class _MathOperator:
+    """``scaled_dot_product_attention`` where its backend must have been chosen, and its gradients."""
+
+    def __init__(self):
+        self._backend, self._made = None, []
+
+    @contextlib.contextmanager
+    def chosen(self, backend):
+        self._backend = backend
+        yield
+        self._backend = None
+
+    def forward(self, query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False):
+        assert self._backend == "math"
+        options = _options(is_causal, dropout_p, attn_mask, layout="bhsd")
+        o, lse = _forward(query, key, value, options)
+        self._made.append((o, lse, query, options))
+        return o
+
+    def grad(self, outputs, inputs, grad_outputs, retain_graph=None):
+        (output,) = outputs
+        assert retain_graph, "a call that is repeated"
+        ((o, lse, query, options),) = (made for made in self._made if made[0] is output)
+        assert query is inputs[0]
+        return _backward(*inputs, o, lse, grad_outputs, options)
 
 
 def _options(is_causal, dropout_p, bias=None, **more) -> dict:
