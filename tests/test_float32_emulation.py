@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from common.accuracy import MIXTURES, check_promise, data, exact_results, mixture, orders_of
 from hypothesis import Phase, given, seed, settings
 from hypothesis import strategies as st
-from support.float32_data import MIXTURES, check_promise, data, exact_results, mixture, orders_of
 from support.float32_emulation import Head, is_exception
 
 pytest.importorskip("cupy")

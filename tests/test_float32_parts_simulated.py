@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 
 pytest.importorskip("cupy")
 
+from common.accuracy import KINDS, MIXTURES, check_promise, data, mixture, orders_of
 from support.fake_cupy import place
 from support.fake_gpu import backward, forward
 from support.feature_cases import extras, gradient_names, numbers, options_of
-from support.float32_data import KINDS, MIXTURES, check_promise, data, mixture, orders_of
 from support.float32_parts import split_parts
 from support.launch_record import Launch
 from support.simulated_problems import HOPPER, draw

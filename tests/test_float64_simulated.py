@@ -7,6 +7,7 @@ import pytest
 
 pytest.importorskip("cupy")
 
+from common.accuracy import KINDS, Promise, data, orders_of
 from ptxsim import Memory
 from support.fake_cupy import place
 from support.fake_gpu import backward, forward
@@ -16,7 +17,7 @@ from support.simulated_problems import draw, growing
 from support.simulator import simulated_gpu
 
 from fa2cupy import TileConfig
-from fa2cupy.families.operations import TILED
+from fa2cupy.families.operations import METHODS, TILED
 from fa2cupy.families.sm80_float64 import SM80_FLOAT64
 from fa2cupy.jit.source import kernel_directory
 from fa2cupy.testing import Expectation, make_inputs
@@ -101,6 +102,19 @@ def test_features(launched, feature):
     inputs = tuple(place(x) for x in make_inputs("float64", **sizes))
     options = options_of(feature, "float64", sizes)
     check(inputs, launched, **{key: place(x) if isinstance(x, np.ndarray) else x for key, x in options.items()})
+
+
+@pytest.mark.sample(launched=("sm_90",), kind=("large scores", "rows"))
+@pytest.mark.parametrize("kind", KINDS)
+def test_errors_are_those_of_the_formulas(launched, kind):
+    inputs = tuple(map(place, data(kind, 70, 16, "float64")))
+    q, k, v, do = inputs
+    promise, how = Promise(inputs, True, orders_of(kind)), {"causal": True, "family": "sm80", "config": SMALL}
+    o, lse = forward(q, k, v, **how)
+    for method, operations in METHODS.items():
+        if set(operations) <= set(SM80_FLOAT64.operations):
+            gradients = backward(q, k, v, o, lse, do, method=method, **how)
+            promise.check({"o": o, **dict(zip(("dq", "dk", "dv"), gradients, strict=True))})
 
 
 EXPONENTIALS = r"""

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from common.accuracy import KINDS, MIXTURES, check_promise, data, mixture, orders_of
 from hypothesis import given, seed, settings
 from hypothesis import strategies as st
 from support.feature_cases import HEAD_DIM_PAIRS, ROWS, numbers, options_of
-from support.float32_data import KINDS, MIXTURES, check_promise, data, mixture, orders_of
 
 import fa2cupy
 from fa2cupy.families.device import DeviceInfo

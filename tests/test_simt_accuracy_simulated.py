@@ -10,10 +10,10 @@ import pytest
 
 pytest.importorskip("cupy")
 
+from common.accuracy import check_promise, data
 from support.fake_cupy import place
 from support.fake_gpu import backward, forward
 from support.feature_cases import numbers
-from support.float32_data import check_promise, data
 from support.simulated_problems import draw, small_tiles
 from support.simulator import simulated_gpu
 
@@ -31,15 +31,18 @@ def launched(monkeypatch):
         yield stages
 
 
+@pytest.mark.sample(dtype=("float32",))
+@pytest.mark.parametrize("dtype", ("float32", "float64"))
 @pytest.mark.parametrize("kind", ("large scores", "rows", "outliers", "spread rows"))
-def test_errors_are_those_of_float32(launched, kind):
-    inputs = tuple(map(place, data(kind, 41, 59)))
+def test_errors_are_those_of_the_formulas(launched, kind, dtype):
+    inputs = tuple(map(place, data(kind, 41, 59, dtype)))
     q, k, v, do = inputs
-    how = {"causal": True, "family": "simt", "config": small_tiles("float32", 59)}
+    how = {"causal": True, "family": "simt", "config": small_tiles(dtype, 59)}
     o, lse = forward(q, k, v, **how)
     for method in METHODS:
         gradients = backward(q, k, v, o, lse, do, method=method, **how)
-        check_promise(inputs, {"o": o, **dict(zip(GRADIENTS, gradients, strict=True))}, causal=True)
+        results = {"o": o, **dict(zip(GRADIENTS, gradients, strict=True))}
+        check_promise(inputs, results, causal=True)
 
 
 def dominated(dtype: str, rows: int, head_dim: int) -> tuple[np.ndarray, ...]:
