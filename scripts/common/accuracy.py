@@ -64,7 +64,7 @@ def part(inputs: tuple, queries: int, keys: int) -> tuple:
 
 
 #: Errors of o, relative to the largest result, that are allowed in any case; gradients may have twice as much.
-_FLOORS = {"float32": 1e-6, "float64": 2.0**-52}
+_FLOORS = {"float32": 1e-6, "float64": 2e-15}
 
 #: Arguments of `mixture`, from which hypothesis draws.
 MIXTURES = {
@@ -100,7 +100,7 @@ def mixture(seed: int, rows: int, head_dim: int, **how: Any) -> tuple[np.ndarray
 def _naive(inputs: tuple, dtype: str, causal: bool) -> dict[str, Any]:
     """Computes the formulas with whole matrices, in one dtype, on the arrays' device.
 
-    The last three results of float32 data bound errors of gradients that naive arithmetic does not make, or avoids by
+    The last three results of a wider dtype bound errors of gradients that naive arithmetic does not make, or avoids by
     chance. These errors come from rounding the lse that `backward` has, and dP and delta, which are equal if one key
     has all weight.
     """
@@ -118,9 +118,10 @@ def _naive(inputs: tuple, dtype: str, causal: bool) -> dict[str, Any]:
     ds = p * (dp - delta)
     lse = (highest + np.log(total))[:, 0]
     results = {"o": o, "lse": lse, "dq": ds @ k * scale, "dk": ds.T @ q * scale, "dv": p.T @ do}
-    if inputs[0].dtype == "float64":
+    if inputs[0].dtype == dtype:
         return results
-    rounding = np.dtype(dtype).type(2.0**-24)
+    rounding = np.finfo(inputs[0].dtype.name).eps / 2
+    q, k, do, lse, p, ds, dp, delta = (x.astype("float64") for x in (q, k, do, lse, p, ds, dp, delta))
     of_lse, of_ds = abs(lse)[:, None] * rounding, p * np.hypot(dp, delta) * rounding
     bounds = {
         "dq": (abs(ds) * of_lse @ abs(k) + np.sqrt(of_ds**2 @ k**2)) * scale,
@@ -159,20 +160,23 @@ class Error(NamedTuple):
         Ours, and that of naive arithmetic in the dtype of the data.
     allowed : float
         What ours may be.
+    largest : float
+        The largest exact result.
     """
 
     own: float
     usual: float
     allowed: float
+    largest: float
 
 
 class Promise:
     """The promise for one head: errors of at most 2 (o) or 3 times (gradients) those of naive arithmetic, plus a floor.
 
-    Naive arithmetic has no lse that is rounded to the dtype. In float32 this rounding alone may cost gradients more
-    than all errors of naive arithmetic: scores of 100, made by one column, have few other errors. For a row with one
-    key, dP and delta of naive arithmetic have equal rounding errors or not, depending on how its library adds up the
-    columns. The floor covers both. In float64 it is 2 and 4 times the rounding of the largest result.
+    Naive arithmetic has no lse that is rounded to the dtype. This rounding alone may cost gradients more than all
+    errors of naive arithmetic: scores of 100, made by one column, have few other errors. For a row with one key, dP and
+    delta of naive arithmetic have equal rounding errors or not, depending on how its library adds up the columns. The
+    floor covers both.
 
     Parameters
     ----------
@@ -198,9 +202,9 @@ class Promise:
             of_all = (result[0, :, 0], *(x[name] for x in self._plain))
             own, *usual = (float(abs(self._beside_exact(x) - right).max()) for x in of_all)
             factor, floor = (2, _FLOORS[self._dtype]) if name == "o" else (3, 2 * _FLOORS[self._dtype])
-            is_lost = name != "o" and self._dtype == "float32"
-            lost = float(self._exact[f"lost {name}"].max()) if is_lost else 0.0
-            errors[name] = Error(own, max(usual), factor * max(usual) + floor * float(abs(right).max()) + lost)
+            lost = 0.0 if name == "o" else float(self._exact[f"lost {name}"].max())
+            largest = float(abs(right).max())
+            errors[name] = Error(own, max(usual), factor * max(usual) + floor * largest + lost, largest)
         return errors
 
     def check(self, results: Mapping[str, Any]) -> None:
