@@ -375,8 +375,8 @@ def backward(
     results have the same bits. docs/accuracy.md has a table of that, also for a sequence alone and beside others.
 
     The default method and number of splits are those with the shortest time that a model estimates from the shapes. Its
-    constants are fitted to times on an H100 (``fa2cupy/families/estimate.py``). For float32 on tensor
-    cores it is ``single_pass``.
+    constants are fitted to times on an H100 (``fa2cupy/families/estimate.py``), those of float64 computed from its
+    rates. For float32 on tensor cores it is ``single_pass``.
     """
     options = options_of("fa2cupy.backward", keywords)
     return backend_of("q", q).backward(q, k, v, o, lse, do, delta, dlse, out, options, keywords)

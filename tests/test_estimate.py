@@ -18,6 +18,7 @@ from fa2cupy.families import estimate
 from fa2cupy.families.choice import choose
 from fa2cupy.families.device import DeviceInfo
 from fa2cupy.families.sm80 import SM80
+from fa2cupy.families.sm80_float64 import SM80_FLOAT64
 from fa2cupy.families.sm90 import SM90
 from fa2cupy.problem.attention import AttentionProblem
 from fa2cupy.problem.features import FeatureSettings
@@ -169,8 +170,22 @@ def test_what_the_caller_asks_for_is_taken():
 def test_a_family_without_split_kernels_says_so():
     call = problem(dtype="float64")
     assert splits(call) == splits(call, num_splits=1) == 1
-    with pytest.raises(Exception, match="^num_splits: family 'simt' has no kernels for num_splits=2, only for 1$"):
+    reason = "has no kernels for num_splits=2, only for 1"
+    with pytest.raises(Exception, match=f"^num_splits: .*family 'sm80' {reason}; family 'simt' {reason}$"):
         splits(call, num_splits=2)
+
+
+@pytest.mark.parametrize(
+    ("heads", "seqlen_q", "seqlen_k", "is_single"),
+    [(8, 512, 512, True), (8, 8192, 8192, True), (1, 4096, 4096, True), (1, 8192, 64, False), (2, 8192, 256, False)],
+)
+def test_float64_takes_two_passes_where_key_tiles_are_few(heads, seqlen_q, seqlen_k, is_single):
+    call = problem((heads, heads), seqlen_q, causal=False, dtype="float64")
+    call = dataclasses.replace(call, seqlen_k=seqlen_k)
+    of_keys, of_queries = TileConfig(32, 64, 8), TileConfig(64, 16, 4)
+    tiles = ({"backward": of_keys}, {"backward_dq": of_queries, "backward_dkdv": of_keys})
+    single, double = (estimate.backward_time(SM80_FLOAT64.costs, call, H100, one, {}) for one in tiles)
+    assert (single < double) is is_single
 
 
 @pytest.mark.parametrize("seqlen", (2048, 65536))

@@ -245,6 +245,24 @@ def test_parts_are_the_default_where_three_products_are_faster_than_one(arch, na
         assert choose_family(call, "float32", device).public_name == wanted
 
 
+@pytest.mark.parametrize(
+    ("arch", "wanted"),
+    (
+        ("sm_75", "simt"), ("sm_80", "sm80"), ("sm_86", "simt"), ("sm_87", "simt"), ("sm_89", "simt"),
+        ("sm_90", "sm80"), ("sm_100", "simt"), ("sm_103", "simt"), ("sm_120", "simt"),
+    ),
+)  # fmt: skip
+def test_tensor_cores_are_the_default_of_float64_where_they_are_faster(arch, wanted):
+    device = dataclasses.replace(DeviceInfo.named("sm_86"), arch=arch)
+    for call in ("forward", "backward"):
+        assert choose(call, problem("float64"), device, STRIDES, is_launched=False).family.public_name == wanted
+        assert choose_family(call, "float64", device).public_name == wanted
+    if arch != "sm_75":
+        asked = choose("forward", problem("float64"), device, STRIDES, CallOptions(family="sm80"), is_launched=False)
+        assert asked.family.name == "sm80_float64"
+    assert choose("decode", problem("float64"), device, STRIDES, is_launched=False).family.name == "simt"
+
+
 def test_a_family_without_a_kernel_of_single_pass():
     a100, options = DeviceInfo.named("sm_80"), CallOptions(family="sm80", method="single_pass")
     with pytest.raises(UnsupportedProblemError, match="^family 'sm80' has no kernel of backward$"):
@@ -293,7 +311,7 @@ def toy(monkeypatch) -> Toy:
 
 def test_a_family_that_is_in_the_list_is_chosen(toy):
     assert choose_family("forward", "float32", H100) is toy
-    assert choose_family("forward", "float64", H100).name == "simt"
+    assert choose_family("forward", "float64", H100).name == "sm80_float64"
     forward = forward_plan(problem("float32"), H100, STRIDES).stages
     single = backward_plan(problem("float32"), H100, STRIDES, None).stages
     assert [(s.spec.operation, s.spec.family_name) for s in single] == [("delta", "common"), ("backward", "toy")]

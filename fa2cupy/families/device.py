@@ -11,6 +11,7 @@ from ..errors import UnsupportedProblemError
 __all__ = ["ARCHITECTURES", "DeviceInfo", "current_device", "device_count"]
 
 _FLOAT16_RATES = {"sm_80": 16}
+_FLOAT64_TENSOR_RATES = {"sm_80": 2, "sm_90": 2}
 #: Cards of compute capability 8.6 and 8.9 whose tensor cores add in float32 at full speed. Those of GeForce cards, and
 #: of a few others (A10G, L40), do so at half of it. Only the name tells them apart: the driver has no such attribute.
 _PROFESSIONAL_CARDS = frozenset(
@@ -63,6 +64,11 @@ class DeviceInfo:
         if self.arch in ("sm_86", "sm_89"):
             return 4 if self.name.removeprefix("NVIDIA ") in _PROFESSIONAL_CARDS else 2
         return _FLOAT16_RATES.get(self.arch, 0)
+
+    @functools.cached_property
+    def float64_tensor_rate(self) -> int:
+        """Throughput of ``mma.sync`` for float64, over that of the CUDA cores' float64 FMA, by NVIDIA's data sheets."""
+        return _FLOAT64_TENSOR_RATES.get(self.arch, 1)
 
     @functools.cached_property
     def reserved_shared_memory(self) -> int:

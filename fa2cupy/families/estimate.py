@@ -45,9 +45,11 @@ class BlockCost(NamedTuple):
     start: float
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Costs:
     """The constants of a family, in microseconds; `_rows` are those of a million elements.
+
+    Those that are 0 by default are of no use to a family without `split_operations`, or are the same for all methods.
 
     Attributes
     ----------
@@ -72,18 +74,18 @@ class Costs:
     """
 
     blocks: Mapping[str, Mapping[int, BlockCost]]
-    read_rows: float
-    merge: float
-    merge_rows: float
-    call: float
-    call_rows: float
+    read_rows: float = 0.0
+    merge: float = 0.0
+    merge_rows: float = 0.0
+    call: float = 0.0
+    call_rows: float = 0.0
     convert: float
     convert_rows: float
-    add: float
-    add_rows: float
-    copy: float
-    copy_rows: float
-    drift: float
+    add: float = 0.0
+    add_rows: float = 0.0
+    copy: float = 0.0
+    copy_rows: float = 0.0
+    drift: float = 0.0
 
     def of_block(self, operation: str, problem: AttentionProblem) -> BlockCost:
         """The cost of a block of a kernel, whose structure depends on the wider head_dim."""
