@@ -70,7 +70,7 @@ SECONDS_FOR_A_TOOL = 120
 #: Parts of tests/support/sanitized_calls.py. They run in parallel: a tool uses little of the GPU and one CPU.
 SANITIZED_PARTS = (
     "plain", "features", "functions", "packed", "sparse", "float32-59", "float32-128", "float32-250",
-    "float32-96-64", "decode", "copies",
+    "float32-96-64", "float64", "decode", "copies",
 )  # fmt: skip
 # Sections of the benchmark that check a change. The others only compare with peers, and would take the check beyond ten
 # minutes.
@@ -158,7 +158,9 @@ def _compile_ahead() -> None:
     half = {"dtypes": ("float16", "bfloat16"), "head_dims": NATIVE_HEAD_DIMS, "decode": False, "progress": True}
     precompile(**half)
     precompile(**half, family="sm80")  # the fallback on Hopper
-    precompile(dtypes=("float32", "float64"), head_dims=(*NATIVE_HEAD_DIMS, 59, 111), decode=False, progress=True)
+    wide = {"head_dims": (*NATIVE_HEAD_DIMS, 59, 111), "decode": False, "progress": True}
+    precompile(dtypes=("float32", "float64"), **wide)
+    precompile(dtypes="float64", **wide, family="simt")  # the second opinion
 
 
 def _run_sanitizers(_: Path, notes: Path) -> dict[str, str] | str:

@@ -21,7 +21,7 @@ ROWS, KEYS, HEADS = 500, 612, 4
 def families_of(dtype: str) -> list[str]:
     """Returns the names of the families that have maps."""
     device = DeviceInfo.current()
-    return [one.name for one in FAMILIES if one.supports("forward", dtype, device, ("block_mask", "mask_mod"))]
+    return [one.public_name for one in FAMILIES if one.supports("forward", dtype, device, ("block_mask", "mask_mod"))]
 
 
 def check(dtype: str, head_dim: int, *, num_splits: int | None = None, **options) -> None:
@@ -30,7 +30,7 @@ def check(dtype: str, head_dim: int, *, num_splits: int | None = None, **options
     q, k, v, do = make_inputs(dtype, head_dim=head_dim, xp=cp, **sizes)
     expected = Expectation(q, k, v, do, **options)
     for family in families_of(dtype):
-        own = {**options, "family": family, "num_splits": num_splits if family != "simt" else None}
+        own = {**options, "family": family, "num_splits": num_splits if dtype in ("float16", "bfloat16") else None}
         o, lse = fa2cupy.forward(q, k, v, **own, out=expected.unwritten("o", "lse"))
         expected.check(spec=family, o=o, lse=lse)
         for method in METHODS:
@@ -65,7 +65,9 @@ def test_maps_are_those_of_numpy(name, tile):
 
 
 @pytest.mark.parametrize("band", [{}, {"causal": True}, {"window": (200, 10)}])
-@pytest.mark.parametrize(("dtype", "head_dim"), [("bfloat16", 64), ("float16", 128), ("float16", 256), ("float32", 64)])
+@pytest.mark.parametrize(
+    ("dtype", "head_dim"), [("bfloat16", 64), ("float16", 128), ("float16", 256), ("float32", 64), ("float64", 64)]
+)
 def test_maps_of_functions(dtype, head_dim, band):
     ids = documents(KEYS)
     own = {"mask_mod": mods.document, "mask_args": (ids,)}
@@ -73,7 +75,9 @@ def test_maps_of_functions(dtype, head_dim, band):
 
 
 @pytest.mark.parametrize("heads", [1, HEADS])
-@pytest.mark.parametrize(("dtype", "head_dim"), [("bfloat16", 64), ("float16", 128), ("float16", 192), ("float32", 64)])
+@pytest.mark.parametrize(
+    ("dtype", "head_dim"), [("bfloat16", 64), ("float16", 128), ("float16", 192), ("float32", 64), ("float64", 64)]
+)
 def test_given_maps(dtype, head_dim, heads):
     check(dtype, head_dim, block_mask=random_tiles(heads, 0.4))
     check(dtype, head_dim, block_mask=random_tiles(heads, 0.4), num_splits=3, causal=True)

@@ -27,8 +27,8 @@ HEAD_DIMS = (64, 128, 256)
 def families_of(dtype: str) -> list[str | None]:
     """Returns the families that the device can run: None for its default, then the names of the others."""
     device = DeviceInfo.current()
-    names = [one.name for one in FAMILIES if one.supports("forward", dtype, device) and not one.multiplies_parts]
-    return [None, *names[1:]]
+    found = [one for one in FAMILIES if one.supports("forward", dtype, device) and not one.multiplies_parts]
+    return [None, *(one.public_name for one in found[1:])]
 
 
 def on_device(options: dict) -> dict:
@@ -90,7 +90,9 @@ def test_all_at_once(dtype, head_dim):
 
 
 @pytest.mark.parametrize("turn", range(6))
-@pytest.mark.parametrize(("family", "dtype"), [(None, "bfloat16"), ("sm80", "float16"), ("simt", "float32")])
+@pytest.mark.parametrize(
+    ("family", "dtype"), [(None, "bfloat16"), ("sm80", "float16"), ("simt", "float32"), (None, "float64")]
+)
 def test_pairs_drawn_by_hypothesis(family, dtype, turn):
     """Checks pairs of features on each family. A turn draws its own, so that turns can be compiled in parallel."""
 
@@ -102,10 +104,10 @@ def test_pairs_drawn_by_hypothesis(family, dtype, turn):
         head_dim=st.sampled_from(HEAD_DIMS),
     )
     def run(pair, lengths, head_dim):
-        head_dim = 48 if family == "simt" else head_dim
+        head_dim = 48 if dtype in WIDE else head_dim
         sizes = {"batch": 2, "num_heads": 4, "seqlen_q": lengths[0], "seqlen_k": lengths[1]}
         options = {key: value for name in pair for key, value in options_of(name, dtype, sizes).items()}
-        dlse = cp.asarray(numbers((2, 4, lengths[0]), "float32")) if "bias of queries" in pair else None
+        dlse = cp.asarray(numbers((2, 4, lengths[0]), accumulator(dtype))) if "bias of queries" in pair else None
         check(draw(dtype, lengths, head_dim), [family], dlse=dlse, **on_device(options))
 
     run()

@@ -61,7 +61,7 @@ def _compiled_ahead():
         for dtype, head_dim, head_dim_v, causal in kinds
         for method, operation in ((None, "forward"), ("single_pass", "backward"), ("two_pass", "backward_dkdv"))
         for family in families_of(operation, dtype)
-        for num_splits in ((1, 2) if head_dim_v and family != "simt" else (1,))
+        for num_splits in ((1, 2) if head_dim_v and dtype in HALF else (1,))
         for spec in default_specs(
             device, dtype, head_dim, causal, method, family, num_splits=num_splits, head_dim_v=head_dim_v
         )
@@ -73,12 +73,13 @@ def _compiled_ahead():
 def families_of(operation: str, dtype: str) -> list[str | None]:
     """Returns the families that the device can run, without those of float32 parts.
 
-    16-bit dtypes have None for the default family, then the names of the others; wider ones have names only.
-    `test_gpu_float32` has the families of parts.
+    The first is None, for the default family; the others are names. float32 has names only: `test_gpu_float32` has the
+    families of parts.
     """
     device = DeviceInfo.current()
-    names = [one.name for one in FAMILIES if one.supports(operation, dtype, device) and not one.multiplies_parts]
-    return [None, *names[1:]] if dtype in HALF else names
+    found = [one for one in FAMILIES if one.supports(operation, dtype, device) and not one.multiplies_parts]
+    names = [one.public_name for one in found]
+    return names if dtype == "float32" else [None, *names[1:]]
 
 
 def check(inputs: tuple, *, layout: str = "bshd", methods: tuple = METHODS, **options) -> Expectation:
@@ -153,7 +154,7 @@ def test_head_groups_in_both_layouts(dtype, layout, heads):
     check(draw(dtype, (150, 170), heads, 64, layout=layout), layout=layout, causal=True)
 
 
-@pytest.mark.parametrize("dtype", (*HALF, "float32"))
+@pytest.mark.parametrize("dtype", (*HALF, *WIDE))
 @pytest.mark.parametrize("head_dim", (64, 128, 256))
 @pytest.mark.parametrize("causal", (False, True), ids=("full", "causal"))
 def test_lengths_around_the_tiles(dtype, head_dim, causal):

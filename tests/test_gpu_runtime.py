@@ -11,8 +11,9 @@ from support.feature_cases import numbers, options_of
 
 import fa2cupy
 from fa2cupy.families.device import DeviceInfo
-from fa2cupy.families.registry import choose_family, family_of_kernel
+from fa2cupy.families.registry import choose_family
 from fa2cupy.gpu import tensor_maps as tma
+from fa2cupy.plan.specs import default_specs
 from fa2cupy.testing import Expectation, make_inputs
 
 cp = pytest.importorskip("cupy")
@@ -52,9 +53,9 @@ def test_the_same_call_gives_the_same_bits_250_times(dtype, head_dim, head_dim_v
         "single_pass": fa2cupy.backward(q, k, v, o, lse, do, **once),
         "two_pass": fa2cupy.backward(q, k, v, o, lse, do, causal=True, method="two_pass"),
     }
-    of_parts = family_of_kernel("backward", dtype, DeviceInfo.current()).multiplies_parts
-    on_tensor_cores = dtype in ("float16", "bfloat16") or (of_parts and head_dim <= 128)
-    promised = (1, 2) if on_tensor_cores else (0,)
+    specs = default_specs(DeviceInfo.current(), dtype, head_dim, True, "single_pass", head_dim_v=head_dim_v)
+    (family,) = (spec.family for spec in specs if spec.operation == "backward")
+    promised = (1, 2) if family.backward_owns == "keys" else (0,)
     different = cp.zeros((), "int64")
     out = [cp.empty_like(x) for x in (o, lse, *both["two_pass"])]
     for _ in range(RUNS):

@@ -38,7 +38,6 @@ KINDS = (
     ("bfloat16", 160),
     ("float16", 256),
     ("float32", 64),
-    ("float64", 80),
     ("bfloat16", 192, 128),
     ("float16", 40, 72),
     ("float32", 72, 40),
@@ -47,6 +46,8 @@ KINDS = (
 FEATURES = (("window", "softcap", "alibi by batch", "sink"), ("mask of rows", "padding", "dropout"), ("bias of heads",))
 FEATURE_KINDS = (("float16", 64), ("bfloat16", 128), ("float16", 256), ("float32", 64))
 PAIR = ("bfloat16", 192, 128)
+#: head_dim, or head_dim and that of v, of float64: one and two warps for the gradients of a key, padded, wide, a pair.
+OF_FLOAT64 = ((64,), (128,), (50,), (256,), (40, 72))
 
 
 def columns_of(head_dim: int, head_dim_v: int | None = None) -> dict[str, int | None]:
@@ -77,6 +78,25 @@ def plain() -> None:
                     fa2cupy.forward(q, k, v, **how)
                 for method in ("single_pass", "two_pass"):
                     fa2cupy.backward(q, k, v, o, lse, do, method=method, **how)
+
+
+def of_float64() -> None:
+    """Calls float64 on tensor cores, where the GPU has them for it, and on CUDA cores: plain, with features, packed."""
+    sizes = {"batch": 2, "num_heads": 2, "seqlen_q": 150, "seqlen_k": 130}
+    offsets = dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), cupy.asarray(np.array([3, 90, 90, 130], np.int32)))
+    for columns in OF_FLOAT64:
+        q, k, v, do = make_inputs("float64", **sizes, num_heads_kv=1, **columns_of(*columns), xp=cupy)
+        for family, causal in ((None, False), (None, True), ("simt", True)):
+            check_calls(q, k, v, do, "float64", {"causal": causal}, family)
+    q, k, v, do = make_inputs("float64", **sizes, num_heads_kv=1, head_dim=64, xp=cupy)
+    for names in FEATURES:
+        given = {key: value for name in names for key, value in options_of(name, "float64", sizes).items()}
+        check_calls(q, k, v, do, "float64", on_gpu(given, cupy.asarray))
+    ids = cupy.asarray(np.repeat(np.arange(5, dtype="int32"), 30)[None].repeat(2, axis=0))
+    made = fa2cupy.block_mask(fa2cupy.mods.document, (ids,), 2, 2, 150, 130, tile=(64, 64))
+    own = {"mask_mod": fa2cupy.mods.document, "mask_args": (ids,), "block_mask": made}
+    check_calls(q, k, v, do, "float64", own)
+    check_calls(*(x[0] for x in (q, k, v, do)), "float64", {**offsets, "causal": True})
 
 
 def decoding() -> None:
@@ -170,19 +190,19 @@ def copied() -> None:
         sum_into(shares[0, :, 1:], [share[:, :3] for share in shares[1:]], ACCUMULATOR[dtype])
 
 
-def check_calls(q, k, v, do, dtype: str, options: dict) -> None:
+def check_calls(q, k, v, do, dtype: str, options: dict, family: str | None = None) -> None:
     """Calls forward and both backward methods."""
-    fa2cupy.forward(q, k, v, **options)
-    o, lse = fa2cupy.forward(q, k, v, **options, family="sm80" if dtype in ("float16", "bfloat16") else None)
+    fa2cupy.forward(q, k, v, **options, family=family)
+    o, lse = fa2cupy.forward(q, k, v, **options, family="sm80" if dtype in ("float16", "bfloat16") else family)
     for method in ("single_pass", "two_pass"):
-        fa2cupy.backward(q, k, v, o, lse, do, **options, **extras(options), method=method)
+        fa2cupy.backward(q, k, v, o, lse, do, **options, **extras(options), method=method, family=family)
 
 
 PARTS = {
     "plain": plain, "features": with_settings, "functions": with_functions, "packed": packed, "sparse": sparse,
     "float32-59": functools.partial(of_parts, 59), "float32-128": functools.partial(of_parts, 128),
     "float32-250": functools.partial(of_parts, 250), "float32-96-64": functools.partial(of_parts, 96, 64),
-    "decode": decoding, "copies": copied,
+    "float64": of_float64, "decode": decoding, "copies": copied,
 }  # fmt: skip
 
 if __name__ == "__main__":
