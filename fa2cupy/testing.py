@@ -41,7 +41,7 @@ they are sums of few terms, or of many that cancel.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -52,7 +52,7 @@ from numpy.typing import DTypeLike
 from . import reference
 from .numerics.arrays import array_module, device_context
 from .numerics.comparison import Comparison, assert_within_baseline, largest
-from .problem.arguments import array_backend
+from .problem.arguments import array_backend, check_int
 from .problem.array_types import Array
 from .problem.block_mask import check_length
 from .problem.checks import check_layout, problem_from_arrays, problem_from_outputs
@@ -65,7 +65,7 @@ from .problem.names import Layout
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-__all__ = ["Comparison", "Expectation", "assert_within_baseline", "check_delta", "make_inputs"]
+__all__ = ["Comparison", "Expectation", "assert_within_baseline", "check_delta", "check_gradients", "make_inputs"]
 
 
 @takes(ScoreKeywords)
@@ -204,6 +204,88 @@ def check_delta(o: Array, do: Array, delta: Array, *, layout: Layout = "bshd", s
     with device_context(o):
         noise = largest(reference.delta(abs(o.astype("float64")), abs(do.astype("float64")), layout=layout))
     return assert_within_baseline("delta", delta, wanted, wanted, noise, problem=problem, spec=spec)
+
+
+def check_gradients(
+    loss: Callable[..., Any],
+    arrays: Sequence[Array],
+    gradients: Sequence[Array],
+    *,
+    directions: int = 2,
+    step: float = 1e-5,
+    tolerance: float = 1e-6,
+    seed: int = 0,
+) -> list[float]:
+    """Compares gradients in float64 with central differences of a loss, along random directions.
+
+    A direction takes two calls of the loss for each array, whatever its size.
+
+    Parameters
+    ----------
+    loss : callable
+        Takes `arrays` and returns a number.
+    arrays, gradients : sequence of ndarray
+        Points of float64, and the gradients of the loss there.
+    directions : int, optional
+        Number of directions for each array.
+    step : float, optional
+        Length of a difference, relative to the root mean square of the array.
+    tolerance : float, optional
+        Largest difference, relative to what a gradient of the same norm changes along a typical direction.
+    seed : int, optional
+        Of the directions.
+
+    Returns
+    -------
+    list of float
+        The largest relative difference of each array.
+
+    Raises
+    ------
+    AssertionError
+        A gradient differs by more than the tolerance.
+
+    Examples
+    --------
+    >>> import fa2cupy
+    >>> q, k, v, do = make_inputs("float64", seqlen_q=20, head_dim=8)
+    >>> o, backprop = fa2cupy.attention(q, k, v, causal=True)
+    >>> _ = check_gradients(
+    ...     lambda *x: (fa2cupy.forward(*x, causal=True)[0] * do).sum(), (q, k, v), backprop(do)
+    ... )
+    """
+    if len(gradients) != len(arrays):
+        raise ValueError(f"gradients: expected {len(arrays)} of them, as many as arrays, got {len(gradients)}")
+    for index, (x, gradient) in enumerate(zip(arrays, gradients, strict=True)):
+        for name, one in (("arrays", x), ("gradients", gradient)):
+            array_backend({f"{name}[{index}]": one})
+            if one.dtype != "float64":
+                raise ValueError(f"{name}[{index}]: finite differences are compared in float64, got {one.dtype}")
+        if gradient.shape != x.shape:
+            raise ValueError(f"gradients[{index}]: expected shape {x.shape}, got {gradient.shape}")
+    if check_int("directions", directions) < 1:
+        raise ValueError(f"directions: expected at least 1, got {directions}")
+    rng, found = np.random.default_rng(seed), []
+    for index, (x, gradient) in enumerate(zip(arrays, gradients, strict=True)):
+        xp = array_module(x)
+        with device_context(x):
+            size = float(xp.sqrt((x * x).mean())) if x.size else 0.0
+            norm = (size or 1.0) * float(xp.sqrt((gradient * gradient).sum()))
+            errors = []
+            for _ in range(directions):
+                direction = (size or 1.0) * xp.asarray(rng.standard_normal(x.shape))
+                ahead, behind = (
+                    float(loss(*arrays[:index], x + move * direction, *arrays[index + 1 :])) for move in (step, -step)
+                )
+                difference = (ahead - behind) / (2 * step) - float((gradient * direction).sum())
+                errors.append(abs(difference) / (norm or 1.0))
+        worst = float(np.max(errors))  # of NaN, NaN
+        if not worst <= tolerance:
+            raise AssertionError(
+                f"gradients[{index}] differs from finite differences by {worst:.2g} of its norm, not {tolerance:.2g}"
+            )
+        found.append(worst)
+    return found
 
 
 def make_inputs(

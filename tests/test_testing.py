@@ -13,7 +13,7 @@ from fa2cupy import ahead, api, closure, inspection, lengths, reference, testing
 from fa2cupy.distributed import api as distributed_api
 from fa2cupy.distributed import rows, simulation, totals
 from fa2cupy.families import tile as tiles
-from fa2cupy.testing import Expectation, assert_within_baseline, check_delta, make_inputs
+from fa2cupy.testing import Expectation, assert_within_baseline, check_delta, check_gradients, make_inputs
 
 DTYPES = ["float16", "bfloat16", "float32", "float64"]
 NAMES = ["o", "lse", "dq", "dk", "dv"]
@@ -298,3 +298,64 @@ class TestRootMeanSquare:
         q, k, v, _ = make_inputs("float16", **sizes)
         o, _ = fa2cupy.forward(q, k, v)
         assert Expectation(q, k, v).check(o=o)["o"].rms_allowed == np.inf
+
+
+class TestFiniteDifferences:
+    """`check_gradients`, of a loss of attention with two results."""
+
+    options = {"causal": True, "softcap": 5.0}
+
+    def loss(self, q, k, v):
+        o, lse = fa2cupy.forward(q, k, v, **self.options)
+        return (o * self.weights).sum() + (lse**2).sum()
+
+    @pytest.fixture
+    def case(self) -> tuple:
+        """Provides arrays and their gradients."""
+        *inputs, self.weights = make_inputs(
+            "float64", seqlen_q=20, seqlen_k=31, num_heads_kv=1, head_dim=8, magnitude=3
+        )
+        _, lse, backprop = fa2cupy.attention(*inputs, return_lse=True, **self.options)
+        return tuple(inputs), backprop(self.weights, 2 * lse)
+
+    def test_right_gradients_pass(self, case):
+        errors = check_gradients(self.loss, *case)
+        assert len(errors) == 3 and 0 < max(errors) < 1e-8
+
+    @pytest.mark.parametrize("index", range(3))
+    @pytest.mark.parametrize("value", (1e-4, np.nan))
+    def test_one_wrong_element_fails(self, case, index, value):
+        case[1][index][0, 3, 0, 2] += value * np.linalg.norm(case[1][index])
+        with pytest.raises(AssertionError, match=rf"^gradients\[{index}\] differs from finite differences by "):
+            check_gradients(self.loss, *case)
+
+    def test_a_gradient_that_should_not_be_zero_fails(self, case):
+        inputs, (_, *others) = case
+        with pytest.raises(AssertionError, match=r"^gradients\[0\]"):
+            check_gradients(self.loss, inputs, (np.zeros_like(inputs[0]), *others))
+
+    def test_differences_are_relative_to_the_size_of_an_array(self):
+        x = np.full(50, 1e8)
+        assert max(check_gradients(lambda x: (x**3).sum() / 1e16, (x,), (3 * x**2 / 1e16,))) < 1e-8
+        assert check_gradients(lambda x, y: (x * y).sum(), (0 * x, x), (x, 0 * x)) == [pytest.approx(0, abs=1e-8), 0]
+
+    @pytest.mark.parametrize(
+        ("change", "error", "message"),
+        [
+            ({"gradients": ()}, ValueError, "gradients: expected 1 of them, as many as arrays, got 0"),
+            (
+                {"arrays": (np.ones(3, "f4"),)},
+                ValueError,
+                r"arrays\[0\]: finite differences are compared in float64, got f",
+            ),
+            ({"gradients": (np.ones(3, "f4"),)}, ValueError, r"gradients\[0\]: finite differences are compared in"),
+            ({"gradients": (np.ones(4),)}, ValueError, r"gradients\[0\]: expected shape \(3,\), got \(4,\)"),
+            ({"arrays": ([1.0],)}, TypeError, r"arrays\[0\]: "),
+            ({"directions": 0}, ValueError, "directions: expected at least 1, got 0"),
+        ],
+        ids=str,
+    )
+    def test_bad_arguments_are_named(self, change, error, message):
+        arguments = {"loss": np.sum, "arrays": (np.ones(3),), "gradients": (np.ones(3),)} | change
+        with pytest.raises(error, match=f"^{message}"):
+            check_gradients(**arguments)

@@ -144,6 +144,8 @@ def on_numpy() -> None:
     testing.assert_within_baseline("o", o, exact, exact, noise=1.0, problem=expected.problem)
     a, b, c, _ = testing.make_inputs("float64", seqlen_q=4, xp=np)
     fa2cupy.forward(a, b, c)
+    errors: list[float] = testing.check_gradients(lambda x: (x * x).sum(), (a,), [2 * a], directions=1)
+    assert max(errors) < 1e-6
 
     cached: Path = fa2cupy.cache_dir()
     logging.info("%s: %s, %s", fa2cupy.__version__.split("."), cached, fa2cupy.info()["numpy"])
