@@ -33,32 +33,29 @@ __device__ __forceinline__ void multiply_rows(Fragment<kN8>& scores, const Left&
     for (int k = 0; k < kSteps; k += 2)
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
-            double low[2], high[2];
-            left.load(0, k + e, low);
-            left.load(1, k + e, high);
-            const double a[4] = {low[0], high[0], low[1], high[1]};
+            double a[4];
+            left.load(0, k + e, a[0], a[2]);
+            left.load(1, k + e, a[1], a[3]);
 #pragma unroll
             for (int n = 0; n < kN8; ++n) {
                 double b[2];
-                right.load(n, k + e, b);
+                right.load(n, k + e, b[0], b[1]);
                 mma_m16n8k8(scores.value[n], a, b);
             }
         }
 }
 
-// O += P V over the 8 * kSteps columns of P. Accumulators 2 n and 2 n + 1 of O are the even and the odd ones of 16
-// columns, and a lane's four elements of a row are columns 4t to 4t + 3.
+// O += P V over the 8 * kSteps columns of P.
 template <int kSteps, int kN8, class Right>
 __device__ __forceinline__ void multiply_columns(Fragment<kN8>& output, const Fragment<kSteps>& p, const Right& right) {
 #pragma unroll
     for (int k = 0; k < kSteps; ++k) {
         const double a[4] = {p.value[k][0], p.value[k][2], p.value[k][1], p.value[k][3]};
 #pragma unroll
-        for (int n = 0; n < kN8 / 2; ++n) {
-            double even[2], odd[2];
-            right.load(n, k, even, odd);
-            mma_m16n8k8(output.value[2 * n], a, even);
-            mma_m16n8k8(output.value[2 * n + 1], a, odd);
+        for (int n = 0; n < kN8; ++n) {
+            double b[2];
+            right.load(n, k, b[0], b[1]);
+            mma_m16n8k8(output.value[n], a, b);
         }
     }
 }
@@ -72,7 +69,7 @@ __device__ __forceinline__ void scale_rows(Fragment<kN8>& x, const double (&fact
         for (int e = 0; e < 4; ++e) x.value[n][e] *= factor[e / 2];
 }
 
-// Stores a result of `multiply_columns` to the rows from `first_row` on, 16 bytes at a time.
+// Stores a fragment to the rows from `first_row` on, 16 bytes at a time.
 template <int kColumns, int kN8>
 __device__ __forceinline__ void store_rows(const Fragment<kN8>& x, double* gmem, int64 row_stride, int32 first_row,
                                            int32 num_rows, int32 lane) {
@@ -80,16 +77,13 @@ __device__ __forceinline__ void store_rows(const Fragment<kN8>& x, double* gmem,
     for (int i = 0; i < 2; ++i) {
         const int32 row = first_row + Fragment<kN8>::row(i, lane);
         if (row >= num_rows) break;
-        double* own = gmem + row * row_stride;
 #pragma unroll
-        for (int n = 0; n < kN8 / 2; ++n)
-#pragma unroll
-            for (int e = 0; e < 2; ++e) {
-                const int32 column = 16 * n + lane % 4 * 4 + 2 * e;
-                if (kColumns % 16 == 0 || column < kColumns)
-                    *reinterpret_cast<double2*>(own + column) =
-                        make_double2(x.value[2 * n][2 * i + e], x.value[2 * n + 1][2 * i + e]);
-            }
+        for (int n = 0; n < kN8; ++n) {
+            const int32 column = Fragment<kN8>::col(2 * n, lane);
+            if (kColumns == 8 * kN8 || column < kColumns)
+                *reinterpret_cast<double2*>(gmem + row * row_stride + column) =
+                    make_double2(x.value[n][2 * i], x.value[n][2 * i + 1]);
+        }
     }
 }
 
