@@ -17,7 +17,7 @@ from support.feature_cases import extras, gradient_names, numbers
 from support.launch_record import Launch, memory_at
 from support.simulated_problems import leave_out
 from support.simulator import simulated_gpu
-from support.traced_cases import ready_made
+from support.traced_cases import on_gpu, ready_made
 
 import fa2cupy
 from fa2cupy import BlockMask, TileConfig, UnsupportedProblemError, mods
@@ -65,21 +65,6 @@ def documents(family: str) -> np.ndarray:
     ids = np.sort(np.random.default_rng(3).integers(0, 3, (2, longest)), axis=1)
     ids[:, LENGTHS[family][1] - 1 :] = 7
     return ids
-
-
-def on_gpu(options: dict) -> dict:
-    """Returns the keywords with arrays and maps placed on the simulated GPU."""
-
-    def moved(value):
-        if isinstance(value, BlockMask):
-            made = BlockMask.__new__(BlockMask)
-            made.states, made.layout = place(value.states), value.layout
-            return made
-        if isinstance(value, tuple) and value and isinstance(value[0], np.ndarray):
-            return tuple(map(place, value))
-        return place(value) if isinstance(value, np.ndarray) else value
-
-    return {name: moved(value) for name, value in options.items()}
 
 
 def check(launched: list, family: str, *, methods=METHODS, inputs=None, num_splits=1, tiles=None, **options) -> None:

@@ -453,6 +453,7 @@ def test_every_file_of_kernels_is_used_by_some_kernel():
     for method in (None, *METHODS):
         specs += default_specs(DeviceInfo.named("sm_90"), "float16", 64, True, method, num_splits=2)
         specs += default_specs(DeviceInfo.named("sm_90"), "float32", 64, True, method, "sm90")
+        specs += default_specs(DeviceInfo.named("sm_90"), "float64", 64, True, method, "sm80")
     specs += [merge_spec(H100, "float16", 64), *decode_specs(H100, "float16", 64), *decode_specs(H100, "float32", 64)]
     specs += specs_of_ranks("sm_90", ["float16"])
     functions = {"mask_mod": mods.causal(), "score_mod": lambda score, b, h, q, k: 2 * score}

@@ -15,8 +15,9 @@ from support.feature_cases import options_of
 from support.ptxsim_kernels import cuda_module
 from support.simulated_problems import draw, growing
 from support.simulator import simulated_gpu
+from support.traced_cases import on_gpu, ready_made
 
-from fa2cupy import TileConfig
+from fa2cupy import BlockMask, TileConfig
 from fa2cupy.families.operations import METHODS, TILED
 from fa2cupy.families.sm80_float64 import SM80_FLOAT64
 from fa2cupy.jit.source import kernel_directory
@@ -28,12 +29,17 @@ SMALL = {
     "forward": TileConfig(32, 16, 2),
     "backward_dq": TileConfig(32, 16, 2),
     "backward_dkdv": TileConfig(16, 32, 4, 2),
+    "backward": TileConfig(16, 32, 4, 2),
 }
 LARGER = {
     "forward": TileConfig(32, 32, 2),
     "backward_dq": TileConfig(32, 32, 2),
     "backward_dkdv": TileConfig(32, 32, 4, 1),
+    "backward": TileConfig(32, 32, 4, 1),
 }
+#: Warps that do not share their keys, and one of more warps than columns of dQ to divide.
+BY_KEYS = (TileConfig(32, 32, 2, 1), TileConfig(16, 32, 2, 2), TileConfig(16, 64, 8, 1))
+METHODS = ("single_pass", "two_pass")
 #: More and fewer keys than queries, and fewer than a tile; a causal mask hides all keys of some rows.
 LENGTHS = ((37, 51), (70, 37), (1, 5))
 FEATURES = (
@@ -56,14 +62,16 @@ def launched(request, monkeypatch):
         yield stages
 
 
-def check(inputs: tuple, launched: list, tiles: dict = SMALL, **options) -> None:
-    """Checks all results of a call, and that the family computed them."""
+def check(inputs: tuple, launched: list, method: str, tiles: dict = SMALL, **options) -> None:
+    """Checks all results of a forward and a backward, and that the family computed them."""
     q, k, v, do = inputs
     expected = Expectation(*inputs, **options)
     o, lse = forward(q, k, v, family="sm80", config=tiles, **options)
     expected.check(o=o, lse=lse)
     more = {f"return_d{name}": True for name in ("bias", "sink") if name in options}
-    gradients = backward(q, k, v, o, lse, do, family="sm80", config=tiles, **more, **options)
+    if method == "single_pass":
+        more.pop("return_dbias", None)
+    gradients = backward(q, k, v, o, lse, do, family="sm80", method=method, config=tiles, **more, **options)
     names = ("dq", "dk", "dv", *(name.removeprefix("return_") for name in more))
     expected.check(**dict(zip(names, gradients, strict=True)))
     families = {stage.spec.family for stage in launched if stage.spec.operation in TILED}
@@ -73,35 +81,68 @@ def check(inputs: tuple, launched: list, tiles: dict = SMALL, **options) -> None
 @pytest.mark.sample(lengths=((37, 51),), causal=(True,))
 @pytest.mark.parametrize("causal", (False, True))
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
-def test_lengths(launched, lengths, causal):
-    check(draw("float64", lengths, 64), launched, causal=causal)
+@pytest.mark.parametrize("method", METHODS)
+def test_lengths(launched, method, lengths, causal):
+    check(draw("float64", lengths, 64), launched, method, causal=causal)
 
 
-@pytest.mark.sample(launched=("sm_90",))
+@pytest.mark.sample(launched=("sm_90",), method=("single_pass",))
 @pytest.mark.parametrize("head_dim", (2, 50, 128))
-def test_head_dims(launched, head_dim):
-    check(draw("float64", (37, 51), head_dim), launched, LARGER, causal=True)
+@pytest.mark.parametrize("method", METHODS)
+def test_head_dims(launched, method, head_dim):
+    check(draw("float64", (37, 51), head_dim), launched, method, LARGER, causal=True)
 
 
-@pytest.mark.sample(launched=("sm_90",), pair=((24, 80),))
+@pytest.mark.sample(launched=("sm_90",), method=("single_pass",), pair=((24, 80),))
 @pytest.mark.parametrize("pair", ((64, 32), (24, 80)), ids=str)
-def test_two_head_dims(launched, pair):
-    check(draw("float64", (37, 51), pair[0], head_dim_v=pair[1]), launched)
+@pytest.mark.parametrize("method", METHODS)
+def test_two_head_dims(launched, method, pair):
+    check(draw("float64", (37, 51), pair[0], head_dim_v=pair[1]), launched, method)
+
+
+@pytest.mark.sample(launched=("sm_90",), tile=BY_KEYS[:1], operation=("backward",))
+@pytest.mark.parametrize("tile", BY_KEYS, ids=str)
+@pytest.mark.parametrize("operation", ("backward", "backward_dkdv"))
+def test_tiles_of_keys(launched, operation, tile):
+    """Checks two query heads for a K/V head, and more key tiles than one, which all add to dQ."""
+    method = "single_pass" if operation == "backward" else "two_pass"
+    check(draw("float64", (70, 90), 48, (2, 1)), launched, method, SMALL | {operation: tile})
 
 
 @pytest.mark.sample(launched=("sm_90",))
 def test_scores_that_raise_the_row_shift(launched):
     """Checks rows whose shift must move in some tiles, beside rows whose shift may stay."""
-    check(growing(draw("float64", (37, 90), 64), slice(3, 9)), launched)
+    check(growing(draw("float64", (37, 90), 64), slice(3, 9)), launched, "two_pass")
 
 
-@pytest.mark.sample(launched=("sm_90",), feature=("softcap", "dropout"))
+@pytest.mark.sample(launched=("sm_90",), method=("single_pass",), feature=("softcap", "dropout"))
 @pytest.mark.parametrize("feature", FEATURES)
-def test_features(launched, feature):
+@pytest.mark.parametrize("method", METHODS)
+def test_features(launched, method, feature):
     sizes = {"batch": 2, "seqlen_q": 37, "seqlen_k": 53, "num_heads": 4, "num_heads_kv": 2, "head_dim": 16}
     inputs = tuple(place(x) for x in make_inputs("float64", **sizes))
     options = options_of(feature, "float64", sizes)
-    check(inputs, launched, **{key: place(x) if isinstance(x, np.ndarray) else x for key, x in options.items()})
+    check(inputs, launched, method, **{key: place(x) if isinstance(x, np.ndarray) else x for key, x in options.items()})
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("method", METHODS)
+def test_packed_sequences(launched, method):
+    """Checks sequences without queries and without keys, and rows of none."""
+    offsets = {"cu_seqlens_q": [3, 3, 24, 64, 64], "cu_seqlens_k": [0, 30, 30, 81, 90]}
+    inputs = tuple(place(x[0]) for x in draw("float64", (70, 90), 32))
+    check(inputs, launched, method, causal=True, **{name: place(np.array(x, "int32")) for name, x in offsets.items()})
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("name", ("prefix_lm", "relative"))
+@pytest.mark.parametrize("method", METHODS)
+def test_maps_and_functions(launched, method, name):
+    """Checks heads of one group with different tiles, and query tiles and key tiles without any."""
+    tiles = np.random.default_rng(2).random((2, 4, 2, 3)) < 0.6
+    tiles[0, :, 0], tiles[-1, ..., -1] = False, False
+    options = {"block_mask": BlockMask(tiles, 45, 70, (32, 32))} | ready_made(2, 4, 45, 70, "float64")[name].options
+    check(draw("float64", (45, 70), 16, (4, 2), batch=2), launched, method, **on_gpu(options))
 
 
 @pytest.mark.sample(launched=("sm_90",), kind=("large scores", "rows"))
@@ -111,10 +152,9 @@ def test_errors_are_those_of_the_formulas(launched, kind):
     q, k, v, do = inputs
     promise, how = Promise(inputs, True, orders_of(kind)), {"causal": True, "family": "sm80", "config": SMALL}
     o, lse = forward(q, k, v, **how)
-    for method, operations in METHODS.items():
-        if set(operations) <= set(SM80_FLOAT64.operations):
-            gradients = backward(q, k, v, o, lse, do, method=method, **how)
-            promise.check({"o": o, **dict(zip(("dq", "dk", "dv"), gradients, strict=True))})
+    for method in METHODS:
+        gradients = backward(q, k, v, o, lse, do, method=method, **how)
+        promise.check({"o": o, **dict(zip(("dq", "dk", "dv"), gradients, strict=True))})
 
 
 EXPONENTIALS = r"""

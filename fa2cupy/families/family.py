@@ -113,7 +113,7 @@ class Family(ABC):
         True if its kernels multiply parts of float32 data, which ``split_inputs`` makes.
     backward_owns : str
         The tiles that the blocks of ``backward`` own. With ``"queries"`` they add dK and dV to the results in place;
-        with ``"keys"`` they add dQ to a float32 workspace, which ``convert_dq`` reads.
+        with ``"keys"`` they add dQ to a workspace, which ``convert_dq`` reads.
     tiles : mapping of operation to tuple of TileRow
         Default tiles. A kernel takes the first row that applies, is legal on the device, and whose blocks fit the
         multiprocessor's shared memory as often as the tile's `blocks_per_sm` says.

@@ -15,6 +15,7 @@ from .tile import TileConfig
 __all__ = ["SM80_FLOAT64", "Sm80Float64"]
 
 _ROWS = 16  # of a warp, or of a pair
+_OPERANDS = 60  # registers of a thread for operands and addresses
 _POWERS_BYTES = 512  # a table of the exponential
 _MOST_PAIRS = 15  # each has a barrier of its own
 #: Computed, and to be fitted to measurements: a multiprocessor of the H100 does 0.22 million multiply-adds in a
@@ -33,8 +34,6 @@ _COSTS = Costs(
 class Sm80Float64(Family):
     """Kernels of ``mma.sync`` and ``cp.async``, whose warps, or pairs of warps, own 16 rows of queries or keys.
 
-    None of them adds to dQ: there is no ``backward`` for ``single_pass``.
-
     Attributes
     ----------
     largest_head_dim : int
@@ -42,7 +41,6 @@ class Sm80Float64(Family):
     """
 
     name = "sm80_float64"
-    operations = ("forward", "backward_dq", "backward_dkdv")
     dtypes = ("float64",)
     min_compute_capability = 80
     largest_head_dim = 128
@@ -53,11 +51,11 @@ class Sm80Float64(Family):
     backward_owns = "keys"
     default_methods = ("single_pass", "two_pass")
     costs = _COSTS
-    query_rows = (32, 64, 128)
-    key_rows = (16, 32, 64)
+    query_rows = (16, 32, 64, 128)
+    key_rows = (16, 32, 64, 128)
     warps = (2, 4, 8)
     # For each head_dim, the tile for the most shared memory first. None has been measured. At 128, features leave
-    # registers for 16 keys.
+    # registers for 16 keys, or queries.
     tiles = {
         "forward": (
             TileRow(64, TileConfig(128, 32, 8)),
@@ -65,6 +63,15 @@ class Sm80Float64(Family):
             TileRow(128, TileConfig(128, 32, 8)),
             TileRow(128, TileConfig(128, 16, 8)),
             TileRow(128, TileConfig(32, 16, 2)),
+        ),
+        "backward": (
+            TileRow(64, TileConfig(32, 64, 8, 2)),
+            TileRow(64, TileConfig(32, 64, 8)),
+            TileRow(64, TileConfig(16, 32, 4)),
+            TileRow(128, TileConfig(16, 64, 8, 2), features=Family.features),
+            TileRow(128, TileConfig(32, 64, 8)),
+            TileRow(128, TileConfig(16, 48, 6)),
+            TileRow(128, TileConfig(16, 16, 2)),
         ),
         "backward_dq": (
             TileRow(64, TileConfig(128, 32, 8)),
@@ -95,43 +102,59 @@ class Sm80Float64(Family):
     def record(self, operation: str) -> Record:
         if operation not in self.operations:
             raise KeyError(operation)
-        return POINTER_RECORDS[operation]._replace(reals=("softmax_scale",))  # there are no scores in base 2
+        name = "backward_to_workspace" if operation == "backward" else operation
+        return POINTER_RECORDS[name]._replace(reals=("softmax_scale",))  # there are no scores in base 2
 
     def shared_memory_bytes(self, kernel: Kernel, tile: TileConfig) -> int:
         row, row_v = (8 * self.padded_head_dim(columns) for columns in (kernel.head_dim, kernel.head_dim_v))
         b_r, b_c = tile.b_r, tile.b_c
+        by_keys = (b_c + tile.num_stages * b_r) * (row + row_v) + _is_in_pairs(tile) * 8 * b_r * b_c + 4 * 8 * b_r
         return {
             "forward": _POWERS_BYTES + (b_r + b_c) * row + b_c * row_v,
+            "backward": by_keys + tile.num_stages * 8 * b_r * b_c,
             "backward_dq": (b_r + b_c) * (row + row_v),
-            "backward_dkdv": (b_c + tile.num_stages * b_r) * (row + row_v) + 8 * b_r * b_c + 4 * 8 * b_r,
+            "backward_dkdv": by_keys,
         }[kernel.operation]
 
     def why_not_shape(self, kernel: Kernel, tile: TileConfig) -> str | None:
         operation, _, head_dim, head_dim_v = kernel
-        accumulators = {
-            "forward": head_dim_v + tile.b_c,
-            "backward_dq": head_dim + 2 * tile.b_c,
-            "backward_dkdv": max(head_dim, head_dim_v) + 2 * tile.b_r,
-        }[operation]
         why_not = self.why_not_columns(head_dim, head_dim_v)
         if why_not:
             return why_not
-        by_keys = operation == "backward_dkdv"
-        own, other = ("b_c", "b_r") if by_keys else ("b_r", "b_c")
-        owners = tile.num_warps // 2 if by_keys else tile.num_warps
-        if by_keys and (tile.num_warps % 2 or owners > _MOST_PAIRS):
-            return f"num_warps={tile.num_warps} is not an even number up to {2 * _MOST_PAIRS}"
-        if getattr(tile, own) != _ROWS * owners:
-            of_whom = f"each pair of {tile.num_warps} warps" if by_keys else f"each of {tile.num_warps} warps"
-            return f"{own}={getattr(tile, own)} does not give {of_whom} {_ROWS} rows"
-        if getattr(tile, other) % 8:
-            return f"{other}={getattr(tile, other)} is not a multiple of 8"
-        if by_keys and 2 * tile.b_r > tile.num_threads:
-            return f"b_r={tile.b_r} has less than two of {tile.num_threads} threads a row"
-        most = 2 if by_keys else 1
-        if tile.num_stages > most:
-            return f"num_stages={tile.num_stages} is more than {most}"
-        return register_shortage(accumulators, 60, tile)
+        if operation in ("backward", "backward_dkdv"):
+            return _why_no_keys(tile, head_dim, head_dim_v, with_dq=operation == "backward")
+        if tile.b_r != _ROWS * tile.num_warps:
+            return f"b_r={tile.b_r} does not give each of {tile.num_warps} warps {_ROWS} rows"
+        if tile.b_c % 8:
+            return f"b_c={tile.b_c} is not a multiple of 8"
+        if tile.num_stages > 1:
+            return f"num_stages={tile.num_stages} is more than 1"
+        accumulators = {"forward": head_dim_v + tile.b_c, "backward_dq": head_dim + 2 * tile.b_c}[operation]
+        return register_shortage(accumulators, _OPERANDS, tile)
+
+
+def _is_in_pairs(tile: TileConfig) -> bool:
+    """True if two warps of a kernel that owns keys share 16 of them."""
+    return 2 * tile.b_c == _ROWS * tile.num_warps
+
+
+def _why_no_keys(tile: TileConfig, head_dim: int, head_dim_v: int, *, with_dq: bool) -> str | None:
+    """The reason why kernels whose warps, or pairs of warps, own keys cannot have this tile, or None if they can."""
+    in_pairs = _is_in_pairs(tile)
+    if not in_pairs and tile.b_c != _ROWS * tile.num_warps:
+        return f"b_c={tile.b_c} does not give each of {tile.num_warps} warps, or each pair of them, {_ROWS} rows"
+    if in_pairs and (tile.num_warps % 2 or tile.num_warps > 2 * _MOST_PAIRS):
+        return f"num_warps={tile.num_warps} is not an even number up to {2 * _MOST_PAIRS}"
+    if tile.b_r % 8:
+        return f"b_r={tile.b_r} is not a multiple of 8"
+    if 2 * tile.b_r > tile.num_threads:
+        return f"b_r={tile.b_r} has less than two of {tile.num_threads} threads a row"
+    if tile.num_stages > 2:
+        return f"num_stages={tile.num_stages} is more than 2"
+    if with_dq and (tile.b_r % _ROWS or tile.num_warps % (tile.b_r // _ROWS)):
+        return f"dQ of b_r={tile.b_r} rows does not divide among {tile.num_warps} warps in bands of {_ROWS} rows"
+    gradients = max(head_dim, head_dim_v) if in_pairs else head_dim + head_dim_v
+    return register_shortage(gradients + 2 * tile.b_r, _OPERANDS, tile)
 
 
 SM80_FLOAT64 = Sm80Float64()

@@ -200,7 +200,7 @@ def _delta(layout: StageLayout, cleared: Sequence[Workspace] = ()) -> Stage:
 
 
 class _Sums:
-    """The float32 sums of a kernel that owns keys: their workspaces, and the stage that makes gradients of them.
+    """The sums of a kernel that owns keys: their workspaces, and the stage that makes gradients of them.
 
     ``backward`` adds dQ to a workspace, in tiles of queries. Blocks that share key tiles leave dK and dV in another
     one, in tiles of keys: those of ``backward`` add to one copy, and the others have copies of their own, so that the
@@ -220,10 +220,11 @@ class _Sums:
     @property
     def workspaces(self) -> list[Workspace]:
         """The sum of dQ has the columns of the family's kernels, the shares have multiples of 16."""
-        problem, float32 = self._layout.problem, ITEMSIZE["float32"]
-        of_query_tile = self._tile.b_r * self._layout.family.padded_head_dim(problem.head_dim) * float32
+        problem = self._layout.problem
+        itemsize = ITEMSIZE[problem.accumulator_dtype]
+        of_query_tile = self._tile.b_r * self._layout.family.padded_head_dim(problem.head_dim) * itemsize
         columns = sum(-(-problem.columns_of(name) // 16) * 16 for name in ("dk", "dv"))
-        of_key_tile = self._tile.b_c * columns * float32
+        of_key_tile = self._tile.b_c * columns * itemsize
         workspaces = [Workspace("dq_accum", self._query_tiles * of_query_tile)] if self._with_dq else []
         if self._with_shares:
             workspaces.append(Workspace(SHARES, self._num_copies * self._key_tiles * of_key_tile))

@@ -166,6 +166,9 @@ __device__ __forceinline__ void store_global(void* address, const uint32 (&x)[4]
 __device__ __forceinline__ void add_global(float* address, float x) {
     asm volatile("red.relaxed.gpu.global.add.f32 [%0], %1;" ::"l"(address), "f"(x) : "memory");
 }
+__device__ __forceinline__ void add_global(double* address, double x) {
+    asm volatile("red.relaxed.gpu.global.add.f64 [%0], %1;" ::"l"(address), "d"(x) : "memory");
+}
 // Adds to two neighbouring elements, in one instruction where it exists (sm_90 and newer).
 __device__ __forceinline__ void add_global(float* address, float even, float odd) {
 #if __CUDA_ARCH__ >= 900

@@ -45,18 +45,35 @@ __device__ __forceinline__ void multiply_rows(Fragment<kN8>& scores, const Left&
         }
 }
 
+// O += P V over 8 columns of P and the rows of V in step `k`.
+template <int kN8, class Right>
+__device__ __forceinline__ void multiply_step(Fragment<kN8>& output, const double (&a)[4], int k, const Right& right) {
+#pragma unroll
+    for (int n = 0; n < kN8; ++n) {
+        double b[2];
+        right.load(n, k, b[0], b[1]);
+        mma_m16n8k8(output.value[n], a, b);
+    }
+}
 // O += P V over the 8 * kSteps columns of P.
 template <int kSteps, int kN8, class Right>
 __device__ __forceinline__ void multiply_columns(Fragment<kN8>& output, const Fragment<kSteps>& p, const Right& right) {
 #pragma unroll
     for (int k = 0; k < kSteps; ++k) {
         const double a[4] = {p.value[k][0], p.value[k][2], p.value[k][1], p.value[k][3]};
+        multiply_step(output, a, k, right);
+    }
+}
+// The same with P^T in shared memory, for 16 of its columns.
+template <int kSteps, int kN8, class Left, class Right>
+__device__ __forceinline__ void multiply_transposed(Fragment<kN8>& output, const Left& p_transposed,
+                                                    const Right& right) {
 #pragma unroll
-        for (int n = 0; n < kN8; ++n) {
-            double b[2];
-            right.load(n, k, b[0], b[1]);
-            mma_m16n8k8(output.value[n], a, b);
-        }
+    for (int k = 0; k < kSteps; ++k) {
+        double a[4];
+        p_transposed.load(0, k, a[0], a[2]);
+        p_transposed.load(1, k, a[1], a[3]);
+        multiply_step(output, a, k, right);
     }
 }
 
@@ -69,17 +86,17 @@ __device__ __forceinline__ void scale_rows(Fragment<kN8>& x, const double (&fact
         for (int e = 0; e < 4; ++e) x.value[n][e] *= factor[e / 2];
 }
 
-// Stores a fragment to the rows from `first_row` on, 16 bytes at a time.
+// Stores a fragment to the rows and columns from the first ones on, 16 bytes at a time.
 template <int kColumns, int kN8>
 __device__ __forceinline__ void store_rows(const Fragment<kN8>& x, double* gmem, int64 row_stride, int32 first_row,
-                                           int32 num_rows, int32 lane) {
+                                           int32 num_rows, int32 lane, int32 first_column = 0) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
         const int32 row = first_row + Fragment<kN8>::row(i, lane);
         if (row >= num_rows) break;
 #pragma unroll
         for (int n = 0; n < kN8; ++n) {
-            const int32 column = Fragment<kN8>::col(2 * n, lane);
+            const int32 column = first_column + Fragment<kN8>::col(2 * n, lane);
             if (kColumns == 8 * kN8 || column < kColumns)
                 *reinterpret_cast<double2*>(gmem + row * row_stride + column) =
                     make_double2(x.value[n][2 * i], x.value[n][2 * i + 1]);

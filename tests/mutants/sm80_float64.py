@@ -13,7 +13,7 @@ DOUBLES = Problem("float64", family="sm80", tile=TileConfig(32, 16, 2))
 #: A row shift moves after keys have been added up.
 GROWING_DOUBLES = dataclasses.replace(DOUBLES, causal=False, growing=True)
 DOUBLES_BY_KEYS = dataclasses.replace(DOUBLES, tile=TileConfig(16, 32, 4, 2))
-DOUBLES_BY_KEYS_IN_ONE_STAGE = dataclasses.replace(DOUBLES, tile=TileConfig(16, 32, 4))
+DOUBLES_IN_ONE_STAGE = dataclasses.replace(DOUBLES, tile=TileConfig(16, 32, 4))
 DOUBLES_OF_PAIR = dataclasses.replace(DOUBLES, head_dim_v=32)
 
 MUTANTS = (
@@ -132,26 +132,26 @@ MUTANTS = (
     Mutant(
         "doubles: dS^T before its weights",
         "backward_dkdv",
-        "        common::barrier_sync(1 + pair, 64);\n",
+        "            if constexpr (!kOfV) common::barrier_sync(1 + owner(), 64);\n",
         "",
         "uninitialised",
         DOUBLES_BY_KEYS,
     ),
     Mutant(
-        "doubles: Q and dO over those in use",
+        "doubles: nobody waits for Q, dO and statistics",
         "backward_dkdv",
         "            block_barrier();  // Q, dO and statistics are there, the other slot and the weights are free\n",
         "",
-        "race",
+        "uninitialised",
         DOUBLES_BY_KEYS,
     ),
     Mutant(
         "doubles: one stage over those in use",
         "backward_dkdv",
-        "                block_barrier();\n                copy(next, t + 1);\n",
-        "                copy(next, t + 1);\n",
+        "                block_barrier();  // dS^T is there, the slot is free\n",
+        "",
         "race",
-        DOUBLES_BY_KEYS_IN_ONE_STAGE,
+        DOUBLES_IN_ONE_STAGE,
     ),
     Mutant(
         "doubles: delta in the place of lse",

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 from support.fake_cupy import place
 
-from fa2cupy import mods
+from fa2cupy import BlockMask, mods
 
 
 class Case(NamedTuple):
@@ -26,9 +26,13 @@ class Case(NamedTuple):
 
 
 def on_gpu(options: dict, copied: Callable = place) -> dict:
-    """Returns keywords with arrays on the simulated GPU, or on the one that `copied` copies them to."""
+    """Returns keywords with arrays and maps on the simulated GPU, or on the one that `copied` copies them to."""
 
     def moved(value):
+        if isinstance(value, BlockMask):
+            made = BlockMask.__new__(BlockMask)
+            made.states, made.layout = copied(value.states), value.layout
+            return made
         if isinstance(value, tuple) and value and isinstance(value[0], np.ndarray):
             return tuple(map(copied, value))
         return copied(value) if isinstance(value, np.ndarray) else value
