@@ -103,14 +103,14 @@ def run(operation: str, problem: Problem, patch: Mutant | None = None) -> None:
     }
     if problem.tile and not problem.family:
         options["config"] |= dict.fromkeys(("backward", "backward_dkdv"), problem.tile)
+    reads = {"convert_dq": "backward", "sum_dkdv": "backward_dkdv", "merge_forward": "forward"}
+    tiled = reads.get(operation, operation)
     if problem.family:
-        options |= {"config": {operation: problem.tile}, "family": problem.family}
+        options |= {"config": {tiled: problem.tile}, "family": problem.family}
     of_forward = operation in ("forward", "merge_forward", "split_inputs")
     if problem.precision:
         options |= {"config": None, "family": None, "precision": problem.precision}
     if problem.hopper_tile:  # the family may lack the other kernel of a method
-        reads = {"convert_dq": "backward", "sum_dkdv": "backward_dkdv", "merge_forward": "forward"}
-        tiled = reads.get(operation, operation)
         options["config"] = {tiled: problem.hopper_tile}
         options["family"] = "sm90" if of_forward else None
     with pytest.MonkeyPatch.context() as monkeypatch, simulated_gpu(monkeypatch, device, patch=patch):

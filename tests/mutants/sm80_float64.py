@@ -15,6 +15,9 @@ GROWING_DOUBLES = dataclasses.replace(DOUBLES, causal=False, growing=True)
 DOUBLES_BY_KEYS = dataclasses.replace(DOUBLES, tile=TileConfig(16, 32, 4, 2))
 DOUBLES_IN_ONE_STAGE = dataclasses.replace(DOUBLES, tile=TileConfig(16, 32, 4))
 DOUBLES_OF_PAIR = dataclasses.replace(DOUBLES, head_dim_v=32)
+#: A warp has keys of its own.
+DOUBLES_OF_OWNERS = dataclasses.replace(DOUBLES, tile=TileConfig(32, 32, 2))
+DOUBLES_APART = dataclasses.replace(DOUBLES_OF_OWNERS, causal=False)
 
 MUTANTS = (
     Mutant(
@@ -159,6 +162,102 @@ MUTANTS = (
         "statistic_at(t, 0, j)",
         "statistic_at(t, 1, j)",
         "numbers",
+        DOUBLES_BY_KEYS,
+    ),
+    Mutant(
+        "doubles: dQ before dS^T",
+        "backward",
+        "                block_barrier();  // dS^T is there, the slot is free\n",
+        "",
+        "race",
+        DOUBLES_IN_ONE_STAGE,
+    ),
+    Mutant(
+        "doubles: dS^T over one that dQ needs",
+        "backward",
+        "            block_barrier();  // Q, dO and statistics are there, the other slot and the weights are free\n",
+        "",
+        "race",
+        DOUBLES_OF_OWNERS,
+    ),
+    Mutant(
+        "doubles: dQ of the last step before its dS^T",
+        "backward",
+        "                block_barrier();  // the last dS^T is there\n",
+        "",
+        "race",
+        DOUBLES_BY_KEYS,
+    ),
+    Mutant(
+        "doubles: one buffer of dS^T for two steps",
+        "backward",
+        "kDs + t % kStages * DsTile::kBytes",
+        "kDs",
+        "race",
+        DOUBLES_BY_KEYS,
+    ),
+    Mutant(
+        "doubles: dQ of a step in the rows of the next one",
+        "backward",
+        "            previous = step;\n",
+        "            previous = position;\n",
+        "bounds",
+        DOUBLES_BY_KEYS,
+    ),
+    Mutant(
+        "doubles: dS for dS^T",
+        "backward",
+        "        p_transposed.load(0, k, a[0], a[2]);\n        p_transposed.load(1, k, a[1], a[3]);\n",
+        "        p_transposed.load(0, k, a[0], a[1]);\n        p_transposed.load(1, k, a[2], a[3]);\n",
+        "numbers",
+        DOUBLES_BY_KEYS,
+    ),
+    Mutant(
+        "doubles: dQ by the other columns of K",
+        "backward",
+        "AcrossRows<KTile>(smem + first16 * 128, lane)",
+        "AcrossRows<KTile>(smem, lane)",
+        "numbers",
+        DOUBLES_IN_ONE_STAGE,
+    ),
+    Mutant(
+        "doubles: even columns of dQ added to the odd ones",
+        "backward",
+        "Workspace::offset(0, n, e, 0)",
+        "Workspace::offset(0, n, e ^ 1, 0)",
+        "numbers",
+        DOUBLES_BY_KEYS,
+    ),
+    Mutant(
+        "doubles: blocks that start at other tiles go on to the next head too early",
+        "backward",
+        "            if (position.tile == start) ++position.head;\n",
+        "            if (position.tile == tiles.begin) ++position.head;\n",
+        "bounds",
+        DOUBLES_APART,
+    ),
+    Mutant(
+        "doubles: dQ in float",
+        "backward",
+        ", product.value[n][e]);",
+        ", static_cast<float>(product.value[n][e]));",
+        "numbers",
+        DOUBLES_BY_KEYS,
+    ),
+    Mutant(
+        "doubles: dQ without the scale",
+        "convert_dq",
+        "params.softmax_scale * workspace",
+        "workspace",
+        "numbers",
+        DOUBLES_BY_KEYS,
+    ),
+    Mutant(
+        "doubles: dQ to the first columns alone",
+        "convert_dq",
+        "rows.length, lane, 8 * n8)",
+        "rows.length, lane)",
+        "unwritten",
         DOUBLES_BY_KEYS,
     ),
 )
