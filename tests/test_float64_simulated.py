@@ -39,7 +39,17 @@ LARGER = {
 }
 #: Warps that do not share their keys, and one of more warps than columns of dQ to divide.
 BY_KEYS = (TileConfig(32, 32, 2, 1), TileConfig(16, 32, 2, 2), TileConfig(16, 64, 8, 1))
-METHODS = ("single_pass", "two_pass")
+#: Of more than 128 columns, which two warps share.
+WIDE = {
+    "forward": TileConfig(32, 16, 4),
+    "backward_dq": TileConfig(16, 16, 2),
+    "backward_dkdv": TileConfig(16, 16, 4),
+}
+LARGER_WIDE = {
+    "forward": TileConfig(32, 32, 4),
+    "backward_dq": TileConfig(32, 32, 4),
+    "backward_dkdv": TileConfig(32, 32, 8),
+}
 #: More and fewer keys than queries, and fewer than a tile; a causal mask hides all keys of some rows.
 LENGTHS = ((37, 51), (70, 37), (1, 5))
 FEATURES = (
@@ -109,20 +119,45 @@ def test_tiles_of_keys(launched, operation, tile):
     check(draw("float64", (70, 90), 48, (2, 1)), launched, method, SMALL | {operation: tile})
 
 
-@pytest.mark.sample(launched=("sm_90",))
-def test_scores_that_raise_the_row_shift(launched):
+@pytest.mark.sample(launched=("sm_90",), pair=((136, 200),))
+@pytest.mark.parametrize("pair", ((256, 256), (192, 128), (64, 256), (256, 16), (136, 200)), ids=str)
+def test_wide_heads(launched, pair):
+    check(draw("float64", (37, 51), pair[0], head_dim_v=pair[1]), launched, "two_pass", WIDE, causal=True)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
+def test_wide_heads_in_larger_tiles(launched, lengths):
+    check(draw("float64", lengths, 136, head_dim_v=64), launched, "two_pass", LARGER_WIDE)
+
+
+@pytest.mark.sample(launched=("sm_90",), head_dim=(64, 160))
+@pytest.mark.parametrize("head_dim", (64, 160))
+def test_scores_that_raise_the_row_shift(launched, head_dim):
     """Checks rows whose shift must move in some tiles, beside rows whose shift may stay."""
-    check(growing(draw("float64", (37, 90), 64), slice(3, 9)), launched, "two_pass")
+    tiles = SMALL if head_dim <= 128 else WIDE
+    check(growing(draw("float64", (37, 90), head_dim), slice(3, 9)), launched, "two_pass", tiles)
+
+
+def check_feature(feature: str, launched: list, method: str, tiles: dict, head_dim: int) -> None:
+    sizes = {"batch": 2, "seqlen_q": 37, "seqlen_k": 53, "num_heads": 4, "num_heads_kv": 2, "head_dim": head_dim}
+    inputs = tuple(place(x) for x in make_inputs("float64", **sizes))
+    options = options_of(feature, "float64", sizes)
+    options = {key: place(x) if isinstance(x, np.ndarray) else x for key, x in options.items()}
+    check(inputs, launched, method, tiles, **options)
 
 
 @pytest.mark.sample(launched=("sm_90",), method=("single_pass",), feature=("softcap", "dropout"))
 @pytest.mark.parametrize("feature", FEATURES)
 @pytest.mark.parametrize("method", METHODS)
 def test_features(launched, method, feature):
-    sizes = {"batch": 2, "seqlen_q": 37, "seqlen_k": 53, "num_heads": 4, "num_heads_kv": 2, "head_dim": 16}
-    inputs = tuple(place(x) for x in make_inputs("float64", **sizes))
-    options = options_of(feature, "float64", sizes)
-    check(inputs, launched, method, **{key: place(x) if isinstance(x, np.ndarray) else x for key, x in options.items()})
+    check_feature(feature, launched, method, SMALL, 16)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("feature", FEATURES)
+def test_features_of_wide_heads(launched, feature):
+    check_feature(feature, launched, "two_pass", WIDE, 136)
 
 
 @pytest.mark.matrix

@@ -14,12 +14,13 @@ from .tile import TileConfig
 
 __all__ = ["SM80_FLOAT64", "Sm80Float64"]
 
-_ROWS = 16  # of a warp, or of a pair
+_ROWS = 16  # that a warp owns, or that several share
 _OPERANDS = 60  # registers of a thread for operands and addresses
 _POWERS_BYTES = 512  # a table of the exponential
-_MOST_PAIRS = 15  # each has a barrier of its own
+_BARRIERS = 15  # for some of the warps
+_WIDE = 128  # with more columns of q or v, two warps hold a result of 16 rows
 #: Computed, and to be fitted to measurements: a multiprocessor of the H100 does 0.22 million multiply-adds in a
-#: microsecond, and reads and writes its share of 3.3 TB/s. Only the method follows from them: two passes where key tiles
+#: microsecond, and moves its share of 3.3 TB/s. Only the method follows from them: two passes where key tiles
 #: are too few for the multiprocessors.
 _COSTS = Costs(
     blocks={
@@ -32,18 +33,11 @@ _COSTS = Costs(
 
 
 class Sm80Float64(Family):
-    """Kernels of ``mma.sync`` and ``cp.async``, whose warps, or pairs of warps, own 16 rows of queries or keys.
-
-    Attributes
-    ----------
-    largest_head_dim : int
-        The largest head_dim of q and of v for which a thread holds the accumulators of 16 rows.
-    """
+    """Kernels of ``mma.sync`` and ``cp.async``, whose warps own 16 rows of queries or keys, alone or with others."""
 
     name = "sm80_float64"
     dtypes = ("float64",)
     min_compute_capability = 80
-    largest_head_dim = 128
     row_alignment = 16
     head_dim_step = 2
     column_step = 16  # rows of multiples of 128 bytes
@@ -63,6 +57,10 @@ class Sm80Float64(Family):
             TileRow(128, TileConfig(128, 32, 8)),
             TileRow(128, TileConfig(128, 16, 8)),
             TileRow(128, TileConfig(32, 16, 2)),
+            TileRow(256, TileConfig(64, 32, 8)),
+            TileRow(256, TileConfig(64, 16, 8)),
+            TileRow(256, TileConfig(32, 16, 4)),
+            TileRow(256, TileConfig(16, 16, 2)),
         ),
         "backward": (
             TileRow(64, TileConfig(32, 64, 8, 2)),
@@ -78,23 +76,24 @@ class Sm80Float64(Family):
             TileRow(64, TileConfig(64, 16, 4)),
             TileRow(128, TileConfig(64, 16, 4)),
             TileRow(128, TileConfig(32, 8, 2)),
+            TileRow(256, TileConfig(64, 16, 8)),
+            TileRow(256, TileConfig(32, 32, 4)),
+            TileRow(256, TileConfig(32, 16, 4)),
+            TileRow(256, TileConfig(16, 16, 2)),
         ),
         "backward_dkdv": (
             TileRow(64, TileConfig(32, 64, 8, 2)),
             TileRow(128, TileConfig(16, 64, 8, 2)),
             TileRow(128, TileConfig(16, 32, 4, 2)),
             TileRow(128, TileConfig(8, 32, 4, 2)),
+            TileRow(256, TileConfig(16, 32, 8, 2)),
+            TileRow(256, TileConfig(16, 32, 8)),
+            TileRow(256, TileConfig(16, 16, 4)),
         ),
     }
 
     def why_not(self, operation: str, problem: AttentionProblem, strides: Mapping[str, AnyStrides]) -> str | None:
-        return self.why_not_columns(problem.head_dim, problem.columns_of("v"))
-
-    def why_not_columns(self, head_dim: int, head_dim_v: int) -> str | None:
-        for name, columns in (("head_dim", head_dim), ("head_dim_v", head_dim_v)):
-            if columns > self.largest_head_dim:
-                return f"{name}={columns} is above {self.largest_head_dim}"
-        return None
+        return _why_too_wide(problem.head_dim, problem.columns_of("v")) if operation == "backward" else None
 
     def is_default_on(self, device: DeviceInfo) -> bool:
         return device.float64_tensor_rate > 1
@@ -106,55 +105,81 @@ class Sm80Float64(Family):
         return POINTER_RECORDS[name]._replace(reals=("softmax_scale",))  # there are no scores in base 2
 
     def shared_memory_bytes(self, kernel: Kernel, tile: TileConfig) -> int:
-        row, row_v = (8 * self.padded_head_dim(columns) for columns in (kernel.head_dim, kernel.head_dim_v))
-        b_r, b_c = tile.b_r, tile.b_c
-        by_keys = (b_c + tile.num_stages * b_r) * (row + row_v) + _is_in_pairs(tile) * 8 * b_r * b_c + 4 * 8 * b_r
+        sharers, columns, columns_v = _on_chip(kernel.head_dim, kernel.head_dim_v)
+        row, row_v, b_r, b_c = 8 * columns, 8 * columns_v, tile.b_r, tile.b_c
+        scores = 8 * b_r * b_c
+        slots = scores if sharers > 1 else 0
+        by_keys = (b_c + tile.num_stages * b_r) * (row + row_v) + 4 * 8 * b_r + 2 * slots
+        by_keys += scores if _is_in_pairs(tile, sharers) else 0
         return {
-            "forward": _POWERS_BYTES + (b_r + b_c) * row + b_c * row_v,
-            "backward": by_keys + tile.num_stages * 8 * b_r * b_c,
-            "backward_dq": (b_r + b_c) * (row + row_v),
+            "forward": _POWERS_BYTES + (b_r + b_c) * row + b_c * row_v + slots,
+            "backward": by_keys + tile.num_stages * scores,
+            "backward_dq": (b_r + b_c) * (row + row_v) + slots,
             "backward_dkdv": by_keys,
         }[kernel.operation]
 
     def why_not_shape(self, kernel: Kernel, tile: TileConfig) -> str | None:
         operation, _, head_dim, head_dim_v = kernel
-        why_not = self.why_not_columns(head_dim, head_dim_v)
-        if why_not:
-            return why_not
         if operation in ("backward", "backward_dkdv"):
-            return _why_no_keys(tile, head_dim, head_dim_v, with_dq=operation == "backward")
-        if tile.b_r != _ROWS * tile.num_warps:
-            return f"b_r={tile.b_r} does not give each of {tile.num_warps} warps {_ROWS} rows"
-        if tile.b_c % 8:
-            return f"b_c={tile.b_c} is not a multiple of 8"
+            return _why_no_keys(operation, tile, head_dim, head_dim_v)
+        sharers, columns, columns_v = _on_chip(head_dim, head_dim_v)
+        if sharers * tile.b_r != _ROWS * tile.num_warps or tile.num_warps > sharers * _BARRIERS:
+            return f"b_r={tile.b_r} does not give each {sharers} of {tile.num_warps} warps {_ROWS} rows"
+        if tile.b_c % (8 * sharers):
+            return f"b_c={tile.b_c} is not a multiple of {8 * sharers}"
         if tile.num_stages > 1:
             return f"num_stages={tile.num_stages} is more than 1"
-        accumulators = {"forward": head_dim_v + tile.b_c, "backward_dq": head_dim + 2 * tile.b_c}[operation]
+        accumulators = {
+            "forward": columns_v // sharers + tile.b_c,
+            "backward_dq": columns // sharers + 2 * tile.b_c,
+        }[operation]
         return register_shortage(accumulators, _OPERANDS, tile)
 
 
-def _is_in_pairs(tile: TileConfig) -> bool:
-    """True if two warps of a kernel that owns keys share 16 of them."""
-    return 2 * tile.b_c == _ROWS * tile.num_warps
+def _on_chip(head_dim: int, head_dim_v: int) -> tuple[int, int, int]:
+    """The warps that share rows, and the columns of q and of v, which these warps divide evenly."""
+    sharers = 1 if max(head_dim, head_dim_v) <= _WIDE else 2
+    step = 16 * sharers
+    return sharers, -(-head_dim // step) * step, -(-head_dim_v // step) * step
 
 
-def _why_no_keys(tile: TileConfig, head_dim: int, head_dim_v: int, *, with_dq: bool) -> str | None:
-    """The reason why kernels whose warps, or pairs of warps, own keys cannot have this tile, or None if they can."""
-    in_pairs = _is_in_pairs(tile)
-    if not in_pairs and tile.b_c != _ROWS * tile.num_warps:
-        return f"b_c={tile.b_c} does not give each of {tile.num_warps} warps, or each pair of them, {_ROWS} rows"
-    if in_pairs and (tile.num_warps % 2 or tile.num_warps > 2 * _MOST_PAIRS):
-        return f"num_warps={tile.num_warps} is not an even number up to {2 * _MOST_PAIRS}"
-    if tile.b_r % 8:
-        return f"b_r={tile.b_r} is not a multiple of 8"
+def _is_in_pairs(tile: TileConfig, sharers: int) -> bool:
+    """True if two warps of a kernel that owns keys have a gradient each, where one could have both."""
+    return 2 * sharers * tile.b_c == _ROWS * tile.num_warps
+
+
+def _why_no_keys(operation: str, tile: TileConfig, head_dim: int, head_dim_v: int) -> str | None:
+    """The reason why kernels that own keys cannot have this tile, or None if they can."""
+    sharers, columns, columns_v = _on_chip(head_dim, head_dim_v)
+    in_pairs, with_dq = _is_in_pairs(tile, sharers), operation == "backward"
+    if with_dq and sharers > 1:
+        return _why_too_wide(head_dim, head_dim_v)
+    if not in_pairs and sharers * tile.b_c != _ROWS * tile.num_warps:
+        return (
+            f"b_c={tile.b_c} does not give each {sharers} of {tile.num_warps} warps, or each {2 * sharers}, "
+            f"{_ROWS} rows"
+        )
+    barriers = (tile.num_warps // 2 if in_pairs else 0) + (2 * tile.b_c // _ROWS if sharers > 1 else 0)
+    if barriers > _BARRIERS:
+        return f"num_warps={tile.num_warps} take {barriers} barriers, of which there are {_BARRIERS}"
+    if tile.b_r % (8 * sharers):
+        return f"b_r={tile.b_r} is not a multiple of {8 * sharers}"
     if 2 * tile.b_r > tile.num_threads:
         return f"b_r={tile.b_r} has less than two of {tile.num_threads} threads a row"
     if tile.num_stages > 2:
         return f"num_stages={tile.num_stages} is more than 2"
     if with_dq and (tile.b_r % _ROWS or tile.num_warps % (tile.b_r // _ROWS)):
         return f"dQ of b_r={tile.b_r} rows does not divide among {tile.num_warps} warps in bands of {_ROWS} rows"
-    gradients = max(head_dim, head_dim_v) if in_pairs else head_dim + head_dim_v
-    return register_shortage(gradients + 2 * tile.b_r, _OPERANDS, tile)
+    gradients = max(columns, columns_v) if in_pairs else columns + columns_v
+    return register_shortage(gradients // sharers + 2 * tile.b_r, _OPERANDS, tile)
+
+
+def _why_too_wide(head_dim: int, head_dim_v: int) -> str | None:
+    """The reason why a warp cannot hold a gradient, or None if it can."""
+    for name, columns in (("head_dim", head_dim), ("head_dim_v", head_dim_v)):
+        if columns > _WIDE:
+            return f"{name}={columns} is above {_WIDE}"
+    return None
 
 
 SM80_FLOAT64 = Sm80Float64()

@@ -7,9 +7,10 @@
 //   block   owns kBc keys of one K/V head; loops over the query tiles of B_r = kBr rows that see them, in all query
 //           heads of the group, so that dK and dV are summed on chip in a fixed order
 //   warp    owns 16 of these keys, and keeps their dK and dV in registers
-//   pair    owns 16 of these keys where kBc = 8 kWarps, because a warp has no registers for both gradients. One of its
-//           warps computes P^T and keeps dV, the other one computes dS^T and keeps dK. They lie on the same scheduler,
-//           because the first one has the exponentials
+//   pair    owns 16 of these keys where a warp has no registers for both gradients. One of its warps computes P^T and
+//           keeps dV, the other one computes dS^T and keeps dK. They lie on the same scheduler, because the first one has
+//           the exponentials. Two pairs may own the same keys: the two warps that compute P^T then share its rows, and so
+//           do the two of dS^T (sharers.cuh)
 //
 //   shared memory                        written by            read by
 //   K [kBc][kD]                          all warps             its owners, to compute S^T; all warps, to compute dQ
@@ -18,12 +19,13 @@
 //   dS^T [kStages], [kBc][kBr]           its owners            all warps, to compute dQ (`single_pass` only)
 //   (lse, -delta) [2], [kBr]             first 2 kBr threads   all warps
 //   weights [pair][chunk][lane]          one warp of a pair    the other one, the same lane: P^T, with marks of dropout
+//   slots of sharers                     two warps             the same two: sums, P^T or dS^T
 //
 // Barriers: one at the top of a step, behind which its Q, dO and statistics are there, and no warp reads the weights or the
 // slots of the step before any more. With one stage, another one stands behind dK, and the copy of the next step behind
 // it. dQ needs dS^T of all warps: with one stage it is computed behind that other barrier, while the copy is under way,
 // and with two in the next step, by the second warp of a pair while it would wait for the weights. These have a named
-// barrier.
+// barrier, and so have warps that share rows.
 #pragma once
 #include "common/mask.cuh"
 #include "common/params.cuh.j2"
@@ -33,7 +35,7 @@
 #include "common/tile_lists.cuh"
 #include "common/weights.cuh"
 #include "sm80_float64/dq_workspace.cuh"
-#include "sm80_float64/multiply.cuh"
+#include "sm80_float64/sharers.cuh"
 
 namespace fa2::sm80_float64 {
 
@@ -41,10 +43,12 @@ template <class Spec, bool kWithDq = false>
 struct BackwardDkdv {
     static constexpr bool kByKeys = true, kFindsSequences = false;
     static constexpr int kBr = Spec::kBr, kBc = Spec::kBc, kWarps = Spec::kWarps, kThreads = 32 * kWarps;
-    static constexpr int kStages = Spec::kStages, kOwners = kBc / 16;
+    using RowWarps = Sharers<Spec, kBr>;
+    static constexpr int kOfRows = RowWarps::kWarps, kStages = Spec::kStages, kOwners = kBc / 16 * kOfRows;
     static constexpr bool kInPairs = kWarps == 2 * kOwners;
     static constexpr int kHeadDim = Spec::kHeadDim, kHeadDimV = Spec::kHeadDimV;
-    static constexpr int kD = common::round_up(kHeadDim, 16), kDv = common::round_up(kHeadDimV, 16);
+    static constexpr int kD = common::round_up(kHeadDim, 16 * kOfRows);
+    static constexpr int kDv = common::round_up(kHeadDimV, 16 * kOfRows);
     static_assert(kBc % 16 == 0 && (kInPairs || kWarps == kOwners) && kStages <= 2 && 2 * kBr <= kThreads);
 
     using KTile = Tile<kBc, kD>;
@@ -54,17 +58,18 @@ struct BackwardDkdv {
     using DsTile = Tile<kBc, common::round_up(kBr, 16)>;
     static constexpr int kV = KTile::kBytes, kSlots = kV + VTile::kBytes, kSlotBytes = QTile::kBytes + DoTile::kBytes;
     static constexpr int kDs = kSlots + kStages * kSlotBytes, kWeights = kDs + kWithDq * kStages * DsTile::kBytes;
-    static constexpr int kPairBytes = 16 * kBr * 8, kStatistics = kWeights + kInPairs * kOwners * kPairBytes;
-    static constexpr int kStatisticBytes = kBr * 8;
-    static_assert(kStatistics + 4 * kStatisticBytes == Spec::kSharedBytes);
+    static constexpr int kPairBytes = 16 * kBr / kOfRows * 8;
+    static constexpr int kStatistics = kWeights + kInPairs * kOwners * kPairBytes, kStatisticBytes = kBr * 8;
+    static constexpr int kSharersSlots = kStatistics + 4 * kStatisticBytes;
+    static_assert(kSharersSlots + 2 * (kBc / 16) * RowWarps::kBytes == Spec::kSharedBytes);
 
     // The warps share the kBr x kD products of dQ. Each has 16 rows, and some of the columns.
     static constexpr int kBands = ceil_div(kBr, 16), kSharers = kWarps / kBands, kDqN16 = ceil_div(kD / 16, kSharers);
-    static_assert(!kWithDq || (kBr % 16 == 0 && kWarps % kBands == 0));
+    static_assert(!kWithDq || (kBr % 16 == 0 && kWarps % kBands == 0 && kOfRows == 1));
 
-    using Scores = Fragment<kBr / 8>;
-    using Dk = Fragment<kD / 8>;
-    using Dv = Fragment<kDv / 8>;
+    using Scores = typename RowWarps::Scores;
+    using Dk = Fragment<kD / kOfRows / 8>;
+    using Dv = Fragment<kDv / kOfRows / 8>;
     using Step = common::QueryStep;
 
     const Params& params;
@@ -148,8 +153,8 @@ struct BackwardDkdv {
                 block_barrier();  // the last dS^T is there
                 add_dq(previous, steps - 1);
             }
-        if constexpr (kOfV) store<kHeadDimV>(dv, common::kept_scale<Spec>(params), params.dv, params.dv_strides);
-        if constexpr (kOfK) store<kHeadDim>(dk, params.softmax_scale, params.dk, params.dk_strides);
+        if constexpr (kOfV) store<kHeadDimV, kDv>(dv, common::kept_scale<Spec>(params), params.dv, params.dv_strides);
+        if constexpr (kOfK) store<kHeadDim, kD>(dk, params.softmax_scale, params.dk, params.dk_strides);
     }
 
     // Adds a query tile's contribution to dV, to dK, or to both, and leaves dS^T for dQ.
@@ -160,10 +165,11 @@ struct BackwardDkdv {
         const uint32 q = slot(t), dout = q + QTile::kBytes;
         Scores weights;
         if constexpr (kOfV) {
-            const common::ScoreTile score_tile{where.batch, step.head, step.tile * kBr, first_key(), lane};
-            Scores p;
-            p.fill(0.0);
-            multiply_rows<kD / 8>(p, AlongRows<KTile>(smem, own_rows(), lane), AlongRows<QTile>(q, 0, lane));
+            const RowWarps sharers = row_warps(0, lane);
+            const common::ScoreTile score_tile{where.batch, step.head, step.tile * kBr + sharers.first_column(),
+                                               first_key(), lane};
+            Scores p = sharers.products(sharers.template along_rows<KTile>(smem, own_rows()),
+                                        sharers.template along_rows<QTile>(q, 0));
             common::take_probabilities<true, Spec>(
                 p, weights, common::mask_of<Spec>(params), outside, params, score_tile,
                 [&](int, int j) { return statistic_at(t, 0, j); });
@@ -174,16 +180,19 @@ struct BackwardDkdv {
                 });
                 common::barrier_arrive(1 + owner(), 64);
             }
-            multiply_columns(dv, p, AcrossRows<DoTile>(dout, lane));
+            sharers.give(p);
+            sharers.wait();
+            sharers.multiply_columns(dv, p, sharers.template across_rows<DoTile>(dout));
         }
         if constexpr (kOfK) {
             constexpr bool kFromDelta = common::kProductsFromDelta<Spec>;
+            const RowWarps sharers = row_warps(1, lane);
             Scores ds;
             for_each_pair([&](int i, int j) {
                 for (int e = 0; e < 2; ++e) ds(i, j + e) = kFromDelta ? statistic_at(t, 1, j + e) : 0.0;
             });
-            multiply_rows<kDv / 8>(ds, AlongRows<VTile>(smem + kV, own_rows(), lane),
-                                   AlongRows<DoTile>(dout, 0, lane));
+            ds = sharers.products(sharers.template along_rows<VTile>(smem + kV, own_rows()),
+                                  sharers.template along_rows<DoTile>(dout, 0), ds);
             if constexpr (!kOfV) common::barrier_sync(1 + owner(), 64);
             for_each_pair([&](int i, int j) {
                 double weight[2];
@@ -200,7 +209,9 @@ struct BackwardDkdv {
                     store_shared(ds_tile(t) + DsTile::offset(own_rows() + Scores::row(i, lane), j / 2 * 4 + lane % 4),
                                  both);
             });
-            multiply_columns(dk, ds, AcrossRows<QTile>(q, lane));
+            sharers.give(ds);
+            sharers.wait();
+            sharers.multiply_columns(dk, ds, sharers.template across_rows<QTile>(q));
         }
     }
 
@@ -228,30 +239,36 @@ struct BackwardDkdv {
     template <class Visit>
     __device__ __forceinline__ static void for_each_pair(const Visit& visit) {
 #pragma unroll
-        for (int n = 0; n < kBr / 8; ++n)
+        for (int n = 0; n < Scores::kCols / 2; ++n)
 #pragma unroll
             for (int i = 0; i < 2; ++i) visit(i, 2 * n);
     }
 
-    template <int kColumns, class Gradient>
+    template <int kColumns, int kPadded, class Gradient>
     __device__ __forceinline__ void store(Gradient& gradient, double scale, double* gmem, const Strides& strides) const {
         const double factor[2] = {scale, scale};
         scale_rows(gradient, factor);
-        store_rows<kColumns>(gradient, gmem + strides.offset(where.batch, 0, where.head), strides.row, first_key(),
-                             params.seqlen_k, lane);
+        store_rows<kColumns, kPadded>(gradient, gmem + strides.offset(where.batch, 0, where.head), strides.row,
+                                      first_key(), params.seqlen_k, owner() % kOfRows * (kPadded / kOfRows), lane);
     }
 
     __device__ __forceinline__ int32 owner() const { return kInPairs ? warp % kOwners : warp; }
-    __device__ __forceinline__ int32 own_rows() const { return 16 * owner(); }
+    __device__ __forceinline__ int32 own_rows() const { return 16 * (owner() / kOfRows); }
+    // The warps that share this one's rows of P^T (0) or dS^T (1).
+    __device__ __forceinline__ RowWarps row_warps(int which, int32 lane) const {
+        const int32 number = which * (kBc / 16) + owner() / kOfRows;
+        return {smem + kSharersSlots + number * RowWarps::kBytes, owner() % kOfRows, 1 + kOwners + number, lane};
+    }
     __device__ __forceinline__ int32 first_key() const { return where.tile * kBc + own_rows(); }
     __device__ __forceinline__ uint32 slot(int32 t) const { return smem + kSlots + t % kStages * kSlotBytes; }
     __device__ __forceinline__ uint32 ds_tile(int32 t) const { return smem + kDs + t % kStages * DsTile::kBytes; }
     __device__ __forceinline__ uint32 weight_address(int i, int j) const {
         return smem + kWeights + owner() * kPairBytes + ((j + i) * 32 + lane) * 16;
     }
-    // lse (0) or -delta (1) of the query of column j.
+    // lse (0) or -delta (1) of the query of this warp's column j.
     __device__ __forceinline__ double statistic_at(int32 t, int which, int j) const {
-        return load_shared<double>(statistics(t) + which * kStatisticBytes + Scores::col(j, lane) * 8);
+        const int32 column = owner() % kOfRows * (kBr / kOfRows) + Scores::col(j, lane);
+        return load_shared<double>(statistics(t) + which * kStatisticBytes + column * 8);
     }
     __device__ __forceinline__ uint32 statistics(int32 t) const {
         return smem + kStatistics + t % 2 * 2 * kStatisticBytes;

@@ -3,16 +3,17 @@
 //   S = scale Q K^T     P = exp(S - lse)     dP = dO V^T     dS = P o (dP - delta)     dQ = scale dS K
 //
 //   block   owns kBr query rows of one head; loops over the key tiles of B_c = kBc keys that these rows see
-//   warp    owns 16 of these rows; keeps their dQ, lse and delta in registers
+//   warp    owns 16 of these rows, alone or with another warp (sharers.cuh); keeps their dQ, lse and delta in registers
 //
 //   shared memory         written by          read by
 //   Q [kBr][kD]           all warps           each warp its rows, to compute S
 //   dO [kBr][kDv]         all warps           each warp its rows, to compute dP
 //   K [kBc][kD]           all warps           all warps, to compute S and dQ
 //   V [kBc][kDv]          all warps           all warps, to compute dP
+//   slots of sharers      two warps           the same two: sums, dS
 //
 // K of a tile is copied while dP is computed, and V of the next tile while S and dQ are. Barriers: as in the forward, one
-// in front of the products with V and one in front of those with K.
+// in front of the products with V and one in front of those with K, and a named one of warps that share rows.
 #pragma once
 #include "common/dbias.cuh"
 #include "common/mask.cuh"
@@ -22,7 +23,7 @@
 #include "common/statistics.cuh"
 #include "common/tile_lists.cuh"
 #include "common/weights.cuh"
-#include "sm80_float64/multiply.cuh"
+#include "sm80_float64/sharers.cuh"
 
 namespace fa2::sm80_float64 {
 
@@ -31,22 +32,27 @@ struct BackwardDq {
     static constexpr bool kByKeys = false, kFindsSequences = false;
     static constexpr int kBr = Spec::kBr, kBc = Spec::kBc, kThreads = 32 * Spec::kWarps;
     static constexpr int kHeadDim = Spec::kHeadDim, kHeadDimV = Spec::kHeadDimV;
-    static constexpr int kD = common::round_up(kHeadDim, 16), kDv = common::round_up(kHeadDimV, 16);
-    static_assert(kBr == 16 * Spec::kWarps && Spec::kStages == 1);
+    using RowWarps = Sharers<Spec, kBc>;
+    static constexpr int kSharers = RowWarps::kWarps;
+    static constexpr int kD = common::round_up(kHeadDim, 16 * kSharers);
+    static constexpr int kDv = common::round_up(kHeadDimV, 16 * kSharers);
+    static_assert(kBr * kSharers == 16 * Spec::kWarps && Spec::kStages == 1);
 
     using QTile = Tile<kBr, kD>;
     using DoTile = Tile<kBr, kDv>;
     using KTile = Tile<kBc, kD>;
     using VTile = Tile<kBc, kDv>;
     static constexpr int kDo = QTile::kBytes, kK = kDo + DoTile::kBytes, kV = kK + KTile::kBytes;
-    static_assert(kV + VTile::kBytes == Spec::kSharedBytes);
+    static constexpr int kSlots = kV + VTile::kBytes;
+    static_assert(kSlots + kBr / 16 * RowWarps::kBytes == Spec::kSharedBytes);
 
-    using Scores = Fragment<kBc / 8>;
-    using Gradient = Fragment<kD / 8>;
+    using Scores = typename RowWarps::Scores;
+    using Gradient = Fragment<kD / kSharers / 8>;
 
     __device__ static void run(const Params& params, char* dynamic_smem) {
         const uint32 smem = shared_address(dynamic_smem);
-        const int32 thread = threadIdx.x, lane = thread % 32, warp_row = thread / 32 * 16;
+        const int32 thread = threadIdx.x, lane = thread % 32;
+        const int32 rows16 = thread / 32 / kSharers, half = thread / 32 % kSharers, warp_row = 16 * rows16;
         const auto where = common::scheduled_tile<Spec, kByKeys>(params, blockIdx.x);
         const int32 first_row = where.tile * kBr, head_kv = where.head / params.heads_per_group;
         const double* k = params.k + params.k_strides.offset(where.batch, 0, head_kv);
@@ -61,8 +67,10 @@ struct BackwardDq {
         };
         const auto mask = common::mask_of<Spec>(params);
         const auto tiles = common::key_tiles<Spec>(params, where);
-        common::clear_skipped_dbias<Spec>(params, {where.batch, where.head, first_row + warp_row, 0, lane}, 16,
-                                          tiles.begin * kBc, tiles.end * kBc);
+        constexpr int kClearedRows = 16 / kSharers;
+        common::clear_skipped_dbias<Spec>(
+            params, {where.batch, where.head, first_row + warp_row + half * kClearedRows, 0, lane}, kClearedRows,
+            tiles.begin * kBc, tiles.end * kBc);
         if (tiles.begin < tiles.end) {
             load_tile_async<QTile, kThreads, kHeadDim>(smem,
                                                        params.q + params.q_strides.offset(where.batch, 0, where.head),
@@ -84,11 +92,12 @@ struct BackwardDq {
             delta[i] = valid ? params.delta[first_stat + row] : 0.0;
         }
 
-        const AlongRows<QTile> q_rows(smem, warp_row, lane);
-        const AlongRows<DoTile> do_rows(smem + kDo, warp_row, lane);
-        const AlongRows<KTile> k_rows(smem + kK, 0, lane);
-        const AlongRows<VTile> v_rows(smem + kV, 0, lane);
-        const AcrossRows<KTile> k_columns(smem + kK, lane);
+        const RowWarps sharers(smem + kSlots + rows16 * RowWarps::kBytes, half, 1 + rows16, lane);
+        const auto q_rows = sharers.template along_rows<QTile>(smem, warp_row);
+        const auto do_rows = sharers.template along_rows<DoTile>(smem + kDo, warp_row);
+        const auto k_rows = sharers.template along_rows<KTile>(smem + kK, 0);
+        const auto v_rows = sharers.template along_rows<VTile>(smem + kV, 0);
+        const auto k_columns = sharers.template across_rows<KTile>(smem + kK);
         Gradient dq;
         dq.fill(0.0);
         for (int32 position = tiles.begin; position < tiles.end; ++position) {
@@ -96,19 +105,19 @@ struct BackwardDq {
             common::cp_async_wait_all();
             __syncthreads();  // Q, dO and V are there, K is free
             copy_k(tile);
-            if (common::may_hide_rows<Spec>(params) && position == tiles.begin)
-                clear_hidden_rows(smem, warp_row, lse, lane);
+            if (common::may_hide_rows<Spec>(params) && position == tiles.begin) {
+                clear_hidden_rows(smem, warp_row, lse, half, lane);
+                sharers.wait();
+            }
 
-            const common::ScoreTile score_tile{where.batch, where.head, first_row + warp_row, tile * kBc, lane};
-            Scores p, ds;
-            ds.fill(0.0);
-            multiply_rows<kDv / 8>(ds, do_rows, v_rows);
+            const common::ScoreTile score_tile{where.batch, where.head, first_row + warp_row,
+                                               tile * kBc + sharers.first_column(), lane};
+            Scores ds = sharers.products(do_rows, v_rows);
             common::cp_async_wait_all();
             __syncthreads();  // K is there, V is free
             if (position + 1 < tiles.end) copy_v(tiles.next(position));
 
-            p.fill(0.0);
-            multiply_rows<kD / 8>(p, q_rows, k_rows);
+            Scores p = sharers.products(q_rows, k_rows);
             common::SavedScores<Spec, Scores> saved;
             saved.save(p);
             const common::OutsideFull outside{position >= tiles.full_end,
@@ -118,24 +127,27 @@ struct BackwardDq {
                 [&](int i, int) { return delta[i]; });
             common::write_dbias<Spec>(ds, params, score_tile);
             saved.take_derivative(ds, params, score_tile);
-            multiply_columns(dq, ds, k_columns);
+            sharers.give(ds);
+            sharers.wait();
+            sharers.multiply_columns(dq, ds, k_columns);
         }
         const double scale[2] = {params.softmax_scale, params.softmax_scale};
         scale_rows(dq, scale);
-        store_rows<kHeadDim>(dq, params.dq + params.dq_strides.offset(where.batch, 0, where.head),
-                             params.dq_strides.row, first_row + warp_row, params.seqlen_q, lane);
+        store_rows<kHeadDim, kD>(dq, params.dq + params.dq_strides.offset(where.batch, 0, where.head),
+                                 params.dq_strides.row, first_row + warp_row, params.seqlen_q, half * (kD / kSharers),
+                                 lane);
     }
 
   private:
-    // Stores zeros to this warp's rows of Q and dO whose lse is +inf. The lanes of a quad share two rows.
+    // Stores zeros to this warp's share of its rows of Q and dO whose lse is +inf. The lanes of a quad share two rows.
     __device__ __forceinline__ static void clear_hidden_rows(uint32 smem, int32 warp_row, const double (&lse)[2],
-                                                             int32 lane) {
+                                                             int32 half, int32 lane) {
 #pragma unroll
         for (int i = 0; i < 2; ++i)
             if (lse[i] == common::infinity<double>()) {
                 const int32 row = warp_row + Scores::row(i, lane);
-                clear_row<QTile, 4>(smem, row, lane % 4);
-                clear_row<DoTile, 4>(smem + kDo, row, lane % 4);
+                clear_row<QTile, 4 * kSharers>(smem, row, 4 * half + lane % 4);
+                clear_row<DoTile, 4 * kSharers>(smem + kDo, row, 4 * half + lane % 4);
             }
         __syncwarp();
     }

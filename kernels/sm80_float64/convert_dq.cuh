@@ -27,7 +27,7 @@ struct ConvertDq {
 #pragma unroll
             for (int e = 0; e < 4; ++e)
                 x.value[0][e] = params.softmax_scale * workspace[Workspace::offset(m16, n8, e, lane)];
-            store_rows<Spec::kHeadDim>(x, dq, params.dq_strides.row, 16 * m16, rows.length, lane, 8 * n8);
+            store_rows<Spec::kHeadDim, kD>(x, dq, params.dq_strides.row, 16 * m16, rows.length, 8 * n8, lane);
         }
     }
 };

@@ -3,17 +3,20 @@
 //   S = scale Q K^T        P = exp(S - row_shift)        O = P V / rowsum(P)        lse = row_shift + log(rowsum(P))
 //
 //   block   owns kBr query rows of one head; loops over the key tiles of B_c = kBc keys that these rows see
-//   warp    owns 16 of these rows; keeps their O, and S and P of a tile, in registers. With 16 rows, a load of a right
-//           operand feeds two products of 8 rows: with 8, shared memory would be the limit
+//   warp    owns 16 of these rows, alone or with another warp (sharers.cuh); keeps their O, and S and P of a tile, in
+//           registers. With 16 rows, a load of a right operand feeds two products of 8 rows: with 8, shared memory would
+//           be the limit
 //
 //   shared memory         written by          read by
 //   powers [64]           first 64 threads    all warps, to compute exponentials
 //   Q [kBr][kD]           all warps           each warp its rows, to compute S
 //   K [kBc][kD]           all warps           all warps, to compute S
 //   V [kBc][kDv]          all warps           all warps, to compute O
+//   slots of sharers      two warps           the same two: sums, row maxima, P (sharers.cuh)
 //
 // V of a tile is copied while S is computed, and K of the next tile while O is. Barriers: two __syncthreads per key tile,
-// one in front of each product. Each also makes sure that no warp reads the other buffer any more.
+// one in front of each product. Each also makes sure that no warp reads the other buffer any more, and the first one, that
+// no warp reads P. Warps that share rows have a named barrier.
 //
 // On Hopper, all arithmetic of doubles may share a pipe with the tensor cores: each instruction for a score then costs as
 // much as one more column of both products. That is why exponentials are polynomials, and row shifts stay while P is
@@ -28,7 +31,7 @@
 #include "common/statistics.cuh"
 #include "common/tile_lists.cuh"
 #include "sm80_float64/exponential.cuh"
-#include "sm80_float64/multiply.cuh"
+#include "sm80_float64/sharers.cuh"
 
 namespace fa2::sm80_float64 {
 
@@ -37,22 +40,27 @@ struct Forward {
     static constexpr bool kByKeys = false, kFindsSequences = false;
     static constexpr int kBr = Spec::kBr, kBc = Spec::kBc, kThreads = 32 * Spec::kWarps;
     static constexpr int kHeadDim = Spec::kHeadDim, kHeadDimV = Spec::kHeadDimV;
-    static constexpr int kD = common::round_up(kHeadDim, 16), kDv = common::round_up(kHeadDimV, 16);
-    static_assert(kBr == 16 * Spec::kWarps && Spec::kStages == 1);
+    using RowWarps = Sharers<Spec, kBc>;
+    static constexpr int kSharers = RowWarps::kWarps;
+    static constexpr int kD = common::round_up(kHeadDim, 16 * kSharers);
+    static constexpr int kDv = common::round_up(kHeadDimV, 16 * kSharers);
+    static_assert(kBr * kSharers == 16 * Spec::kWarps && Spec::kStages == 1);
 
     using QTile = Tile<kBr, kD>;
     using KTile = Tile<kBc, kD>;
     using VTile = Tile<kBc, kDv>;
     static constexpr int kQ = kPowersBytes, kK = kQ + QTile::kBytes, kV = kK + KTile::kBytes;
-    static_assert(kV + VTile::kBytes == Spec::kSharedBytes);
+    static constexpr int kSlots = kV + VTile::kBytes;
+    static_assert(kSlots + kBr / 16 * RowWarps::kBytes == Spec::kSharedBytes);
 
-    using Scores = Fragment<kBc / 8>;
-    using Output = Fragment<kDv / 8>;
+    using Scores = typename RowWarps::Scores;
+    using Output = Fragment<kDv / kSharers / 8>;
     using Softmax = common::OnlineSoftmax<double, 2, 4, exp_by_table, true>;
 
     __device__ static void run(const Params& params, char* dynamic_smem) {
         const uint32 smem = shared_address(dynamic_smem);
-        const int32 thread = threadIdx.x, lane = thread % 32, warp_row = thread / 32 * 16;
+        const int32 thread = threadIdx.x, lane = thread % 32;
+        const int32 rows16 = thread / 32 / kSharers, half = thread / 32 % kSharers, warp_row = 16 * rows16;
         const auto where = common::scheduled_tile<Spec, kByKeys>(params, blockIdx.x);
         const int32 first_row = where.tile * kBr, head_kv = where.head / params.heads_per_group;
         const double* q = params.q + params.q_strides.offset(where.batch, 0, where.head);
@@ -68,9 +76,10 @@ struct Forward {
         };
         const auto mask = common::mask_of<Spec>(params);
 
-        const AlongRows<QTile> q_rows(smem + kQ, warp_row, lane);
-        const AlongRows<KTile> k_rows(smem + kK, 0, lane);
-        const AcrossRows<VTile> v_rows(smem + kV, lane);
+        const RowWarps sharers(smem + kSlots + rows16 * RowWarps::kBytes, half, 1 + rows16, lane);
+        const auto q_rows = sharers.template along_rows<QTile>(smem + kQ, warp_row);
+        const auto k_rows = sharers.template along_rows<KTile>(smem + kK, 0);
+        const auto v_rows = sharers.template across_rows<VTile>(smem + kV);
         Softmax softmax;
         softmax.reset();
         Output output;
@@ -90,39 +99,46 @@ struct Forward {
             __syncthreads();  // Q and K are there, V is free
             copy_v(tile);
 
-            const common::ScoreTile score_tile{where.batch, where.head, first_row + warp_row, tile * kBc, lane};
-            Scores scores;
-            scores.fill(0.0);
-            multiply_rows<kD / 8>(scores, q_rows, k_rows);
+            const common::ScoreTile score_tile{where.batch, where.head, first_row + warp_row,
+                                               tile * kBc + sharers.first_column(), lane};
+            Scores scores = sharers.products(q_rows, k_rows);
             common::natural_scores<Spec>(scores, params, score_tile);
             if (position >= tiles.full_end || (tiles.kLeftLimit && position < tiles.full_begin))
                 common::hide_scores<false, Spec>(scores, mask, params, score_tile, -common::infinity<double>());
-            if (softmax.keeps_row_shift(scores)) {
+            if (sharers.all(softmax.keeps_row_shift(scores))) {
                 softmax.keep_row_shift(scores);
             } else {
-                double rescale[2];
-                softmax.update(scores, rescale);
+                double highest[2], rescale[2];
+                softmax.maximum_of(scores, highest);
+                sharers.combine(highest, [](double x, double y) { return common::maximum(x, y); });
+                softmax.move_row_shift(highest, scores, rescale);
                 scale_rows(output, rescale);
             }
             common::drop<Spec>(scores, params, score_tile);
+            sharers.give(scores);
 
             common::cp_async_wait_all();
-            __syncthreads();  // V is there, K is free
+            __syncthreads();  // V and P are there, K is free
             if (position > tiles.begin) copy_k(tiles.at(position - 1));
-            multiply_columns(output, scores, v_rows);
+            sharers.multiply_columns(output, scores, v_rows);
         }
 
-        double inverse_sum[2], row_lse[2];
-        common::finish_rows<Spec>(softmax, params, where.head, 0, inverse_sum, row_lse);
+        double total[2], inverse_sum[2], row_lse[2];
+#pragma unroll
+        for (int i = 0; i < 2; ++i) total[i] = common::row_sum<4>(softmax.sum[i]);
+        sharers.wait();  // P has been read
+        sharers.combine(total, [](double x, double y) { return x + y; });
+        common::finish_rows<Spec>(softmax, params, where.head, 0, inverse_sum, row_lse, total);
         scale_rows(output, inverse_sum);
         double* lse = params.lse + common::first_statistic<Spec>(params, where.batch, where.head);
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             const int32 row = first_row + warp_row + Output::row(i, lane);
-            if (lane % 4 == 0 && row < params.seqlen_q) lse[row] = row_lse[i];
+            if (half == 0 && lane % 4 == 0 && row < params.seqlen_q) lse[row] = row_lse[i];
         }
-        store_rows<kHeadDimV>(output, params.o + params.o_strides.offset(where.batch, 0, where.head),
-                              params.o_strides.row, first_row + warp_row, params.seqlen_q, lane);
+        store_rows<kHeadDimV, kDv>(output, params.o + params.o_strides.offset(where.batch, 0, where.head),
+                                   params.o_strides.row, first_row + warp_row, params.seqlen_q, half * (kDv / kSharers),
+                                   lane);
     }
 };
 

@@ -55,13 +55,14 @@ __device__ __forceinline__ void multiply_step(Fragment<kN8>& output, const doubl
         mma_m16n8k8(output.value[n], a, b);
     }
 }
-// O += P V over the 8 * kSteps columns of P.
+// O += P V over the 8 * kSteps columns of P, the first of which is column 8 * `first_step` of all of P.
 template <int kSteps, int kN8, class Right>
-__device__ __forceinline__ void multiply_columns(Fragment<kN8>& output, const Fragment<kSteps>& p, const Right& right) {
+__device__ __forceinline__ void multiply_columns(Fragment<kN8>& output, const Fragment<kSteps>& p, const Right& right,
+                                                 int32 first_step) {
 #pragma unroll
     for (int k = 0; k < kSteps; ++k) {
         const double a[4] = {p.value[k][0], p.value[k][2], p.value[k][1], p.value[k][3]};
-        multiply_step(output, a, k, right);
+        multiply_step(output, a, first_step + k, right);
     }
 }
 // The same with P^T in shared memory, for 16 of its columns.
@@ -86,10 +87,11 @@ __device__ __forceinline__ void scale_rows(Fragment<kN8>& x, const double (&fact
         for (int e = 0; e < 4; ++e) x.value[n][e] *= factor[e / 2];
 }
 
-// Stores a fragment to the rows and columns from the first ones on, 16 bytes at a time.
-template <int kColumns, int kN8>
+// Stores a fragment to the rows and columns from the first ones on, 16 bytes at a time. The array has kColumns columns, all
+// fragments together kPadded.
+template <int kColumns, int kPadded, int kN8>
 __device__ __forceinline__ void store_rows(const Fragment<kN8>& x, double* gmem, int64 row_stride, int32 first_row,
-                                           int32 num_rows, int32 lane, int32 first_column = 0) {
+                                           int32 num_rows, int32 first_column, int32 lane) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
         const int32 row = first_row + Fragment<kN8>::row(i, lane);
@@ -97,7 +99,7 @@ __device__ __forceinline__ void store_rows(const Fragment<kN8>& x, double* gmem,
 #pragma unroll
         for (int n = 0; n < kN8; ++n) {
             const int32 column = first_column + Fragment<kN8>::col(2 * n, lane);
-            if (kColumns == 8 * kN8 || column < kColumns)
+            if (kColumns == kPadded || column < kColumns)
                 *reinterpret_cast<double2*>(gmem + row * row_stride + column) =
                     make_double2(x.value[n][2 * i], x.value[n][2 * i + 1]);
         }

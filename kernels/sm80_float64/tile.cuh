@@ -27,7 +27,16 @@ struct Tile {
     static_assert(kCols % 16 == 0 && kRows % 8 == 0);
 
     __device__ static uint32 swizzle(int32 row) { return ((row ^ row >> 2) & 1) << 2 ^ (row >> 1 & 1) << 1; }
-    __device__ static uint32 offset(int32 row, int32 chunk) { return row * kRowBytes + ((chunk ^ swizzle(row)) << 4); }
+    __device__ static uint32 offset(int32 row, int32 chunk) {
+        if constexpr (kCols <= 128) {
+            return row * kRowBytes + ((chunk ^ swizzle(row)) << 4);
+        } else {
+            // Written so that a step of 8 chunks or rows adds a constant also for the compiler: for the many steps of a
+            // copy of wide rows, it would otherwise keep an address each in registers.
+            const uint32 low = chunk & 7, swizzled = low ^ swizzle(row & 7);
+            return row * kRowBytes + chunk * 16 + (swizzled - low) * 16;
+        }
+    }
 };
 
 // This lane's loads of an operand whose rows lie along the sum. The swizzle depends on row % 8 only, so that a step of 8
