@@ -7,7 +7,7 @@ import dataclasses
 from fa2cupy import TileConfig
 
 from .mutant import Mutant
-from .problems import Problem
+from .problems import Problem, without_keys
 
 DOUBLES = Problem("float64", family="sm80", tile=TileConfig(32, 16, 2))
 #: A row shift moves after keys have been added up.
@@ -18,6 +18,13 @@ DOUBLES_OF_PAIR = dataclasses.replace(DOUBLES, head_dim_v=32)
 #: A warp has keys of its own.
 DOUBLES_OF_OWNERS = dataclasses.replace(DOUBLES, tile=TileConfig(32, 32, 2))
 DOUBLES_APART = dataclasses.replace(DOUBLES_OF_OWNERS, causal=False)
+#: Two warps share rows.
+WIDE_DOUBLES = dataclasses.replace(DOUBLES, head_dim=24, head_dim_v=136, tile=TileConfig(32, 16, 4))
+GROWING_WIDE_DOUBLES = dataclasses.replace(WIDE_DOUBLES, causal=False, growing=True)
+WIDE_DOUBLES_WITHOUT_KEYS = without_keys(
+    dtype="float64", family="sm80", head_dim=24, head_dim_v=136, tile=TileConfig(32, 16, 4)
+)
+WIDE_DOUBLES_BY_KEYS = dataclasses.replace(WIDE_DOUBLES, tile=TileConfig(16, 32, 8))
 
 MUTANTS = (
     Mutant(
@@ -39,7 +46,7 @@ MUTANTS = (
     Mutant(
         "doubles: nobody waits for V",
         "forward",
-        "            common::cp_async_wait_all();\n            __syncthreads();  // V is there, K is free\n",
+        "            common::cp_async_wait_all();\n            __syncthreads();  // V and P are there, K is free\n",
         "            __syncthreads();\n",
         "race",
         DOUBLES,
@@ -47,7 +54,7 @@ MUTANTS = (
     Mutant(
         "doubles: K over one that is in use",
         "forward",
-        "            __syncthreads();  // V is there, K is free\n",
+        "            __syncthreads();  // V and P are there, K is free\n",
         "",
         "race",
         DOUBLES,
@@ -79,8 +86,8 @@ MUTANTS = (
     Mutant(
         "doubles: O keeps its row shift",
         "forward",
-        "                softmax.update(scores, rescale);\n                scale_rows(output, rescale);\n",
-        "                softmax.update(scores, rescale);\n",
+        "softmax.move_row_shift(highest, scores, rescale);\n                scale_rows(output, rescale);\n",
+        "softmax.move_row_shift(highest, scores, rescale);\n",
         "numbers",
         GROWING_DOUBLES,
     ),
@@ -101,10 +108,10 @@ MUTANTS = (
         DOUBLES,
     ),
     Mutant(
-        "doubles: kDv columns of Q",
+        "doubles: half of the columns of Q",
         "forward",
-        "multiply_rows<kD / 8>(",
-        "multiply_rows<kDv / 8>(",
+        "multiply_rows<Left::kCols / kWarps / 8>(",
+        "multiply_rows<Left::kCols / 16>(",
         "numbers",
         DOUBLES_OF_PAIR,
     ),
@@ -255,9 +262,105 @@ MUTANTS = (
     Mutant(
         "doubles: dQ to the first columns alone",
         "convert_dq",
-        "rows.length, lane, 8 * n8)",
-        "rows.length, lane)",
+        "rows.length, 8 * n8, lane)",
+        "rows.length, 0, lane)",
         "unwritten",
         DOUBLES_BY_KEYS,
+    ),
+    Mutant(
+        "doubles: sums of half of the columns before they are there",
+        "forward",
+        "        store(other_slot(), given);\n        wait();\n",
+        "        store(other_slot(), given);\n",
+        "race",
+        WIDE_DOUBLES,
+    ),
+    Mutant(
+        "doubles: P over row maxima that the other warp reads",
+        "forward",
+        "store(own_slot(), p);",
+        "store(other_slot(), p);",
+        "race",
+        WIDE_DOUBLES,
+    ),
+    Mutant(
+        "doubles: the mask of the first half of the keys for both",
+        "forward",
+        "return half_ * 8 * kN8;",
+        "return 0;",
+        "numbers",
+        WIDE_DOUBLES,
+    ),
+    Mutant(
+        "doubles: a warp keeps a row shift that the other one moves",
+        "forward",
+        "sharers.all(softmax.keeps_row_shift(scores))",
+        "softmax.keeps_row_shift(scores)",
+        "race",
+        GROWING_WIDE_DOUBLES,
+    ),
+    Mutant(
+        "doubles: each of two warps has its row maxima",
+        "forward",
+        "sharers.combine(highest, [](double x, double y) { return common::maximum(x, y); });",
+        "",
+        "numbers",
+        GROWING_WIDE_DOUBLES,
+    ),
+    Mutant(
+        "doubles: row sums over P in use",
+        "forward",
+        "        sharers.wait();  // P has been read\n",
+        "",
+        "race",
+        WIDE_DOUBLES,
+    ),
+    Mutant(
+        "doubles: row sums of half of the keys",
+        "forward",
+        "        sharers.combine(total, [](double x, double y) { return x + y; });\n",
+        "",
+        "numbers",
+        WIDE_DOUBLES,
+    ),
+    Mutant(
+        "doubles: both warps store the first half of the columns",
+        "forward",
+        "first_column + Fragment<kN8>::col(2 * n, lane)",
+        "Fragment<kN8>::col(2 * n, lane)",
+        "unwritten",
+        WIDE_DOUBLES,
+    ),
+    Mutant(
+        "doubles: dS before the other half is there",
+        "backward_dq",
+        "            sharers.give(ds);\n            sharers.wait();\n",
+        "            sharers.give(ds);\n",
+        "race",
+        WIDE_DOUBLES,
+    ),
+    Mutant(
+        "doubles: hidden rows before the other warp has cleared its share",
+        "backward_dq",
+        "                clear_hidden_rows(smem, warp_row, lse, half, lane);\n                sharers.wait();\n",
+        "                clear_hidden_rows(smem, warp_row, lse, half, lane);\n",
+        "race",
+        WIDE_DOUBLES_WITHOUT_KEYS,
+    ),
+    Mutant(
+        "doubles: P^T before the other half is there",
+        "backward_dkdv",
+        "            sharers.give(p);\n            sharers.wait();\n",
+        "            sharers.give(p);\n",
+        "race",
+        WIDE_DOUBLES_BY_KEYS,
+    ),
+    Mutant(
+        "doubles: lse of the first half of the queries",
+        "backward_dkdv",
+        "owner() % kOfRows * (kBr / kOfRows) + Scores::col(j, lane)",
+        "Scores::col(j, lane)",
+        "numbers",
+        WIDE_DOUBLES_BY_KEYS,
     ),
 )
