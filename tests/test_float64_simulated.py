@@ -110,6 +110,18 @@ def test_two_head_dims(launched, method, pair):
     check(draw("float64", (37, 51), pair[0], head_dim_v=pair[1]), launched, method)
 
 
+@pytest.mark.sample(launched=("sm_90",))
+def test_two_warps_share_narrow_rows(launched):
+    """Checks a head_dim that two warps do not divide evenly."""
+    check(
+        draw("float64", (37, 51), 50),
+        launched,
+        "two_pass",
+        SMALL | {"forward": LARGER_WIDE["forward"], "backward_dq": LARGER_WIDE["backward_dq"]},
+        causal=True,
+    )
+
+
 @pytest.mark.sample(launched=("sm_90",), tile=BY_KEYS[:1], operation=("backward",))
 @pytest.mark.parametrize("tile", BY_KEYS, ids=str)
 @pytest.mark.parametrize("operation", ("backward", "backward_dkdv"))

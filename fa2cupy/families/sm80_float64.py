@@ -19,6 +19,7 @@ _OPERANDS = 60  # registers of a thread for operands and addresses
 _POWERS_BYTES = 512  # a table of the exponential
 _BARRIERS = 15  # for some of the warps
 _WIDE = 128  # with more columns of q or v, two warps hold a result of 16 rows
+_BY_KEYS = ("backward", "backward_dkdv")
 #: Computed, and to be fitted to measurements: a multiprocessor of the H100 does 0.22 million multiply-adds in a
 #: microsecond, and moves its share of 3.3 TB/s. Only the method follows from them: two passes where key tiles
 #: are too few for the multiprocessors.
@@ -105,7 +106,7 @@ class Sm80Float64(Family):
         return POINTER_RECORDS[name]._replace(reals=("softmax_scale",))  # there are no scores in base 2
 
     def shared_memory_bytes(self, kernel: Kernel, tile: TileConfig) -> int:
-        sharers, columns, columns_v = _on_chip(kernel.head_dim, kernel.head_dim_v)
+        sharers, columns, columns_v = _on_chip(kernel, tile)
         row, row_v, b_r, b_c = 8 * columns, 8 * columns_v, tile.b_r, tile.b_c
         scores = 8 * b_r * b_c
         slots = scores if sharers > 1 else 0
@@ -119,12 +120,15 @@ class Sm80Float64(Family):
         }[kernel.operation]
 
     def why_not_shape(self, kernel: Kernel, tile: TileConfig) -> str | None:
-        operation, _, head_dim, head_dim_v = kernel
-        if operation in ("backward", "backward_dkdv"):
-            return _why_no_keys(operation, tile, head_dim, head_dim_v)
-        sharers, columns, columns_v = _on_chip(head_dim, head_dim_v)
-        if sharers * tile.b_r != _ROWS * tile.num_warps or tile.num_warps > sharers * _BARRIERS:
-            return f"b_r={tile.b_r} does not give each {sharers} of {tile.num_warps} warps {_ROWS} rows"
+        if kernel.operation in _BY_KEYS:
+            return _why_no_keys(kernel, tile)
+        sharers, columns, columns_v = _on_chip(kernel, tile)
+        few = 2 if _is_wide(kernel) else 1
+        if not few <= sharers <= 2 or sharers * tile.b_r != _ROWS * tile.num_warps:
+            of_whom = "each two" if few == 2 else "each, or each two,"
+            return f"b_r={tile.b_r} does not give {of_whom} of {tile.num_warps} warps {_ROWS} rows"
+        if sharers > 1 and tile.b_r > _ROWS * _BARRIERS:
+            return f"b_r={tile.b_r} takes more than {_BARRIERS} barriers"
         if tile.b_c % (8 * sharers):
             return f"b_c={tile.b_c} is not a multiple of {8 * sharers}"
         if tile.num_stages > 1:
@@ -132,15 +136,20 @@ class Sm80Float64(Family):
         accumulators = {
             "forward": columns_v // sharers + tile.b_c,
             "backward_dq": columns // sharers + 2 * tile.b_c,
-        }[operation]
+        }[kernel.operation]
         return register_shortage(accumulators, _OPERANDS, tile)
 
 
-def _on_chip(head_dim: int, head_dim_v: int) -> tuple[int, int, int]:
+def _is_wide(kernel: Kernel) -> bool:
+    return max(kernel.head_dim, kernel.head_dim_v) > _WIDE
+
+
+def _on_chip(kernel: Kernel, tile: TileConfig) -> tuple[int, int, int]:
     """The warps that share rows, and the columns of q and of v, which these warps divide evenly."""
-    sharers = 1 if max(head_dim, head_dim_v) <= _WIDE else 2
+    by_keys = kernel.operation in _BY_KEYS
+    sharers = 1 + _is_wide(kernel) if by_keys else max(1, _ROWS * tile.num_warps // tile.b_r)
     step = 16 * sharers
-    return sharers, -(-head_dim // step) * step, -(-head_dim_v // step) * step
+    return sharers, -(-kernel.head_dim // step) * step, -(-kernel.head_dim_v // step) * step
 
 
 def _is_in_pairs(tile: TileConfig, sharers: int) -> bool:
@@ -148,12 +157,12 @@ def _is_in_pairs(tile: TileConfig, sharers: int) -> bool:
     return 2 * sharers * tile.b_c == _ROWS * tile.num_warps
 
 
-def _why_no_keys(operation: str, tile: TileConfig, head_dim: int, head_dim_v: int) -> str | None:
+def _why_no_keys(kernel: Kernel, tile: TileConfig) -> str | None:
     """The reason why kernels that own keys cannot have this tile, or None if they can."""
-    sharers, columns, columns_v = _on_chip(head_dim, head_dim_v)
-    in_pairs, with_dq = _is_in_pairs(tile, sharers), operation == "backward"
+    sharers, columns, columns_v = _on_chip(kernel, tile)
+    in_pairs, with_dq = _is_in_pairs(tile, sharers), kernel.operation == "backward"
     if with_dq and sharers > 1:
-        return _why_too_wide(head_dim, head_dim_v)
+        return _why_too_wide(kernel.head_dim, kernel.head_dim_v)
     if not in_pairs and sharers * tile.b_c != _ROWS * tile.num_warps:
         return (
             f"b_c={tile.b_c} does not give each {sharers} of {tile.num_warps} warps, or each {2 * sharers}, "

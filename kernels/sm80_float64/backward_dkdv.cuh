@@ -43,8 +43,9 @@ template <class Spec, bool kWithDq = false>
 struct BackwardDkdv {
     static constexpr bool kByKeys = true, kFindsSequences = false;
     static constexpr int kBr = Spec::kBr, kBc = Spec::kBc, kWarps = Spec::kWarps, kThreads = 32 * kWarps;
-    using RowWarps = Sharers<Spec, kBr>;
-    static constexpr int kOfRows = RowWarps::kWarps, kStages = Spec::kStages, kOwners = kBc / 16 * kOfRows;
+    static constexpr int kOfRows = common::max_of(Spec::kHeadDim, Spec::kHeadDimV) > 128 ? 2 : 1;  // that share rows
+    using RowWarps = Sharers<kOfRows, kBr>;
+    static constexpr int kStages = Spec::kStages, kOwners = kBc / 16 * kOfRows;
     static constexpr bool kInPairs = kWarps == 2 * kOwners;
     static constexpr int kHeadDim = Spec::kHeadDim, kHeadDimV = Spec::kHeadDimV;
     static constexpr int kD = common::round_up(kHeadDim, 16 * kOfRows);

@@ -1,5 +1,5 @@
-// The warps that share 16 rows of scores and of a result. Up to 128 columns of Q and V it is one warp; of more, its
-// registers do not hold the result, so that two warps share the rows:
+// The warps that share 16 rows of scores and of a result: one, or two, where registers of one do not hold the result, or
+// where warps that own rows alone would be too few to hide what they wait for. Two divide the columns:
 //
 //   S = Q K^T    each warp multiplies half of the columns of Q and K, and gets the whole sums of half of the scores
 //   softmax      each has half of the scores
@@ -21,12 +21,9 @@
 namespace fa2::sm80_float64 {
 
 // kScores: the scores of a row in a tile.
-template <class Spec, int kScores>
+template <int kWarps, int kScores>
 class Sharers {
-  public:
-    static constexpr int kWarps = common::max_of(Spec::kHeadDim, Spec::kHeadDimV) > 128 ? 2 : 1;
-
-  private:
+    static_assert(kWarps == 1 || kWarps == 2);
     static constexpr int kN8 = kScores / 8 / kWarps, kSlotBytes = kN8 * 2 * 32 * 16;
     static_assert(kScores % (8 * kWarps) == 0);
     using All = Fragment<kScores / 8>;
