@@ -67,7 +67,7 @@ class Sm80Float64(Family):
             TileRow(64, TileConfig(32, 64, 8, 2)),
             TileRow(64, TileConfig(32, 64, 8)),
             TileRow(64, TileConfig(16, 32, 4)),
-            TileRow(128, TileConfig(16, 64, 8, 2), features=Family.features),
+            TileRow(128, TileConfig(16, 64, 8), features=Family.features),
             TileRow(128, TileConfig(32, 64, 8)),
             TileRow(128, TileConfig(16, 48, 6)),
             TileRow(128, TileConfig(16, 16, 2)),
