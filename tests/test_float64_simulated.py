@@ -173,6 +173,17 @@ def test_features_of_wide_heads(launched, feature):
 
 
 @pytest.mark.matrix
+@pytest.mark.parametrize("operation", SMALL)
+def test_every_default_tile(monkeypatch, operation):
+    method = "single_pass" if operation == "backward" else "two_pass"
+    for row in SM80_FLOAT64.tiles[operation]:
+        lengths = (row.tile.b_r + 3, row.tile.b_c + row.tile.b_r // 2 + 5)
+        with simulated_gpu(monkeypatch, "sm_90") as launched:
+            inputs = draw("float64", lengths, row.head_dim, (1, 1))
+            check(inputs, launched, method, {operation: row.tile}, causal=True)
+
+
+@pytest.mark.matrix
 @pytest.mark.parametrize("method", METHODS)
 def test_packed_sequences(launched, method):
     """Checks sequences without queries and without keys, and rows of none."""
