@@ -96,8 +96,8 @@ def test_lengths(launched, method, lengths, causal):
     check(draw("float64", lengths, 64), launched, method, causal=causal)
 
 
-@pytest.mark.sample(launched=("sm_90",), method=("single_pass",))
-@pytest.mark.parametrize("head_dim", (2, 50, 128))
+@pytest.mark.sample(launched=("sm_90",), method=("single_pass",), head_dim=(8, 50, 128))
+@pytest.mark.parametrize("head_dim", (2, 8, 50, 128))
 @pytest.mark.parametrize("method", METHODS)
 def test_head_dims(launched, method, head_dim):
     check(draw("float64", (37, 51), head_dim), launched, method, LARGER, causal=True)
