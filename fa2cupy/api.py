@@ -370,7 +370,7 @@ def backward(
     more keys than k has, such as that of `merge`, is taken as it is.
 
     ``two_pass`` has the same bits from run to run, and so has NumPy. ``single_pass`` on the GPU has not, because the
-    order of its atomic additions varies: on tensor cores, in dq, which is added up in a float32 workspace of its size,
+    order of its atomic additions varies: on tensor cores, in dq, which is added up in a workspace of its size,
     and in dk and dv where blocks share tiles, which ``num_splits=1`` excludes; on CUDA cores in dk and dv. Its other
     results have the same bits. docs/accuracy.md has a table of that, also for a sequence alone and beside others.
 

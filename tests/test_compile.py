@@ -67,6 +67,7 @@ EVERY_TILE = (
     (("sm_80",), ("float32",), None, EVERY_WIDTH),
     (("sm_86",), ("float32",), None, (64, 128, 256)),
     (("sm_80",), ("float64",), None, EVERY_WIDTH),
+    (("sm_80",), ("float64",), "simt", EVERY_WIDTH),
     (("sm_86",), ("float64",), None, (64, 256)),
     (("sm_75",), ("float32",), None, EVERY_WIDTH),
 )
@@ -100,10 +101,12 @@ OF_PARTS = (
     "registers and waits most of the time"
 )
 OF_DECODE_ROWS = "what spills is a loop invariant, which is read back outside the loop over keys"
+OF_TWO_BLOCKS = "by 6 % faster on the H200 than the largest tile that spills nothing, of one block on a multiprocessor"
 OF_MMA_PARTS = "what spills is loop invariants: dK and dV take half of the registers; not yet measured on such a GPU"
 
 #: All default tiles that spill registers; the first row that covers a spec applies.
 EXEMPTIONS = (
+    Exemption("backward", 64, TileConfig(32, 64, 4, 1, 2), 8, OF_TWO_BLOCKS),
     Exemption("forward", 64, TileConfig(128, 128, 4, 2, 2), 32, MEASURED),
     Exemption("forward", 128, TileConfig(128, 64, 4, 2, 2), 16, MEASURED),
     Exemption("forward", 256, TileConfig(128, 64, 8, 2), 12, MEASURED),
@@ -460,7 +463,7 @@ def test_every_file_of_kernels_is_used_by_some_kernel():
     for family, method in itertools.product(("sm90", "sm80"), (None, "two_pass")):
         how = {"features": ("block_mask",), "functions": functions}
         specs += default_specs(H100, "float16", 64, True, method, family, **how)
-    for arch, dtype, method in itertools.product(("sm_80", "sm_90"), ("float16", "float32"), METHODS):
+    for arch, dtype, method in itertools.product(("sm_80", "sm_90"), ("float16", "float32", "float64"), METHODS):
         for head_dim in (64, 256):
             specs += default_specs(DeviceInfo.named(arch), dtype, head_dim, True, method)
     used = {

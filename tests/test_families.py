@@ -212,8 +212,8 @@ def test_the_precision_of_float32_and_what_has_no_kernel_for_it(precision, chang
 
 
 def test_the_default_method_is_the_first_that_has_a_tile():
-    wide, turing = problem("float64", head_dim=240), DeviceInfo.named("sm_75")
-    assert choose("backward", wide, H100, STRIDES, is_launched=False).method == "single_pass"
+    wide, turing, b200 = problem("float64", head_dim=240), DeviceInfo.named("sm_75"), DeviceInfo.named("sm_100")
+    assert choose("backward", wide, b200, STRIDES, is_launched=False).method == "single_pass"
     assert choose("backward", wide, turing, STRIDES, is_launched=False).method == "two_pass"
     with pytest.raises(UnsupportedProblemError, match="no default tile of backward .simt. at head_dim 240"):
         choose("backward", wide, turing, STRIDES, CallOptions(method="single_pass"), is_launched=False)

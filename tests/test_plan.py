@@ -442,9 +442,7 @@ def test_there_are_tiles_for_sequences_of_any_lengths(dtype, method):
             values = record(stage)
             if stage.spec.operation not in TILED and stage.spec.operation != "convert_dq":
                 continue
-            by_keys = stage.spec.operation == "backward_dkdv" or (
-                stage.spec.operation == "backward" and dtype == "float16"
-            )
+            by_keys = stage.spec.family.owns(stage.spec.operation) == "keys"
             side, rows = ("k", stage.spec.tile.b_c) if by_keys else ("q", stage.spec.tile.b_r)
             needed = sum(-(-(b - a) // rows) for a, b in itertools.pairwise(offsets[side]))
             assert needed <= values["num_tiles"] <= needed + len(ends)

@@ -20,12 +20,12 @@ _POWERS_BYTES = 512  # a table of the exponential
 _BARRIERS = 15  # for some of the warps
 _WIDE = 128  # with more columns of q or v, two warps hold a result of 16 rows
 _BY_KEYS = ("backward", "backward_dkdv")
-#: Computed, and to be fitted to measurements: a multiprocessor of the H100 does 0.22 million multiply-adds in a
-#: microsecond, and moves its share of 3.3 TB/s. Only the method follows from them: two passes where key tiles
-#: are too few for the multiprocessors.
+_MEASURED = "H200, 2026-11-27"
+#: A multiprocessor of the H200 does 0.16 million multiply-adds in a microsecond, in either method; what else takes time
+#: is computed from its rates. Two passes are estimated to be shorter only where key tiles are few.
 _COSTS = Costs(
     blocks={
-        operation: {head_dim: BlockCost(products / 0.22, head_dim / 12.8) for head_dim in (64, 128, 256)}
+        operation: {head_dim: BlockCost(products / 0.16, head_dim / 12.8) for head_dim in (64, 128, 256)}
         for operation, products in (("backward", 5), ("backward_dq", 3), ("backward_dkdv", 4))
     },
     convert=4.0,
@@ -49,46 +49,51 @@ class Sm80Float64(Family):
     query_rows = (16, 32, 64, 128)
     key_rows = (16, 32, 64, 128)
     warps = (2, 4, 8)
-    # For each head_dim, the tile for the most shared memory first. None has been measured. At 128, features leave
-    # registers for 16 keys, or queries.
+    # For each head_dim, the tile for the most shared memory first. In the largest tiles of kernels that own keys,
+    # features spill registers.
     tiles = {
         "forward": (
+            TileRow(64, TileConfig(128, 48, 8), _MEASURED),
             TileRow(64, TileConfig(128, 32, 8)),
-            TileRow(128, TileConfig(128, 16, 8), features=Family.features),
-            TileRow(128, TileConfig(128, 32, 8)),
-            TileRow(128, TileConfig(128, 16, 8)),
+            TileRow(128, TileConfig(128, 32, 8), _MEASURED),
+            TileRow(128, TileConfig(128, 16, 8), _MEASURED),
             TileRow(128, TileConfig(32, 16, 2)),
-            TileRow(256, TileConfig(64, 32, 8)),
-            TileRow(256, TileConfig(64, 16, 8)),
-            TileRow(256, TileConfig(32, 16, 4)),
+            TileRow(256, TileConfig(64, 32, 8), _MEASURED),
+            TileRow(256, TileConfig(64, 16, 8), _MEASURED),
+            TileRow(256, TileConfig(32, 16, 4), _MEASURED),
             TileRow(256, TileConfig(16, 16, 2)),
         ),
         "backward": (
-            TileRow(64, TileConfig(32, 64, 8, 2)),
-            TileRow(64, TileConfig(32, 64, 8)),
+            TileRow(64, TileConfig(32, 64, 8, 2), _MEASURED, features=Family.features),
+            TileRow(64, TileConfig(32, 64, 4, 1, 2), _MEASURED),
+            TileRow(64, TileConfig(32, 64, 8), _MEASURED),
             TileRow(64, TileConfig(16, 32, 4)),
             TileRow(128, TileConfig(16, 64, 8), features=Family.features),
-            TileRow(128, TileConfig(32, 64, 8)),
+            TileRow(128, TileConfig(32, 64, 8), _MEASURED),
             TileRow(128, TileConfig(16, 48, 6)),
             TileRow(128, TileConfig(16, 16, 2)),
         ),
         "backward_dq": (
-            TileRow(64, TileConfig(128, 32, 8)),
-            TileRow(64, TileConfig(64, 16, 4)),
-            TileRow(128, TileConfig(64, 16, 4)),
+            TileRow(64, TileConfig(128, 32, 8), _MEASURED),
+            TileRow(64, TileConfig(64, 16, 4), _MEASURED),
+            TileRow(128, TileConfig(64, 32, 8), _MEASURED),
+            TileRow(128, TileConfig(64, 16, 4), _MEASURED),
             TileRow(128, TileConfig(32, 8, 2)),
-            TileRow(256, TileConfig(64, 16, 8)),
-            TileRow(256, TileConfig(32, 32, 4)),
-            TileRow(256, TileConfig(32, 16, 4)),
+            TileRow(256, TileConfig(64, 16, 8), _MEASURED),
+            TileRow(256, TileConfig(32, 32, 4), _MEASURED),
+            TileRow(256, TileConfig(32, 16, 4), _MEASURED),
             TileRow(256, TileConfig(16, 16, 2)),
         ),
         "backward_dkdv": (
-            TileRow(64, TileConfig(32, 64, 8, 2)),
-            TileRow(128, TileConfig(16, 64, 8, 2)),
+            TileRow(64, TileConfig(32, 64, 8, 2), _MEASURED, features=Family.features),
+            TileRow(64, TileConfig(32, 64, 4, 1, 2), _MEASURED),
+            TileRow(64, TileConfig(32, 64, 8, 1), _MEASURED),
+            TileRow(128, TileConfig(16, 64, 8, 2), _MEASURED, features=Family.features),
+            TileRow(128, TileConfig(32, 64, 8), _MEASURED),
             TileRow(128, TileConfig(16, 32, 4, 2)),
             TileRow(128, TileConfig(8, 32, 4, 2)),
-            TileRow(256, TileConfig(16, 32, 8, 2)),
-            TileRow(256, TileConfig(16, 32, 8)),
+            TileRow(256, TileConfig(16, 32, 8, 2), _MEASURED),
+            TileRow(256, TileConfig(16, 32, 8), _MEASURED),
             TileRow(256, TileConfig(16, 16, 4)),
         ),
     }

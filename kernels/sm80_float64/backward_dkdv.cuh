@@ -171,9 +171,8 @@ struct BackwardDkdv {
                                                first_key(), lane};
             Scores p = sharers.products(sharers.template along_rows<KTile>(smem, own_rows()),
                                         sharers.template along_rows<QTile>(q, 0));
-            common::take_probabilities<true, Spec>(
-                p, weights, common::mask_of<Spec>(params), outside, params, score_tile,
-                [&](int, int j) { return statistic_at(t, 0, j); });
+            common::take_probabilities<true, Spec>(p, weights, common::mask_of<Spec>(params), outside, params,
+                                                   score_tile, [&](int, int j) { return statistic_at(t, 0, j); });
             if constexpr (!kOfK) {
                 for_each_pair([&](int i, int j) {
                     const double both[2] = {weights(i, j), weights(i, j + 1)};
@@ -246,7 +245,8 @@ struct BackwardDkdv {
     }
 
     template <int kColumns, int kPadded, class Gradient>
-    __device__ __forceinline__ void store(Gradient& gradient, double scale, double* gmem, const Strides& strides) const {
+    __device__ __forceinline__ void store(Gradient& gradient, double scale, double* gmem,
+                                          const Strides& strides) const {
         const double factor[2] = {scale, scale};
         scale_rows(gradient, factor);
         store_rows<kColumns, kPadded>(gradient, gmem + strides.offset(where.batch, 0, where.head), strides.row,
@@ -279,9 +279,9 @@ struct BackwardDkdv {
         const int32 thread = computed_anew(threadIdx.x), batch = computed_anew(where.batch);
         load_tile_async<QTile, kThreads, kHeadDim>(slot(t), params.q + params.q_strides.offset(batch, 0, step.head),
                                                    params.q_strides.row, step.tile * kBr, params.seqlen_q, thread);
-        load_tile_async<DoTile, kThreads, kHeadDimV>(
-            slot(t) + QTile::kBytes, params.dout + params.dout_strides.offset(batch, 0, step.head),
-            params.dout_strides.row, step.tile * kBr, params.seqlen_q, thread);
+        load_tile_async<DoTile, kThreads, kHeadDimV>(slot(t) + QTile::kBytes,
+                                                     params.dout + params.dout_strides.offset(batch, 0, step.head),
+                                                     params.dout_strides.row, step.tile * kBr, params.seqlen_q, thread);
     }
     // The first kBr threads return lse, the next kBr return -delta. An lse of +inf makes P zero in rows past the end and in
     // rows without a visible key.

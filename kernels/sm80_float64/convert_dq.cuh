@@ -19,8 +19,7 @@ struct ConvertDq {
         const auto rows = common::workspace_rows<Spec>(params, block % params.num_tiles);
         if (rows.length <= 0) return;
         const double* workspace = params.dq_accum + static_cast<int64>(block) * Workspace::kTileElements;
-        double* dq =
-            params.dq + params.dq_strides.offset(head / params.num_heads, rows.first, head % params.num_heads);
+        double* dq = params.dq + params.dq_strides.offset(head / params.num_heads, rows.first, head % params.num_heads);
         for (int32 index = threadIdx.x; index < Workspace::kTileElements / 4; index += 32 * Spec::kWarps) {
             const int32 lane = index % 32, n8 = index / 32 % (kD / 8), m16 = index / 32 / (kD / 8);
             Fragment<1> x;

@@ -21,7 +21,7 @@ from fa2cupy.problem.features import ARRAY_KEYWORDS, OFFSETS
 
 TILE_COUNTER = "tile_counter"  # a pointer of the record that is no array of the call
 PARTS = tuple(f"{name}_{kind}" for name in ("q", "k", "v", "dout") for kind in ("parts", "units"))  # of float32 inputs
-ADDED = ("dq_accum", SHARES)  # float32 workspaces of tiles to which kernels add
+ADDED = ("dq_accum", SHARES)  # workspaces of tiles to which kernels add
 CACHES = ("k_cache", "v_cache")  # caches of decoding, which are read and written
 _OF_DECODE = (*CACHES, "k", "v", "cache_seqlens", "block_table")
 WORKSPACES = (*ADDED, EXCEPTIONS, PARTIALS, *PARTS, KEY_LISTS, QUERY_LISTS)
@@ -92,7 +92,7 @@ class Launch:
             return self._array_of_decode(name)
         if name in WORKSPACES:
             kind = self._kinds[name].partition("_")[2]
-            dtype = np.dtype({"parts": "float16", "int": "int32"}.get(kind, "float32"))
+            dtype = np.dtype({"parts": "float16", "int": "int32"}.get(kind, self._wide))
             return memory_at(self.pointers[name], (self._workspaces[name] // dtype.itemsize,), None, dtype)
         if name in ("block_mask", "states"):
             return memory_at(self.pointers[name], self._map_shape(), None, np.dtype("uint8"))
