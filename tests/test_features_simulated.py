@@ -85,7 +85,7 @@ def results_by_method(
 ) -> Iterator[tuple[str, dict]]:
     """Yields the results of the forward, then those of each method of the backward, by name."""
     q, k, v, do = inputs
-    own = {"config": config_of(name), "family": "sm80" if name.startswith("sm80") else None}
+    own = {"config": config_of(name), "family": name.split()[0]}
     o, lse = forward(q, k, v, **own, **options)
     yield "forward", {"o": o, "lse": lse}
     for method in methods:
@@ -136,7 +136,7 @@ class TestWindow:
         name = family[0]
         rows = 40 if name.startswith("simt") else 300
         q, k, v, do = draw(name, (rows, rows), num_heads=1)
-        own = {"config": config_of(name), "family": "sm80" if name.startswith("sm80") else None, "window": (3, 2)}
+        own = {"config": config_of(name), "family": name.split()[0], "window": (3, 2)}
         o, lse = forward(q, k, v, **own)
         k[:, -1], v[:, -1] = np.nan, np.nan
         poisoned, _ = forward(q, k, v, **own)
@@ -860,7 +860,7 @@ class TestSink:
 
 def run_forward(family: tuple, inputs: tuple, **options) -> tuple:
     name = family[0]
-    own = {"config": config_of(name), "family": "sm80" if name.startswith("sm80") else None}
+    own = {"config": config_of(name), "family": name.split()[0]}
     return forward(*inputs[:3], **own, **options)
 
 
@@ -881,7 +881,7 @@ class TestProperties:
         heads, rows = (slice(first, first + length) for first, length in zip(origin, (2, head_dim), strict=True))
         kept = philox.kept(0.4, 2**40 + 77, 0, heads, rows, slice(0, head_dim))
         assert np.array_equal(np.asarray(o[0], "float32").transpose(1, 0, 2) != 0, kept)
-        options |= {"config": config_of(name), "family": "sm80" if name.startswith("sm80") else None}
+        options |= {"config": config_of(name), "family": name.split()[0]}
         for method in METHODS:
             _, _, dv = backward(q, k, v, o, lse, do, method=method, **options)
             assert np.array_equal(np.asarray(dv[0], "float32").transpose(1, 2, 0) != 0, kept), method
