@@ -18,6 +18,8 @@ from support.simulator import simulated_gpu
 from support.traced_cases import on_gpu, ready_made
 
 from fa2cupy import BlockMask, TileConfig
+from fa2cupy.families.device import DeviceInfo
+from fa2cupy.families.family import Kernel
 from fa2cupy.families.operations import METHODS, TILED
 from fa2cupy.families.sm80_float64 import SM80_FLOAT64
 from fa2cupy.jit.source import kernel_directory
@@ -175,11 +177,18 @@ def test_features_of_wide_heads(launched, feature):
 @pytest.mark.matrix
 @pytest.mark.parametrize("operation", SMALL)
 def test_every_default_tile(monkeypatch, operation):
+    """Checks each tile at the largest head_dim of its row for which it fits."""
     method = "single_pass" if operation == "backward" else "two_pass"
+    device = DeviceInfo.named("sm_90")
     for row in SM80_FLOAT64.tiles[operation]:
+        fitting = (
+            head_dim
+            for head_dim in range(row.head_dim, 0, -16)
+            if SM80_FLOAT64.takes(Kernel(operation, "float64", head_dim, head_dim), row.tile, device)
+        )
         lengths = (row.tile.b_r + 3, row.tile.b_c + row.tile.b_r // 2 + 5)
         with simulated_gpu(monkeypatch, "sm_90") as launched:
-            inputs = draw("float64", lengths, row.head_dim, (1, 1))
+            inputs = draw("float64", lengths, next(fitting), (1, 1))
             check(inputs, launched, method, {operation: row.tile}, causal=True)
 
 
