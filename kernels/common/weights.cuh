@@ -250,13 +250,21 @@ template <bool kTransposed, class Spec, class Fragment, class Mask, class Record
 __device__ __forceinline__ void differentiate_softmax(Fragment& p, Fragment& ds, const Mask& mask, OutsideFull outside,
                                                       const Record& params, const ScoreTile& tile, const Lse& lse,
                                                       const Delta& delta) {
-    Fragment weights;
-    take_probabilities<kTransposed, Spec>(p, weights, mask, outside, params, tile, lse);
+    if constexpr (kTakesWeights<Spec>) {
+        Fragment weights;
+        take_probabilities<kTransposed, Spec>(p, weights, mask, outside, params, tile, lse);
 #pragma unroll
-    for (int i = 0; i < Fragment::kRows; ++i)
+        for (int i = 0; i < Fragment::kRows; ++i)
 #pragma unroll
-        for (int j = 0; j < Fragment::kCols; ++j)
-            ds(i, j) = weighted_from_zero<Spec>(weights(i, j), ds(i, j), delta(i, j), params);
+            for (int j = 0; j < Fragment::kCols; ++j)
+                ds(i, j) = weighted_from_zero<Spec>(weights(i, j), ds(i, j), delta(i, j), params);
+    } else {
+        take_probabilities<kTransposed, Spec>(p, p, mask, outside, params, tile, lse);
+#pragma unroll
+        for (int i = 0; i < Fragment::kRows; ++i)
+#pragma unroll
+            for (int j = 0; j < Fragment::kCols; ++j) ds(i, j) = p(i, j) * (ds(i, j) - delta(i, j));
+    }
 }
 
 }  // namespace fa2::common
