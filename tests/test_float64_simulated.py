@@ -46,11 +46,13 @@ WIDE = {
     "forward": TileConfig(32, 16, 4),
     "backward_dq": TileConfig(16, 16, 2),
     "backward_dkdv": TileConfig(16, 16, 4),
+    "backward": TileConfig(16, 16, 4),
 }
 LARGER_WIDE = {
     "forward": TileConfig(32, 32, 4),
     "backward_dq": TileConfig(32, 32, 4),
     "backward_dkdv": TileConfig(32, 32, 8),
+    "backward": TileConfig(16, 32, 8, 2),
 }
 #: More and fewer keys than queries, and fewer than a tile; a causal mask hides all keys of some rows.
 LENGTHS = ((37, 51), (70, 37), (1, 5))
@@ -133,16 +135,18 @@ def test_tiles_of_keys(launched, operation, tile):
     check(draw("float64", (70, 90), 48, (2, 1)), launched, method, SMALL | {operation: tile})
 
 
-@pytest.mark.sample(launched=("sm_90",), pair=((136, 200),))
+@pytest.mark.sample(launched=("sm_90",), pair=((136, 200),), method=("two_pass",))
 @pytest.mark.parametrize("pair", ((256, 256), (192, 128), (64, 256), (256, 16), (136, 200)), ids=str)
-def test_wide_heads(launched, pair):
-    check(draw("float64", (37, 51), pair[0], head_dim_v=pair[1]), launched, "two_pass", WIDE, causal=True)
+@pytest.mark.parametrize("method", METHODS)
+def test_wide_heads(launched, method, pair):
+    check(draw("float64", (37, 51), pair[0], head_dim_v=pair[1]), launched, method, WIDE, causal=True)
 
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
-def test_wide_heads_in_larger_tiles(launched, lengths):
-    check(draw("float64", lengths, 136, head_dim_v=64), launched, "two_pass", LARGER_WIDE)
+@pytest.mark.parametrize("method", METHODS)
+def test_wide_heads_in_larger_tiles(launched, method, lengths):
+    check(draw("float64", lengths, 136, head_dim_v=64), launched, method, LARGER_WIDE)
 
 
 @pytest.mark.sample(launched=("sm_90",), head_dim=(64, 160))
@@ -170,8 +174,9 @@ def test_features(launched, method, feature):
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("feature", FEATURES)
-def test_features_of_wide_heads(launched, feature):
-    check_feature(feature, launched, "two_pass", WIDE, 136)
+@pytest.mark.parametrize("method", METHODS)
+def test_features_of_wide_heads(launched, method, feature):
+    check_feature(feature, launched, method, WIDE, 136)
 
 
 @pytest.mark.matrix

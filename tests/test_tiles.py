@@ -194,11 +194,7 @@ def test_every_kernel_has_the_stages_that_its_main_loop_knows():
             rows = (row.tile for row in family.tiles[operation] if row.head_dim >= padded)
             tile = next((tile for tile in rows if not family.why_not_shape(kernel, tile)), None)
             if tile is None:
-                assert head_dim > 128 and (
-                    family.multiplies_parts
-                    or family.why_not_columns(padded, padded)
-                    or (family.name, operation) == ("sm80_float64", "backward")
-                )
+                assert head_dim > 128 and (family.multiplies_parts or family.why_not_columns(padded, padded))
                 continue
             for number in range(1, 10):
                 reason = family.why_not_shape(kernel, dataclasses.replace(tile, num_stages=number))
@@ -429,7 +425,7 @@ def chosen_rows() -> set[int]:
                     if operation == "decode" and (device in OLDER or dtype == "float64"):
                         continue
                     too_wide = row.why_not_columns(head_dim, call.columns_of("v")) or (
-                        (row.multiplies_parts or row.name == "sm80_float64") and operation == "backward"
+                        row.multiplies_parts and operation == "backward"
                     )
                     is_small = device in OLDER or (
                         row.name == "sm80_float64" and device.shared_memory_per_block < 100 * 1024

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
-from ..problem.attention import AttentionProblem
-from ..problem.strides import AnyStrides
 from .device import DeviceInfo
 from .estimate import BlockCost, Costs
 from .family import Family, Kernel, TileRow, register_shortage
@@ -72,6 +68,8 @@ class Sm80Float64(Family):
             TileRow(128, TileConfig(32, 64, 8), _MEASURED),
             TileRow(128, TileConfig(16, 48, 6)),
             TileRow(128, TileConfig(16, 16, 2)),
+            TileRow(256, TileConfig(16, 32, 8)),
+            TileRow(256, TileConfig(16, 16, 4)),
         ),
         "backward_dq": (
             TileRow(64, TileConfig(128, 32, 8), _MEASURED),
@@ -97,9 +95,6 @@ class Sm80Float64(Family):
             TileRow(256, TileConfig(16, 16, 4)),
         ),
     }
-
-    def why_not(self, operation: str, problem: AttentionProblem, strides: Mapping[str, AnyStrides]) -> str | None:
-        return _why_too_wide(problem.head_dim, problem.columns_of("v")) if operation == "backward" else None
 
     def is_default_on(self, device: DeviceInfo) -> bool:
         return device.float64_tensor_rate > 1
@@ -166,8 +161,6 @@ def _why_no_keys(kernel: Kernel, tile: TileConfig) -> str | None:
     """The reason why kernels that own keys cannot have this tile, or None if they can."""
     sharers, columns, columns_v = _on_chip(kernel, tile)
     in_pairs, with_dq = _is_in_pairs(tile, sharers), kernel.operation == "backward"
-    if with_dq and sharers > 1:
-        return _why_too_wide(kernel.head_dim, kernel.head_dim_v)
     if not in_pairs and sharers * tile.b_c != _ROWS * tile.num_warps:
         return (
             f"b_c={tile.b_c} does not give each {sharers} of {tile.num_warps} warps, or each {2 * sharers}, "
@@ -186,14 +179,6 @@ def _why_no_keys(kernel: Kernel, tile: TileConfig) -> str | None:
         return f"dQ of b_r={tile.b_r} rows does not divide among {tile.num_warps} warps in bands of {_ROWS} rows"
     gradients = max(columns, columns_v) if in_pairs else columns + columns_v
     return register_shortage(gradients // sharers + 2 * tile.b_r, _OPERANDS, tile)
-
-
-def _why_too_wide(head_dim: int, head_dim_v: int) -> str | None:
-    """The reason why a warp cannot hold a gradient, or None if it can."""
-    for name, columns in (("head_dim", head_dim), ("head_dim_v", head_dim_v)):
-        if columns > _WIDE:
-            return f"{name}={columns} is above {_WIDE}"
-    return None
 
 
 SM80_FLOAT64 = Sm80Float64()

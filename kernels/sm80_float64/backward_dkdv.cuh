@@ -64,9 +64,10 @@ struct BackwardDkdv {
     static constexpr int kSharersSlots = kStatistics + 4 * kStatisticBytes;
     static_assert(kSharersSlots + 2 * (kBc / 16) * RowWarps::kBytes == Spec::kSharedBytes);
 
-    // The warps share the kBr x kD products of dQ. Each has 16 rows, and some of the columns.
-    static constexpr int kBands = ceil_div(kBr, 16), kSharers = kWarps / kBands, kDqN16 = ceil_div(kD / 16, kSharers);
-    static_assert(!kWithDq || (kBr % 16 == 0 && kWarps % kBands == 0 && kOfRows == 1));
+    // The warps share the kBr x kDqColumns products of dQ. Each has 16 rows, and some of the columns.
+    static constexpr int kBands = ceil_div(kBr, 16), kSharers = kWarps / kBands;
+    static constexpr int kDqColumns = common::round_up(kHeadDim, 16), kDqN16 = ceil_div(kDqColumns / 16, kSharers);
+    static_assert(!kWithDq || (kBr % 16 == 0 && kWarps % kBands == 0));
 
     using Scores = typename RowWarps::Scores;
     using Dk = Fragment<kD / kOfRows / 8>;
@@ -206,7 +207,8 @@ struct BackwardDkdv {
                     ds(i, j + e) = both[e] = common::weighted<Spec>(
                         weight[e], ds(i, j + e), kFromDelta ? 0.0 : statistic_at(t, 1, j + e), params);
                 if constexpr (kWithDq)
-                    store_shared(ds_tile(t) + DsTile::offset(own_rows() + Scores::row(i, lane), j / 2 * 4 + lane % 4),
+                    store_shared(ds_tile(t) + DsTile::offset(own_rows() + Scores::row(i, lane),
+                                                             sharers.first_column() / 2 + j / 2 * 4 + lane % 4),
                                  both);
             });
             sharers.give(ds);
@@ -219,18 +221,18 @@ struct BackwardDkdv {
     __device__ __forceinline__ void add_dq(const Step& step, int32 t) const {
         const int32 lane = computed_anew(this->lane), warp = computed_anew(this->warp);
         const int32 band = warp % kBands, first16 = warp / kBands * kDqN16;
-        if (first16 >= kD / 16) return;
+        if (first16 >= kDqColumns / 16) return;
         Fragment<2 * kDqN16> product;
         product.fill(0.0);
         multiply_transposed<kBc / 8>(product, AcrossRows<DsTile>(ds_tile(t) + band * 128, lane),
                                      AcrossRows<KTile>(smem + first16 * 128, lane));
-        using Workspace = DqWorkspace<kBr, kD>;
+        using Workspace = DqWorkspace<kBr, kDqColumns>;
         const int64 tile =
             common::first_workspace_tile<Spec>(params, computed_anew(where.batch), step.head) + step.tile;
         double* own = params.dq_accum + tile * Workspace::kTileElements + Workspace::offset(band, 2 * first16, 0, lane);
 #pragma unroll
         for (int n = 0; n < 2 * kDqN16; ++n)
-            if (kD / 16 % kDqN16 == 0 || 2 * first16 + n < kD / 8)
+            if (kDqColumns / 16 % kDqN16 == 0 || 2 * first16 + n < kDqColumns / 8)
 #pragma unroll
                 for (int e = 0; e < 4; ++e)
                     common::add_global(own + Workspace::offset(0, n, e, 0), product.value[n][e]);
