@@ -66,7 +66,7 @@ ONE_LANE_ARRIVES = ("fa2_backward_sm90", "fa2_backward_dkdv_sm90")
 TOOLS = {"memcheck": (), "initcheck": (), "racecheck": NOT_MODELLED + ONE_LANE_ARRIVES, "synccheck": NOT_MODELLED}
 # Head dimensions of the tests. Their kernels are compiled ahead on all CPUs.
 NATIVE_HEAD_DIMS = (32, 40, 64, 80, 96, 112, 128, 160, 192, 224, 256)
-SECONDS_FOR_A_TOOL = 120
+SECONDS_FOR_A_TOOL = 240
 #: Parts of tests/support/sanitized_calls.py. They run in parallel: a tool uses little of the GPU and one CPU.
 SANITIZED_PARTS = (
     "plain", "features", "functions", "packed", "sparse", "float32-59", "float32-128", "float32-250",

@@ -115,15 +115,32 @@ def test_two_head_dims(launched, method, pair):
 
 
 @pytest.mark.sample(launched=("sm_90",))
-def test_two_warps_share_narrow_rows(launched):
+def test_two_warps_share_rows_of_128_columns(launched):
     """Checks a head_dim that two warps do not divide evenly."""
     check(
-        draw("float64", (37, 51), 50),
+        draw("float64", (37, 51), 72),
         launched,
         "two_pass",
         SMALL | {"forward": LARGER_WIDE["forward"], "backward_dq": LARGER_WIDE["backward_dq"]},
         causal=True,
     )
+
+
+@pytest.mark.parametrize("head_dim", (72, 128))
+def test_scores_do_not_depend_on_the_warps_that_share_rows(launched, head_dim):
+    """Else P of the gradients would not be that of lse. With one key, lse is its score."""
+    inputs = draw("float64", (37, 1), head_dim)[:3]
+    alone, shared = (forward(*inputs, family="sm80", config=tiles["forward"])[1] for tiles in (SMALL, WIDE))
+    np.testing.assert_array_equal(alone.get(), shared.get())
+
+
+def test_o_is_a_sum_of_sums(launched):
+    """Checks the sum of a large value and many small ones, each of which it would not change."""
+    q, k, v, _ = draw("float64", (3, 64), 16)
+    q[...], v[:, :48], v[:, 48:] = 0.0, 1.0, 0.0
+    v[:, -1] = 2.0**53
+    o, _ = forward(q, k, v, family="sm80", config=SMALL["forward"])
+    np.testing.assert_array_equal(o.get() * 64 - 2.0**53, 48.0)
 
 
 @pytest.mark.sample(launched=("sm_90",), tile=BY_KEYS[:1], operation=("backward",))

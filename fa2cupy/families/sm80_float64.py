@@ -15,6 +15,7 @@ _OPERANDS = 60  # registers of a thread for operands and addresses
 _POWERS_BYTES = 512  # a table of the exponential
 _BARRIERS = 15  # for some of the warps
 _WIDE = 128  # with more columns of q or v, two warps hold a result of 16 rows
+_NARROW = 64  # scores of so few columns are one sum in all kernels, which two warps cannot divide
 _BY_KEYS = ("backward", "backward_dkdv")
 _MEASURED = "H200, 2026-11-27"
 #: A multiprocessor of the H200 does 0.16 million multiply-adds in a microsecond, in either method; what else takes time
@@ -123,9 +124,10 @@ class Sm80Float64(Family):
         if kernel.operation in _BY_KEYS:
             return _why_no_keys(kernel, tile)
         sharers, columns, columns_v = _on_chip(kernel, tile)
-        few = 2 if _is_wide(kernel) else 1
-        if not few <= sharers <= 2 or sharers * tile.b_r != _ROWS * tile.num_warps:
-            of_whom = "each two" if few == 2 else "each, or each two,"
+        few = 1 + _is_wide(kernel)
+        most = 2 if kernel.head_dim > _NARROW else few
+        if not few <= sharers <= most or sharers * tile.b_r != _ROWS * tile.num_warps:
+            of_whom = "each" if most == 1 else "each two" if few == 2 else "each, or each two,"
             return f"b_r={tile.b_r} does not give {of_whom} of {tile.num_warps} warps {_ROWS} rows"
         if sharers > 1 and tile.b_r > _ROWS * _BARRIERS:
             return f"b_r={tile.b_r} takes more than {_BARRIERS} barriers"

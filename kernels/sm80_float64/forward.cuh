@@ -122,7 +122,7 @@ struct Forward {
             common::cp_async_wait_all();
             __syncthreads();  // V and P are there, K is free
             if (position > tiles.begin) copy_k(tiles.at(position - 1));
-            sharers.multiply_columns(output, scores, v_rows);
+            sharers.add_columns(output, scores, v_rows);
         }
 
         double total[2], inverse_sum[2], row_lse[2];

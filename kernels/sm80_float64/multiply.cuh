@@ -26,11 +26,11 @@ __device__ __forceinline__ void mma_m16n8k8(double (&d)[4], const double (&a)[4]
 #endif
 }
 
-// S += Q K^T over 8 * kSteps columns. Few steps are unrolled: their left operands take registers.
-template <int kSteps, int kN8, class Left, class Right>
+// S += Q K^T over columns 8 * kFirst to 8 * kEnd. Few steps are unrolled: their left operands take registers.
+template <int kFirst, int kEnd, int kN8, class Left, class Right>
 __device__ __forceinline__ void multiply_rows(Fragment<kN8>& scores, const Left& left, const Right& right) {
 #pragma unroll 1
-    for (int k = 0; k < kSteps; k += 2)
+    for (int k = kFirst; k < kEnd; k += 2)
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
             double a[4];
@@ -45,13 +45,14 @@ __device__ __forceinline__ void multiply_rows(Fragment<kN8>& scores, const Left&
         }
 }
 
-// O += P V over 8 columns of P and the rows of V in step `k`.
+// O += P V over 8 columns of P and the rows of V in step `k`, in kN8 tiles of 8 columns of O from `first8` on.
 template <int kN8, class Right>
-__device__ __forceinline__ void multiply_step(Fragment<kN8>& output, const double (&a)[4], int k, const Right& right) {
+__device__ __forceinline__ void multiply_step(Fragment<kN8>& output, const double (&a)[4], int k, const Right& right,
+                                              int first8 = 0) {
 #pragma unroll
     for (int n = 0; n < kN8; ++n) {
         double b[2];
-        right.load(n, k, b[0], b[1]);
+        right.load(first8 + n, k, b[0], b[1]);
         mma_m16n8k8(output.value[n], a, b);
     }
 }
@@ -63,6 +64,26 @@ __device__ __forceinline__ void multiply_columns(Fragment<kN8>& output, const Fr
     for (int k = 0; k < kSteps; ++k) {
         const double a[4] = {p.value[k][0], p.value[k][2], p.value[k][1], p.value[k][3]};
         multiply_step(output, a, first_step + k, right);
+    }
+}
+// The same with sums of their own for these products, which are then added: one accumulator for all keys would have the
+// rounding errors of a chain as long as they are. Groups of columns take turns, for want of registers.
+template <int kSteps, int kN8, class Right>
+__device__ __forceinline__ void add_columns(Fragment<kN8>& output, const Fragment<kSteps>& p, const Right& right) {
+    constexpr int kGroup = kN8 <= 8 ? kN8 : kN8 % 4 == 0 ? 4 : 2;
+#pragma unroll
+    for (int n = 0; n < kN8; n += kGroup) {
+        Fragment<kGroup> sums;
+        sums.fill(0.0);
+#pragma unroll
+        for (int k = 0; k < kSteps; ++k) {
+            const double a[4] = {p.value[k][0], p.value[k][2], p.value[k][1], p.value[k][3]};
+            multiply_step(sums, a, k, right, n);
+        }
+#pragma unroll
+        for (int m = 0; m < kGroup; ++m)
+#pragma unroll
+            for (int e = 0; e < 4; ++e) output.value[n + m][e] += sums.value[m][e];
     }
 }
 // The same with P^T in shared memory, for 16 of its columns.

@@ -1,9 +1,13 @@
 // The warps that share 16 rows of scores and of a result: one, or two, where registers of one do not hold the result, or
-// where warps that own rows alone would be too few to hide what they wait for. Two divide the columns:
+// where warps that own rows alone would be too few to hide what they wait for. Two divide the columns, of which there are
+// more than kNarrow:
 //
 //   S = Q K^T    each warp multiplies half of the columns of Q and K, and gets the whole sums of half of the scores
 //   softmax      each has half of the scores
 //   O += P V     each has half of the columns of O, and multiplies all of P
+//
+// One warp adds up the same two halves, so that S has the same rounding errors in all kernels of a call. Else P of the
+// gradients would not be that of lse: a row whose P is 1 for one key would have another one there.
 //
 // If each warp multiplied whole rows of Q with half of the keys instead, every load of Q would feed half as many products,
 // and shared memory would be the limit.
@@ -19,6 +23,8 @@
 #include "sm80_float64/multiply.cuh"
 
 namespace fa2::sm80_float64 {
+
+inline constexpr int kNarrow = 64;
 
 // kScores: the scores of a row in a tile.
 template <int kWarps, int kScores>
@@ -53,20 +59,29 @@ class Sharers {
     // This warp's scores. Two warps must have passed a barrier since their last `multiply_columns`.
     template <class Left, class Right>
     __device__ __forceinline__ Scores products(const AlongRows<Left>& left, const AlongRows<Right>& right) const {
+        constexpr int kEnd = Left::kCols / 8 / kWarps;
+        constexpr int kHalf = kWarps == 1 && Left::kCols > kNarrow ? common::round_up(Left::kCols, 32) / 16 : kEnd;
         All all;
         all.fill(0.0);
-        multiply_rows<Left::kCols / kWarps / 8>(all, left, right);
-        if constexpr (kWarps == 1)
-            return all;
-        else
+        multiply_rows<0, kHalf>(all, left, right);
+        if constexpr (kWarps == 2) {
             return sum(all);
+        } else if constexpr (kHalf == kEnd) {
+            return all;
+        } else {
+            All second;
+            second.fill(0.0);
+            multiply_rows<kHalf, kEnd>(second, left, right);
+            add(all, second);
+            return all;
+        }
     }
     // The same, added to `start`.
     template <class Left, class Right>
     __device__ __forceinline__ Scores products(const AlongRows<Left>& left, const AlongRows<Right>& right,
                                                Scores start) const {
         if constexpr (kWarps == 1) {
-            multiply_rows<Left::kCols / 8>(start, left, right);
+            multiply_rows<0, Left::kCols / 8>(start, left, right);
         } else {
             add(start, products(left, right));
         }
@@ -111,6 +126,26 @@ class Sharers {
                 load(slots_ + half * kSlotBytes, part);
                 sm80_float64::multiply_columns(output, part, right, half * kN8);
             }
+        }
+    }
+    // The same with sums of their own for these products.
+    template <class Right, int kOutputN8>
+    __device__ __forceinline__ void add_columns(Fragment<kOutputN8>& output, const Scores& p,
+                                                const AcrossRows<Right>& right) const {
+        if constexpr (kWarps == 1) {
+            sm80_float64::add_columns(output, p, right);
+        } else {
+            All whole;
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                Scores part;
+                load(slots_ + half * kSlotBytes, part);
+#pragma unroll
+                for (int n = 0; n < kN8; ++n)
+#pragma unroll
+                    for (int e = 0; e < 4; ++e) whole.value[half * kN8 + n][e] = part.value[n][e];
+            }
+            sm80_float64::add_columns(output, whole, right);
         }
     }
 

@@ -110,8 +110,8 @@ MUTANTS = (
     Mutant(
         "doubles: half of the columns of Q",
         "forward",
-        "multiply_rows<Left::kCols / kWarps / 8>(",
-        "multiply_rows<Left::kCols / 16>(",
+        "kEnd = Left::kCols / 8 / kWarps;",
+        "kEnd = Left::kCols / 16;",
         "numbers",
         DOUBLES_OF_PAIR,
     ),
