@@ -31,6 +31,8 @@ PARTS: dict[str, Callable[[], str]] = {
     "methods": speed.methods,
     "float32": speed.float32,
     "float32 training": speed.float32_training,
+    "float64": speed.float64,
+    "float64 errors": speed.float64_errors,
     "costs": features.costs,
     "peers": features.peers,
     "FlexAttention, keywords": features.flex_keywords,

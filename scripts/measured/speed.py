@@ -6,7 +6,11 @@ import itertools
 import statistics
 from collections.abc import Iterable
 
+from accuracy import accuracy_table
 from benchmark import (
+    FLOAT64_HEAD_DIMS,
+    FLOAT64_LONGEST,
+    FLOAT64_SEQLENS,
     MODEL_SIZES,
     MODELS,
     PRECISION_HEAD_DIMS,
@@ -38,6 +42,8 @@ from methods import DEFAULT
 __all__ = [
     "float32",
     "float32_training",
+    "float64",
+    "float64_errors",
     "grid",
     "head_dims",
     "memory",
@@ -238,6 +244,72 @@ def float32() -> str:
             f"{ieee('forward')} times as long in the forward at head_dim 64, 128 and 256, and {ieee('default')} "
             "times as long in the backward."
         ),
+    )
+
+
+def float64() -> str:
+    """TFLOP/s, and the ratios of the fastest other way to compute float64."""
+    name, masks = "float64.csv", (0, 1)
+    titles = {"forward": "forward", "default": "backward", "deterministic": "backward, `deterministic=True`"}
+    lines = []
+    for operation, title in titles.items():
+        for number, head_dim in enumerate(FLOAT64_HEAD_DIMS):
+            cells = []
+            for seqlen in FLOAT64_SEQLENS:
+                wanted = {"operation": operation, "head_dim": head_dim, "seqlen": seqlen}
+                cells.append(
+                    " / ".join(
+                        f"{value(name, 'tflops', provider=OURS, causal=mask, **wanted):.1f} "
+                        f"({min(ratios(name, causal=mask, **wanted)):.2f})"
+                        for mask in masks
+                    )
+                )
+            lines.append(("" if number else title, head_dim, *cells))
+    long = tuple(seqlen for seqlen in FLOAT64_SEQLENS if seqlen >= 4096)
+
+    def over(provider: str, operation: str) -> str:
+        return span(ratios(name, provider=provider, operation=operation, seqlen=long), ".1f")
+
+    shares = [
+        float(two["ms_median"]) / float(one["ms_median"])
+        for one, two in zip(
+            rows_of(name, provider=OURS, operation="deterministic", seqlen=long),
+            rows_of(name, provider=OURS, operation="default", seqlen=long),
+            strict=True,
+        )
+    ]
+    longest = {one: rows_of(name, seqlen=FLOAT64_LONGEST, operation=one)[0] for one in ("forward", "default")}
+    speeds = [f"{float(row['tflops']):.1f}" for row in longest.values()]
+    held = [f"{float(row['extra_bytes']) / 2**20:.0f} MiB" for row in longest.values()]
+    return paragraphs(
+        source(
+            name,
+            "python scripts/benchmark.py --sections float64",
+            "our kernels for CUDA cores, attention written out in CuPy with cuBLAS, and PyTorch's math operator",
+        ),
+        table(("", "head_dim", *(f"seqlen {seqlen}" for seqlen in FLOAT64_SEQLENS)), lines),
+        sentence(
+            f"From seqlen {long[0]} on, attention written out takes {over('cupy unfused', 'forward')} times as long as "
+            f"the forward and {over('cupy unfused', 'default')} times as long as the backward, PyTorch's operator "
+            f"{over('torch math', 'forward')} and {over('torch math', 'default')} times, and CUDA cores "
+            f"{over('fa2cupy simt', 'forward')} and {over('fa2cupy simt', 'default')} times. `deterministic=True` has "
+            f"{span(shares)} of the default's speed."
+        ),
+        sentence(
+            f"One head of {FLOAT64_LONGEST} rows, head_dim 128: {speeds[0]} TFLOP/s in the forward and {speeds[1]} in "
+            f"the backward, with {held[0]} and {held[1]} beyond inputs and results."
+        ),
+    )
+
+
+def float64_errors() -> str:
+    """Errors of float64 over those of the formulas, by kinds of data."""
+    name = "accuracy.csv"
+    most = max(float(row["of_allowed"]) for row in rows_of(name))
+    return paragraphs(
+        source(name, "python scripts/accuracy.py", peers=""),
+        "\n".join(accuracy_table(rows_of(name))),
+        sentence(f"No error is above {most:.2f} of what is allowed."),
     )
 
 
