@@ -62,8 +62,8 @@ MUTANTS = (
     Mutant(
         "doubles: accumulators in their own order as left operand",
         "forward",
-        "{p.value[k][0], p.value[k][2], p.value[k][1], p.value[k][3]}",
-        "{p.value[k][0], p.value[k][1], p.value[k][2], p.value[k][3]}",
+        "{p.value[k][0], p.value[k][2], p.value[k][1], p.value[k][3]};\n            multiply_step(sums,",
+        "{p.value[k][0], p.value[k][1], p.value[k][2], p.value[k][3]};\n            multiply_step(sums,",
         "numbers",
         DOUBLES,
     ),
