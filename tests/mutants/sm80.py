@@ -99,7 +99,7 @@ MUTANTS = (
     Mutant(
         "no column predicate on load",
         "forward",
-        "row_valid && (kHeadDim == Tile::kCols || chunk * 8 < kHeadDim);",
+        "row_valid && (kHeadDim == Tile::kCols || chunk * kElements < kHeadDim);",
         "row_valid;",
         "bounds",
         Problem(head_dim=40, heads=(1, 1)),
