@@ -100,7 +100,7 @@ def test_lengths(launched, method, lengths, causal):
     check(draw("float64", lengths, 64), launched, method, causal=causal)
 
 
-@pytest.mark.sample(launched=("sm_90",), method=("single_pass",), head_dim=(8, 50, 128))
+@pytest.mark.sample(launched=("sm_90",), method=("single_pass",), head_dim=(50, 128))
 @pytest.mark.parametrize("head_dim", (2, 8, 50, 128))
 @pytest.mark.parametrize("method", METHODS)
 def test_head_dims(launched, method, head_dim):
@@ -126,6 +126,7 @@ def test_two_warps_share_rows_of_128_columns(launched):
     )
 
 
+@pytest.mark.sample(launched=("sm_90",))
 @pytest.mark.parametrize("head_dim", (72, 128))
 def test_scores_do_not_depend_on_the_warps_that_share_rows(launched, head_dim):
     """Else P of the gradients would not be that of lse. With one key, lse is its score."""
@@ -166,7 +167,7 @@ def test_wide_heads_in_larger_tiles(launched, method, lengths):
     check(draw("float64", lengths, 136, head_dim_v=64), launched, method, LARGER_WIDE)
 
 
-@pytest.mark.sample(launched=("sm_90",), head_dim=(64, 160))
+@pytest.mark.sample(launched=("sm_90",), head_dim=(160,))
 @pytest.mark.parametrize("head_dim", (64, 160))
 def test_scores_that_raise_the_row_shift(launched, head_dim):
     """Checks rows whose shift must move in some tiles, beside rows whose shift may stay."""

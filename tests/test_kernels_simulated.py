@@ -418,11 +418,11 @@ def test_hopper_with_one_to_three_groups_in_any_order(monkeypatch, lengths, tile
         check_forward(draw("float16", lengths, 64), launched, causal=True, config=tile)
 
 
-@pytest.mark.sample(heads=((4, 2),))
+@pytest.mark.sample(heads=((4, 2),), dtype=("float16",))
 @pytest.mark.parametrize("layout", ("bshd", "bhsd"))
-@pytest.mark.parametrize("heads", ((4, 2), (3, 1)), ids=("gqa", "mqa"))
-def test_head_groups_on_hopper(on_hopper, layout, heads):
-    inputs = draw("bfloat16", (70, 100), 64, heads, batch=2, layout=layout)
+@pytest.mark.parametrize(("dtype", "heads"), (("float16", (4, 2)), ("bfloat16", (4, 2)), ("bfloat16", (3, 1))), ids=str)
+def test_head_groups_on_hopper(on_hopper, layout, dtype, heads):
+    inputs = draw(dtype, (70, 100), 64, heads, batch=2, layout=layout)
     check_forward(inputs, on_hopper, causal=True, layout=layout, config=GROUPS[0])
 
 
@@ -776,11 +776,11 @@ def test_dq_of_many_tiles_by_one_block(monkeypatch):
             check_dq(draw("float16", (390, 70), 64, (3, 1)), causal=causal, config=TileConfig(128, 64, 12, 2))
 
 
-@pytest.mark.sample(heads=((4, 2),))
+@pytest.mark.sample(heads=((4, 2),), dtype=("float16",))
 @pytest.mark.parametrize("layout", ("bshd", "bhsd"))
-@pytest.mark.parametrize("heads", ((4, 2), (3, 1)), ids=("gqa", "mqa"))
-def test_dq_of_head_groups_on_hopper(dq_launched, layout, heads):
-    inputs = draw("bfloat16", (70, 100), 64, heads, batch=2, layout=layout)
+@pytest.mark.parametrize(("dtype", "heads"), (("float16", (4, 2)), ("bfloat16", (4, 2)), ("bfloat16", (3, 1))), ids=str)
+def test_dq_of_head_groups_on_hopper(dq_launched, layout, dtype, heads):
+    inputs = draw(dtype, (70, 100), 64, heads, batch=2, layout=layout)
     check_dq(inputs, causal=True, layout=layout, config=GROUPS[0])
 
 
