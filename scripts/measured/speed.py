@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import statistics
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from accuracy import accuracy_table
 from benchmark import (
@@ -217,18 +217,26 @@ def head_dims() -> str:
     )
 
 
-def float32() -> str:
-    """Ratios of PyTorch's memory-efficient operator."""
+def _by_operation(head_dims: Iterable[int], seqlens: Sequence[int], cell: Callable[..., str]) -> str:
+    """Returns a table of lengths, with a line for each operation and head_dim. `cell` makes one of both masks."""
     titles = {"forward": "forward", "default": "backward", "deterministic": "backward, `deterministic=True`"}
     lines = []
     for operation, title in titles.items():
-        for number, head_dim in enumerate(PRECISION_HEAD_DIMS):
-            cells = []
-            for seqlen in PRECISION_SEQLENS:
-                wanted = {"precision": "split", "operation": operation, "head_dim": head_dim, "seqlen": seqlen}
-                both = [ratios("float32.csv", causal=causal, **wanted)[0] for causal in (0, 1)]
-                cells.append(" / ".join(f"{one:.3g}" if one >= 10 else f"{one:.2f}" for one in both))
+        for number, head_dim in enumerate(head_dims):
+            cells = (
+                " / ".join(cell(operation=operation, head_dim=head_dim, seqlen=seqlen, causal=mask) for mask in (0, 1))
+                for seqlen in seqlens
+            )
             lines.append(("" if number else title, head_dim, *cells))
+    return table(("", "head_dim", *(f"seqlen {seqlen}" for seqlen in seqlens)), lines)
+
+
+def float32() -> str:
+    """Ratios of PyTorch's memory-efficient operator."""
+
+    def cell(**wanted: object) -> str:
+        (ratio,) = ratios("float32.csv", precision="split", **wanted)
+        return f"{ratio:.3g}" if ratio >= 10 else f"{ratio:.2f}"
 
     def ieee(operation: str) -> str:
         spans = [
@@ -238,7 +246,7 @@ def float32() -> str:
 
     return paragraphs(
         source("float32.csv", "python scripts/benchmark.py --sections float32", "PyTorch 2.11"),
-        table(("", "head_dim", *(f"seqlen {seqlen}" for seqlen in PRECISION_SEQLENS)), lines),
+        _by_operation(PRECISION_HEAD_DIMS, PRECISION_SEQLENS, cell),
         sentence(
             f'Beside our kernels for CUDA cores (`precision="ieee"`, other GPUs), the operator takes '
             f"{ieee('forward')} times as long in the forward at head_dim 64, 128 and 256, and {ieee('default')} "
@@ -249,22 +257,11 @@ def float32() -> str:
 
 def float64() -> str:
     """TFLOP/s, and the ratios of the fastest other way to compute float64."""
-    name, masks = "float64.csv", (0, 1)
-    titles = {"forward": "forward", "default": "backward", "deterministic": "backward, `deterministic=True`"}
-    lines = []
-    for operation, title in titles.items():
-        for number, head_dim in enumerate(FLOAT64_HEAD_DIMS):
-            cells = []
-            for seqlen in FLOAT64_SEQLENS:
-                wanted = {"operation": operation, "head_dim": head_dim, "seqlen": seqlen}
-                cells.append(
-                    " / ".join(
-                        f"{value(name, 'tflops', provider=OURS, causal=mask, **wanted):.1f} "
-                        f"({min(ratios(name, causal=mask, **wanted)):.2f})"
-                        for mask in masks
-                    )
-                )
-            lines.append(("" if number else title, head_dim, *cells))
+    name = "float64.csv"
+
+    def cell(**wanted: object) -> str:
+        return f"{value(name, 'tflops', provider=OURS, **wanted):.1f} ({min(ratios(name, **wanted)):.2f})"
+
     long = tuple(seqlen for seqlen in FLOAT64_SEQLENS if seqlen >= 4096)
 
     def over(provider: str, operation: str) -> str:
@@ -287,7 +284,7 @@ def float64() -> str:
             "python scripts/benchmark.py --sections float64",
             "our kernels for CUDA cores, attention written out in CuPy with cuBLAS, and PyTorch's math operator",
         ),
-        table(("", "head_dim", *(f"seqlen {seqlen}" for seqlen in FLOAT64_SEQLENS)), lines),
+        _by_operation(FLOAT64_HEAD_DIMS, FLOAT64_SEQLENS, cell),
         sentence(
             f"From seqlen {long[0]} on, attention written out takes {over('cupy unfused', 'forward')} times as long as "
             f"the forward and {over('cupy unfused', 'default')} times as long as the backward, PyTorch's operator "

@@ -68,6 +68,14 @@ MUTANTS = (
         DOUBLES,
     ),
     Mutant(
+        "doubles: dS in its own order as left operand",
+        "backward_dq",
+        "{p.value[k][0], p.value[k][2], p.value[k][1], p.value[k][3]};\n        multiply_step(output,",
+        "{p.value[k][0], p.value[k][1], p.value[k][2], p.value[k][3]};\n        multiply_step(output,",
+        "numbers",
+        DOUBLES,
+    ),
+    Mutant(
         "doubles: even columns stored as odd ones",
         "forward",
         "make_double2(x.value[n][2 * i], x.value[n][2 * i + 1])",
