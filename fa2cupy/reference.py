@@ -1,8 +1,8 @@
 """References for results: the formulas with whole score matrices, one head at a time.
 
-`forward`, `delta` and `backward` work in float64. `baseline_forward` and `baseline_backward` are naive implementations
-in the working precision, which round each matrix product to the dtype of the inputs. `fa2cupy.testing` compares results
-with both.
+`forward`, `delta`, `backward`, and `jvp`, `backward_jvp` and `double_backward`, work in float64. `baseline_forward` and
+`baseline_backward` are naive implementations in the working precision, which round each matrix product to the dtype of
+the inputs. `fa2cupy.testing` compares results with both.
 
 Arguments, shapes and errors are those of the functions of the package. The functions take NumPy and CuPy arrays and
 compute where these are. They share only the argument checks and the generator of dropout with the rest of the package.
@@ -11,27 +11,34 @@ A NaN in a key that a mask hides may reach the rows that it is hidden from (0 * 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 from .numerics.arrays import device_context
 from .numerics.formulas import Formulas
+from .numerics.second_order import SecondOrder
 from .problem.arguments import array_backend, check_array
-from .problem.array_types import ArrayT
+from .problem.array_types import Array, ArrayT
+from .problem.attention import AttentionProblem
 from .problem.checks import problem_from_arrays, problem_from_outputs
 from .problem.feature_checks import extra_gradients
 from .problem.keywords import ScoreKeywords, check_keywords, takes
 from .problem.names import Layout
+from .problem.tangents import COTANGENTS, TANGENTS, Tangents, check_tangents
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 __all__ = [
     "backward",
+    "backward_jvp",
     "baseline_backward",
     "baseline_forward",
     "delta",
+    "double_backward",
     "forward",
     "gradient_noise",
+    "jvp",
 ]
 
 
@@ -106,9 +113,7 @@ def backward(
     """
     check_keywords("fa2cupy.reference.backward", keywords)
     problem = problem_from_arrays(q, k, v, **keywords)
-    array_backend({"q": q, "o": o, "lse": lse, "do": do}, {"dlse": dlse})
-    for name, array, shape in (("o", o, problem.o_shape), ("lse", lse, problem.lse_shape), ("do", do, problem.o_shape)):
-        check_array(name, array, shape, array.dtype, "q")
+    _check_shapes(problem, q, {"o": o, "lse": lse, "do": do}, {"dlse": dlse})
     extra = extra_gradients(keywords, return_dbias, return_dsink, return_dscore_args)
     with device_context(q):
         return Formulas(problem, keywords, q, "float64", "float64").backward(q, k, v, o, lse, do, dlse, extra)
@@ -212,3 +217,152 @@ def gradient_noise(
     extra = extra_gradients(keywords, return_dbias, return_dsink, return_dscore_args)
     with device_context(q):
         return Formulas(problem, keywords, q, "float64", "float64").noise(q, k, v, o, lse, do, dlse, extra)
+
+
+@takes(ScoreKeywords)
+def jvp(
+    q: ArrayT,
+    k: ArrayT,
+    v: ArrayT,
+    qt: ArrayT | None,
+    kt: ArrayT | None,
+    vt: ArrayT | None,
+    *,
+    bias_tangent: ArrayT | None = None,
+    sink_tangent: ArrayT | None = None,
+    **keywords: Unpack[ScoreKeywords],
+) -> tuple[ArrayT, ArrayT, ArrayT, ArrayT]:
+    """`fa2cupy.jvp` in float64.
+
+    Parameters
+    ----------
+    q, k, v, qt, kt, vt, causal, softmax_scale, layout, bias_tangent, sink_tangent, **keywords
+        As for `fa2cupy.jvp`.
+
+    Returns
+    -------
+    o, lse : ndarray of float64
+        As of `forward`.
+    ot, lset : ndarray of float64, shapes of o and lse
+    """
+    check_keywords("fa2cupy.reference.jvp", keywords)
+    tangents = Tangents(qt, kt, vt, bias_tangent, sink_tangent)
+    problem = problem_from_arrays(q, k, v, **keywords)
+    check_tangents(TANGENTS, tangents, {"q": q, "k": k, "v": v}, keywords)
+    with device_context(q):
+        formulas = SecondOrder(problem, keywords, q, "float64", "float64")
+        o, lse = formulas.forward(q, k, v)
+        ot, lset = formulas.jvp({"q": q, "k": k, "v": v, "o": o, "lse": lse}, tangents)
+        return o, lse, ot, lset
+
+
+@takes(ScoreKeywords)
+def backward_jvp(
+    q: ArrayT,
+    k: ArrayT,
+    v: ArrayT,
+    o: ArrayT,
+    lse: ArrayT,
+    do: ArrayT,
+    qt: ArrayT | None,
+    kt: ArrayT | None,
+    vt: ArrayT | None,
+    ot: ArrayT,
+    lset: ArrayT,
+    dot: ArrayT | None = None,
+    *,
+    dlse: ArrayT | None = None,
+    dlset: ArrayT | None = None,
+    bias_tangent: ArrayT | None = None,
+    sink_tangent: ArrayT | None = None,
+    return_dbias: bool = False,
+    return_dsink: bool = False,
+    **keywords: Unpack[ScoreKeywords],
+) -> tuple[ArrayT, ...]:
+    """`fa2cupy.backward_jvp` in float64.
+
+    Parameters
+    ----------
+    q, k, v, do, qt, kt, vt, dot, causal, softmax_scale, layout, dlse, dlset, bias_tangent, sink_tangent, return_dbias,
+    return_dsink, **keywords
+        As for `fa2cupy.backward_jvp`.
+    o, lse, ot, lset : ndarray
+        As there, or in float64 as `jvp` returns them.
+
+    Returns
+    -------
+    dqt, dkt, dvt : ndarray of float64, shapes of q, k, v
+    dbiast, dsinkt : ndarray of float64, shapes of bias and sink
+        Only if asked for.
+    """
+    check_keywords("fa2cupy.reference.backward_jvp", keywords)
+    tangents = Tangents(qt, kt, vt, bias_tangent, sink_tangent)
+    problem = problem_from_arrays(q, k, v, **keywords)
+    check_tangents(TANGENTS, tangents, {"q": q, "k": k, "v": v}, keywords)
+    results = {"o": o, "lse": lse, "do": do, "ot": ot, "lset": lset}
+    optional = {"dot": dot, "dlse": dlse, "dlset": dlset}
+    _check_shapes(problem, q, results, optional)
+    extra = extra_gradients(keywords, return_dbias, return_dsink, return_dscore_args=False)
+    with device_context(q):
+        formulas = SecondOrder(problem, keywords, q, "float64", "float64")
+        return formulas.backward_jvp({"q": q, "k": k, "v": v, **results, **optional}, tangents, extra)
+
+
+@takes(ScoreKeywords)
+def double_backward(
+    q: ArrayT,
+    k: ArrayT,
+    v: ArrayT,
+    o: ArrayT,
+    lse: ArrayT,
+    do: ArrayT,
+    gdq: ArrayT | None,
+    gdk: ArrayT | None,
+    gdv: ArrayT | None,
+    *,
+    dlse: ArrayT | None = None,
+    gdbias: ArrayT | None = None,
+    gdsink: ArrayT | None = None,
+    return_dbias: bool = False,
+    return_dsink: bool = False,
+    **keywords: Unpack[ScoreKeywords],
+) -> tuple[ArrayT, ...]:
+    """`fa2cupy.double_backward` in float64.
+
+    Parameters
+    ----------
+    q, k, v, do, gdq, gdk, gdv, causal, softmax_scale, layout, dlse, gdbias, gdsink, return_dbias, return_dsink,
+    **keywords
+        As for `fa2cupy.double_backward`.
+    o, lse : ndarray
+        As there, or in float64 as `forward` returns them.
+
+    Returns
+    -------
+    gq, gk, gv, gdo : ndarray of float64, shapes of q, k, v, do
+    gdlse : ndarray of float64, shape of lse
+        Only with dlse.
+    gbias, gsink : ndarray of float64, shapes of bias and sink
+        Only if asked for.
+    """
+    check_keywords("fa2cupy.reference.double_backward", keywords)
+    cotangents = Tangents(gdq, gdk, gdv, gdbias, gdsink)
+    problem = problem_from_arrays(q, k, v, **keywords)
+    check_tangents(COTANGENTS, cotangents, {"q": q, "k": k, "v": v}, keywords)
+    results, optional = {"o": o, "lse": lse, "do": do}, {"dlse": dlse}
+    _check_shapes(problem, q, results, optional)
+    extra = extra_gradients(keywords, return_dbias, return_dsink, return_dscore_args=False)
+    with device_context(q):
+        formulas = SecondOrder(problem, keywords, q, "float64", "float64")
+        return formulas.double_backward({"q": q, "k": k, "v": v, **results, **optional}, cotangents, extra)
+
+
+def _check_shapes(
+    problem: AttentionProblem, q: Array, required: Mapping[str, Any], optional: Mapping[str, Any]
+) -> None:
+    """Checks arrays of the shapes of o and lse, of any dtype."""
+    array_backend({"q": q, **required}, optional)
+    for name, array in {**required, **optional}.items():
+        if array is not None:
+            shape = problem.lse_shape if "lse" in name else problem.o_shape
+            check_array(name, array, shape, array.dtype, "q")

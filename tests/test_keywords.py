@@ -7,7 +7,7 @@ import inspect
 import numpy as np
 import pytest
 from support.feature_cases import inputs_of
-from support.keyword_functions import FUNCTIONS
+from support.keyword_functions import FUNCTIONS, positional_arguments
 
 import fa2cupy
 from fa2cupy.problem import keywords
@@ -17,9 +17,7 @@ from fa2cupy.testing import Expectation
 
 @pytest.fixture(scope="module")
 def arguments() -> dict:
-    q, k, v, do = inputs_of("float32")
-    o, lse = fa2cupy.forward(q, k, v)
-    return {"q": q, "k": k, "v": v, "o": o, "lse": lse, "do": do}
+    return positional_arguments(inputs_of("float32"))
 
 
 def call(name: str, arguments: dict, **options):

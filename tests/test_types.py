@@ -15,7 +15,7 @@ from typing import get_args
 import numpy as np
 import pytest
 from support import CHECKOUT
-from support.keyword_functions import FUNCTIONS
+from support.keyword_functions import FUNCTIONS, positional_arguments
 
 pytest.importorskip("cupy")
 
@@ -92,10 +92,8 @@ def test_a_signature_has_every_keyword_by_its_name(name):
 @pytest.mark.parametrize("name", [name for name in SIGNED if "distributed" not in name])
 def test_defaults_are_what_a_call_without_them_has(name):
     """Checks that a call with all defaults of the signature is the one that has none of them."""
-    q, k, v, do = testing.make_inputs("float32", seqlen_q=5, head_dim=4)
-    arrays = {"q": q, "k": k, "v": v, "do": do}
-    arrays["o"], arrays["lse"] = fa2cupy.forward(q, k, v)
-    function, parameters = SIGNED[name], inspect.signature(SIGNED[name]).parameters.values()
+    arrays = positional_arguments(testing.make_inputs("float32", seqlen_q=5, head_dim=4))
+    do, function, parameters = arrays["do"], SIGNED[name], inspect.signature(SIGNED[name]).parameters.values()
     inputs = [arrays[one.name] for one in parameters if one.kind is one.POSITIONAL_OR_KEYWORD]
     options = {one.name: one.default for one in parameters if one.kind is one.KEYWORD_ONLY}
     for one, other in zip(results(function(*inputs), do), results(function(*inputs, **options), do), strict=True):

@@ -70,8 +70,14 @@ class Evaluation:
 
     def slope(self) -> Any:
         """The derivative of the score, broadcastable to the tile."""
-        slope = self._program.slope
-        return self._xp.asarray(0, self._dtypes[FLOAT]) if slope is None else self.value(slope)
+        return self._value_or_zero(self._program.slope)
+
+    def curvature(self) -> Any:
+        """The second derivative of the score, broadcastable to the tile."""
+        return self._value_or_zero(self._program.curvature)
+
+    def _value_or_zero(self, node: Node | None) -> Any:
+        return self._xp.asarray(0, self._dtypes[FLOAT]) if node is None else self.value(node)
 
     def gradient_parts(self) -> Iterator[GradientPart]:
         """The derivatives by the elements that the function reads of floating-point arguments."""

@@ -91,6 +91,14 @@ class Program(Unchanging):
         with _differentiating:  # several threads would give nodes the same number
             return scatters(self.graph, self.result, self.floats) if self.role == "score_mod" else []
 
+    @functools.cached_property
+    def curvature(self) -> Node | None:
+        """The second derivative of the score by the score that the function gets; None if it is 0."""
+        _ = self.text  # its nodes come first: the order of their numbers is that of operands and statements
+        with _differentiating:
+            score = self.graph.input("score", FLOAT)
+            return None if self.slope is None else derivative(self.graph, self.slope, score)
+
     @property
     def floats(self) -> tuple[int, ...]:
         """The floating-point arguments."""

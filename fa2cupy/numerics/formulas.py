@@ -23,10 +23,10 @@ from ..problem.sequences import Sequence, sequences_of
 from ..problem.strides import with_score_axes
 from .arrays import array_module, matmul
 
-__all__ = ["Formulas"]
+__all__ = ["Formulas", "Head", "Slopes"]
 
 
-class _Head(NamedTuple):
+class Head(NamedTuple):
     """A query head of one sequence, and its indices into q, o and lse (`own`), and into k and v (`shared`)."""
 
     sequence: Sequence
@@ -35,15 +35,31 @@ class _Head(NamedTuple):
     shared: tuple[int, int, slice]
 
 
-class _Slopes(NamedTuple):
-    """The derivatives of scores by the scaled products: that of the soft cap, and the caller's function."""
+class Slopes(NamedTuple):
+    """The derivatives of scores by the scaled products.
+
+    Attributes
+    ----------
+    cap, bend : ndarray or float
+        First and second derivative of the soft cap by its input.
+    mod : Evaluation or None
+        The caller's function.
+    """
 
     cap: Array | float
+    bend: Array | float
     mod: Evaluation | None
 
     def total(self, xp: Any, p: Array) -> Array | float:
         """The derivative by the products, 0 where P is 0: a function may have no finite one for hidden keys."""
         return self.cap if self.mod is None else self.cap * xp.where(p != 0, self.mod.slope(), 0)
+
+    def curvature(self, xp: Any, p: Array) -> Array | float:
+        """The second derivative by the products, 0 where P is 0."""
+        if self.mod is None:
+            return self.bend
+        slope, curvature = (xp.where(p != 0, x, 0) for x in (self.mod.slope(), self.mod.curvature()))
+        return self.bend * slope**2 + self.cap * curvature
 
 
 class Formulas:
@@ -192,11 +208,12 @@ class Formulas:
             **{name: _largest(total) ** 0.5 for name, total in squares.items()},
         }
 
-    def _scores(self, q_head: Array, k_head: Array, part: _Head) -> tuple[Array, _Slopes]:
+    def _scores(self, q_head: Array, k_head: Array, part: Head) -> tuple[Array, Slopes]:
         """Scores with all features, and their derivatives by the scaled products."""
         s = self._product(q_head, k_head.T) * self.problem.softmax_scale
         settings, arrays = self.problem.settings, self.arrays
         slope: Array | float = 1.0
+        bend: Array | float = 0.0
         query, key = self.xp.arange(s.shape[0])[:, None], self.xp.arange(s.shape[1])
         mod = None
         if settings.score_mod is not None:
@@ -205,15 +222,16 @@ class Formulas:
         if settings.softcap is not None:
             tanh = self.xp.tanh(s / settings.softcap)
             s, slope = settings.softcap * tanh, 1 - tanh * tanh
+            bend = -2 / settings.softcap * tanh * slope
         if "alibi_slopes" in arrays:
             slopes = self._of_head("alibi_slopes", part).astype(self.work)
             s = s - slopes * abs(query + part.sequence.diagonal - key)
         if "bias" in arrays:
             s = s + self._of_head("bias", part).astype(self.work)
         visible = self._visible(query, key, part)
-        return s if visible is None else self.xp.where(visible, s, -np.inf), _Slopes(slope, mod)
+        return s if visible is None else self.xp.where(visible, s, -np.inf), Slopes(slope, bend, mod)
 
-    def _evaluation(self, program: Program, query: Array, key: Array, part: _Head, **inputs: Array) -> Evaluation:
+    def _evaluation(self, program: Program, query: Array, key: Array, part: Head, **inputs: Array) -> Evaluation:
         places = {"b": part.sequence.number, "h": part.head, "q": query, "k": key}
         return Evaluation(program, self.arguments[program.role], self.work, self.xp, **places, **inputs)
 
@@ -240,7 +258,7 @@ class Formulas:
                 tile = reduced(errors**2, indices)
                 add_elements(squares[f"dscore_args[{argument}]"], indices, tile, self.xp)
 
-    def _visible(self, query: Array, key: Array, part: _Head) -> Array | None:
+    def _visible(self, query: Array, key: Array, part: Head) -> Array | None:
         aligned = query + part.sequence.diagonal
         left, right = self.problem.settings.window
         conditions = [key <= aligned] if self.problem.causal else []
@@ -258,12 +276,13 @@ class Formulas:
             visible = condition if visible is None else visible & condition
         return visible
 
-    def _of_head(self, name: str, part: _Head) -> Array:
-        """The part of a head in an array that is broadcast over the scores."""
-        whole = self.xp.broadcast_to(with_score_axes(name, self.arrays[name]), self.problem.score_shape)
+    def _of_head(self, name: str, part: Head, array: Array | None = None) -> Array:
+        """The part of a head in an array that is broadcast over the scores, or in another `array` of its shape."""
+        array = self.arrays[name] if array is None else array
+        whole = self.xp.broadcast_to(with_score_axes(name, array), self.problem.score_shape)
         return whole[part.sequence.number, part.head, : part.sequence.seqlen_q, : part.sequence.seqlen_k]
 
-    def _add_reduced(self, total: Array, ds: Array, part: _Head) -> None:
+    def _add_reduced(self, total: Array, ds: Array, part: Head) -> None:
         """Adds dS of a head to the gradient of an array that is broadcast over the scores."""
         for axis in (0, 1):
             if total.shape[2 + axis] == 1:
@@ -275,18 +294,18 @@ class Formulas:
     def _four_axes(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
         return (1,) * (4 - len(shape)) + shape if name == "dbias" else shape
 
-    def _with_sink(self, s: Array, part: _Head) -> Array:
+    def _with_sink(self, s: Array, part: Head) -> Array:
         """The scores, with the sink as one more key."""
         if "sink" not in self.arrays:
             return s
         column = self.xp.full((s.shape[0], 1), 1, self.work) * self.arrays["sink"][part.head].astype(self.work)
         return self.xp.concatenate([s, column], axis=1)
 
-    def _sink_share(self, row_lse: Array, part: _Head) -> Array:
+    def _sink_share(self, row_lse: Array, part: Head) -> Array:
         sink = self.arrays["sink"][part.head].astype(self.work)
         return self.xp.exp(self.xp.minimum(sink - self._without_empty(row_lse), 0))
 
-    def _dropped(self, matrix: Array, part: _Head, at_most: bool = False) -> Array:
+    def _dropped(self, matrix: Array, part: Head, at_most: bool = False) -> Array:
         """Dropout of a matrix of P's shape. `at_most` keeps all elements, which gives a bound of the result."""
         settings = self.problem.settings
         if not settings.dropout_p:
@@ -318,7 +337,7 @@ class Formulas:
     def _round(self, matrix: Array) -> Array:
         return matrix.astype(self.rounded, copy=False).astype(self.work, copy=False)
 
-    def _heads(self) -> Iterator[_Head]:
+    def _heads(self) -> Iterator[Head]:
         # A sequence without keys contributes only if there is a sink.
         sink = "sink" in self.arrays
         for sequence in self.sequences:
@@ -326,7 +345,7 @@ class Formulas:
                 for head in range(self.problem.num_heads):
                     group = head // self.problem.heads_per_group
                     own, shared = (sequence.batch, head, sequence.queries), (sequence.batch, group, sequence.keys)
-                    yield _Head(sequence, head, own, shared)
+                    yield Head(sequence, head, own, shared)
 
     def _head(self, array: Array, index: tuple[int, int, slice]) -> Array:
         return self._heads_first(array)[index].astype(self.work)

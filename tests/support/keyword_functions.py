@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 import fa2cupy
 from fa2cupy import reference, testing
 
@@ -14,5 +16,16 @@ FUNCTIONS = {
     "fa2cupy.reference.baseline_forward": reference.baseline_forward,
     "fa2cupy.reference.baseline_backward": reference.baseline_backward,
     "fa2cupy.reference.gradient_noise": reference.gradient_noise,
+    "fa2cupy.reference.jvp": reference.jvp,
+    "fa2cupy.reference.backward_jvp": reference.backward_jvp,
+    "fa2cupy.reference.double_backward": reference.double_backward,
     "fa2cupy.testing.Expectation": testing.Expectation,
 }
+
+
+def positional_arguments(inputs: tuple[np.ndarray, ...]) -> dict[str, np.ndarray]:
+    """Returns arrays for all positional arguments of these functions, given q, k, v and do."""
+    q, k, v, do = inputs
+    o, lse = fa2cupy.forward(q, k, v)
+    tangents = {"qt": q, "kt": k, "vt": v, "ot": o, "lset": lse, "dot": do}
+    return {"q": q, "k": k, "v": v, "o": o, "lse": lse, "do": do, **tangents, "gdq": q, "gdk": k, "gdv": v}

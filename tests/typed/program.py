@@ -134,6 +134,10 @@ def on_numpy() -> None:
     scores: ScoreKeywords = {"causal": True, "softcap": 5.0}
     exact, exact_lse = reference.forward(q, k, v, **scores)
     reference.backward(q, k, v, exact, exact_lse, do, **scores)
+    exact, exact_lse, exact_ot, exact_lset = reference.jvp(q, k, v, q, None, v, **scores)
+    moved = exact_ot, exact_lset, do
+    reference.backward_jvp(q, k, v, exact, exact_lse, do, q, None, v, *moved, **scores)
+    reference.double_backward(q, k, v, exact, exact_lse, do, None, k, v, **scores)
     reference.baseline_backward(q, k, v, do, return_dsink=True, sink=slopes)
     reference.baseline_forward(q, k, v, layout="bshd")
     noise = reference.gradient_noise(q, k, v, exact, exact_lse, do)["dq"]

@@ -1,0 +1,92 @@
+"""Tangents of a call's arrays, and the checks of the calls of second order."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from .arguments import array_backend, check_array
+from .array_types import Array
+from .checks import Request, Result, check_backward, check_forward
+from .options import CallOptions
+
+__all__ = [
+    "COTANGENTS",
+    "TANGENTS",
+    "Tangents",
+    "check_backward_jvp",
+    "check_double_backward",
+    "check_jvp",
+    "check_tangents",
+]
+
+
+class Tangents(NamedTuple):
+    """The direction in which the arrays of a call change; None where one does not.
+
+    Attributes
+    ----------
+    q, k, v, bias, sink : ndarray or None
+    """
+
+    q: Array | None
+    k: Array | None
+    v: Array | None
+    bias: Array | None
+    sink: Array | None
+
+
+#: The arguments of `jvp` and `backward_jvp` that are fields of `Tangents`, in their order.
+TANGENTS = ("qt", "kt", "vt", "bias_tangent", "sink_tangent")
+#: The same of `double_backward`, where cotangents of gradients take the places of tangents.
+COTANGENTS = ("gdq", "gdk", "gdv", "gdbias", "gdsink")
+
+
+def check_jvp(
+    arrays: Mapping[str, Any], tangents: Tangents, options: CallOptions, keywords: Mapping[str, Any]
+) -> Request:
+    """Checks a call of `fa2cupy.jvp`: q, k and v by name, their tangents, its options and keywords of features."""
+    request = check_forward(arrays, options, keywords)
+    check_tangents(TANGENTS, tangents, arrays, keywords)
+    o, lse = request.results
+    return request._replace(results=(o, lse, o._replace(name="ot"), lse._replace(name="lset")))
+
+
+def check_backward_jvp(
+    arrays: Mapping[str, Any], tangents: Tangents, options: CallOptions, keywords: Mapping[str, Any]
+) -> Request:
+    """Checks a call of `fa2cupy.backward_jvp`: its arrays by name, without `tangents`; some may be None or missing."""
+    request = check_backward(arrays, options, keywords)
+    check_tangents(TANGENTS, tangents, arrays, keywords)
+    for name, like in (("ot", "o"), ("lset", "lse"), ("dot", "o"), ("dlset", "lse")):
+        _check_like(name, arrays.get(name), like, arrays[like])
+    return request._replace(results=tuple(one._replace(name=f"{one.name}t") for one in request.results))
+
+
+def check_double_backward(
+    arrays: Mapping[str, Any], cotangents: Tangents, options: CallOptions, keywords: Mapping[str, Any]
+) -> Request:
+    """Checks a call of `fa2cupy.double_backward`: its arrays by name, without `cotangents`; dlse may be None."""
+    request = check_backward(arrays, options, keywords)
+    check_tangents(COTANGENTS, cotangents, arrays, keywords)
+    of_inputs = [one._replace(name=f"g{one.name.removeprefix('d')}") for one in request.results]
+    given = [name for name in ("do", "dlse") if arrays.get(name) is not None]
+    of_outputs = [Result(f"g{name}", arrays[name].shape, arrays[name].dtype) for name in given]
+    return request._replace(results=(*of_inputs[:3], *of_outputs, *of_inputs[3:]))
+
+
+def check_tangents(
+    names: tuple[str, ...], tangents: Tangents, arrays: Mapping[str, Any], keywords: Mapping[str, Any]
+) -> None:
+    """Checks tangents, which are arguments of these names, against q, k and v in `arrays` and against features."""
+    array_backend({"q": arrays["q"]}, dict(zip(names, tangents, strict=True)))
+    for name, source, tangent in zip(names, Tangents._fields, tangents, strict=True):
+        like = arrays[source] if source in arrays else keywords.get(source)
+        if tangent is not None and like is None:
+            raise ValueError(f"{name}: there is no {source}; pass that of the forward")
+        _check_like(name, tangent, source, like)
+
+
+def _check_like(name: str, array: Array | None, source: str, like: Any) -> None:
+    if array is not None:
+        check_array(name, array, like.shape, like.dtype, source)

@@ -1,0 +1,204 @@
+"""Tangents of the forward and of the backward: references against differences, NumPy against references, properties."""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+import numpy as np
+import pytest
+from support.feature_cases import booleans, extras, numbers
+
+from fa2cupy import mods, reference
+from fa2cupy.testing import make_inputs
+
+pytestmark = pytest.mark.filterwarnings("error")
+
+SIZES = {"batch": 2, "seqlen_q": 5, "seqlen_k": 6, "num_heads": 2, "num_heads_kv": 1, "head_dim": 3, "head_dim_v": 2}
+STEP = 1e-5
+
+
+def curved(score, b, h, q, k, table):
+    return np.sin(score) * table[h] + 0.3 * np.where(q > k, score**2, np.tanh(score))
+
+
+#: Keywords by what is tested; ``"all"`` has everything that changes the formulas.
+CASES = {
+    "plain": {"softmax_scale": 0.9},
+    "rows without keys": {"mask": np.arange(5)[:, None] % 2 == np.zeros(6)},
+    "all": {
+        "causal": True,
+        "window": (4, 3),
+        "softcap": 1.1,
+        "alibi_slopes": np.array([0.4, -0.1]),
+        "bias": numbers((1, 2, 5, 6), "float64"),
+        "mask": booleans((2, 1, 5, 6)),
+        "key_padding_mask": np.arange(6) < np.array([[6], [5]]),
+        "sink": np.array([0.3, -0.5]),
+        "dropout_p": 0.3,
+        "seed": 5,
+        "score_mod": curved,
+        "score_args": (np.array([0.7, -0.4]),),
+    },
+    "functions": {"score_mod": curved, "score_args": (np.array([0.7, -0.4]),), "mask_mod": mods.causal()},
+    "packed": {
+        "cu_seqlens_q": np.array([0, 4, 4, 8], "int32"),
+        "cu_seqlens_k": np.array([1, 4, 5, 8], "int32"),
+        "causal": True,
+        "softcap": 0.8,
+        "sink": np.array([0.3, -np.inf]),
+        "bias": numbers((3, 1, 1, 8), "float64"),
+    },
+}
+
+
+class Call:
+    """A call in float64 with arrays, and a direction in which all of them change."""
+
+    def __init__(self, name: str):
+        options = CASES[name]
+        q, k, v, do = make_inputs("float64", **SIZES)
+        if "cu_seqlens_q" in options:
+            q, k, v, do = (array.reshape(-1, *array.shape[2:])[:8] for array in (q, k, v, do))
+        self.changing = ("bias", "sink")
+        self.options = {name: value for name, value in options.items() if name not in self.changing}
+        self.switches = {name: True for name in extras(options) if name != "return_dscore_args"}
+        self.arrays = {"q": q, "k": k, "v": v, "do": do}
+        self.arrays["dlse"] = numbers(reference.forward(q, k, v, **options)[1].shape, "float64")
+        self.arrays |= {name: options[name] for name in self.changing if name in options}
+
+    def direction(self, seed: int) -> dict:
+        """Returns an array for each of the call's."""
+        return {name: numbers(array.shape, "float64", 10 * seed + len(name)) for name, array in self.arrays.items()}
+
+    def moved(self, direction: dict, distance: float) -> dict:
+        return {name: array + distance * direction[name] for name, array in self.arrays.items()}
+
+    def keywords(self, arrays: dict) -> dict:
+        return self.options | {name: arrays[name] for name in self.changing if name in arrays}
+
+    def forward(self, arrays: dict, library: ModuleType = reference) -> tuple:
+        return library.forward(arrays["q"], arrays["k"], arrays["v"], **self.keywords(arrays))
+
+    def backward(self, arrays: dict, library: ModuleType = reference) -> tuple:
+        given = (arrays[name] for name in "qkv")
+        results = self.forward(arrays, library)
+        keywords = self.keywords(arrays) | self.switches
+        return library.backward(*given, *results, arrays["do"], dlse=arrays["dlse"], **keywords)
+
+    def jvp(self, direction: dict, library: ModuleType = reference) -> tuple:
+        """Returns ot and lset."""
+        return self._jvp(direction, library)[2:]
+
+    def _jvp(self, direction: dict, library: ModuleType) -> tuple:
+        given = (*(self.arrays[name] for name in "qkv"), *(direction.get(name) for name in "qkv"))
+        return library.jvp(*given, **self._tangents(direction), **self.keywords(self.arrays))
+
+    def _tangents(self, direction: dict) -> dict:
+        return {f"{name}_tangent": direction[name] for name in self.changing if name in direction}
+
+    def backward_jvp(self, direction: dict, library: ModuleType = reference) -> tuple:
+        x, keywords = self.arrays, self.keywords(self.arrays) | self.switches
+        o, lse, ot, lset = self._jvp(direction, library)
+        given = (x["q"], x["k"], x["v"], o, lse, x["do"], *(direction.get(name) for name in "qkv"), ot, lset)
+        more = {"dot": direction.get("do"), "dlse": x["dlse"], "dlset": direction.get("dlse")}
+        return library.backward_jvp(*given, **more, **self._tangents(direction), **keywords)
+
+    def double_backward(self, direction: dict, library: ModuleType = reference) -> tuple:
+        x, keywords = self.arrays, self.keywords(self.arrays) | self.switches
+        given = (x["q"], x["k"], x["v"], *self.forward(x, library), x["do"], *(direction.get(name) for name in "qkv"))
+        more = {f"gd{name}": direction[name] for name in self.changing if name in direction}
+        return library.double_backward(*given, dlse=x["dlse"], **more, **keywords)
+
+
+@pytest.fixture(params=CASES)
+def call(request) -> Call:
+    return Call(request.param)
+
+
+def without(direction: dict, *names: str) -> dict:
+    return {name: array for name, array in direction.items() if name not in names}
+
+
+def assert_differences(results: tuple, after: tuple, before: tuple) -> None:
+    for result, one, other in zip(results, after, before, strict=True):
+        is_finite = np.isfinite(one)  # lse of rows without a key is -inf
+        difference = np.where(is_finite, one, 0) - np.where(is_finite, other, 0)
+        np.testing.assert_allclose(result, difference / (2 * STEP), atol=1e-8)
+
+
+def test_tangents_of_the_reference_are_differences(call):
+    direction = call.direction(1)
+    near = [call.forward(call.moved(direction, distance)) for distance in (STEP, -STEP)]
+    assert_differences(call.jvp(direction), *near)
+
+
+def test_tangents_of_gradients_of_the_reference_are_differences(call):
+    direction = call.direction(1)
+    near = [call.backward(call.moved(direction, distance)) for distance in (STEP, -STEP)]
+    assert_differences(call.backward_jvp(direction), *near)
+
+
+def test_the_double_backward_of_the_reference_is_the_gradient_of_the_backward(call):
+    """Checks it by differences along a direction: of the sum of gradients, each times its cotangent."""
+    cotangents, direction = without(call.direction(1), "do", "dlse"), call.direction(2)
+
+    def total(distance: float) -> float:
+        names = ("q", "k", "v", *(name for name in call.changing if name in call.arrays))
+        gradients = call.backward(call.moved(direction, distance))
+        return sum(float((cotangents[name] * one).sum()) for name, one in zip(names, gradients, strict=True))
+
+    gq, gk, gv, gdo, gdlse, *more = call.double_backward(cotangents)
+    named = {"q": gq, "k": gk, "v": gv, "do": gdo, "dlse": gdlse}
+    named |= dict(zip((name for name in call.changing if name in call.arrays), more, strict=True))
+    found = sum(float((named[name] * array).sum()) for name, array in direction.items())
+    assert found == pytest.approx((total(STEP) - total(-STEP)) / (2 * STEP), abs=1e-7)
+
+
+# ------------------------------------------------------------------------------------------------------- properties
+
+
+def inner(results: tuple, others: tuple) -> float:
+    return sum(float((one * other).sum()) for one, other in zip(results, others, strict=True))
+
+
+def of_inputs(call: Call, direction: dict) -> tuple:
+    """Returns the arrays of a direction in the order of the results of `backward`."""
+    return tuple(array for name, array in direction.items() if name in ("q", "k", "v", *call.changing))
+
+
+def test_second_derivatives_are_symmetric(call):
+    """Checks <u, H w> = <w, H u> for the Hessian of <o, do> + <lse, dlse>."""
+    u, w = (without(call.direction(seed), "do", "dlse") for seed in (1, 2))
+    one, other = (inner(of_inputs(call, x), call.backward_jvp(y)) for x, y in ((u, w), (w, u)))
+    assert one == pytest.approx(other, rel=1e-10)
+
+
+def test_tangents_are_linear(call):
+    u, w = call.direction(1), call.direction(2)
+    both = {name: 0.5 * u[name] - 3 * w[name] for name in u}
+    for function in (call.jvp, call.backward_jvp, call.double_backward):
+        for one, other, sum_of_both in zip(function(u), function(w), function(both), strict=True):
+            np.testing.assert_allclose(sum_of_both, 0.5 * one - 3 * other, atol=1e-10)
+
+
+def test_no_tangents_and_zeros_give_exact_zeros(call):
+    for direction in ({}, {name: np.zeros_like(array) for name, array in call.arrays.items()}):
+        for function in (call.jvp, call.backward_jvp, call.double_backward):
+            assert not any(result.any() for result in function(direction))
+
+
+def test_each_missing_tangent_counts_as_zeros(call):
+    for name in call.arrays:
+        direction = without(call.direction(1), name)
+        filled = direction | {name: np.zeros_like(call.arrays[name])}
+        for function in (call.jvp, call.backward_jvp, call.double_backward):
+            for one, other in zip(function(direction), function(filled), strict=True):
+                np.testing.assert_allclose(one, other, atol=1e-12)
+
+
+def test_the_double_backward_is_the_tangent_of_the_backward(call):
+    direction = without(call.direction(1), "do", "dlse")
+    gq, gk, gv, gdo, gdlse, *more = call.double_backward(direction)
+    wanted = (*call.backward_jvp(direction), *call.jvp(direction))
+    for one, other in zip((gq, gk, gv, *more, gdo, gdlse), wanted, strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-12)
