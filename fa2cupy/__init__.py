@@ -16,6 +16,7 @@ from .jit.cache import clear_cache
 from .jit.compiler import CompiledKernel
 from .lengths import cu_seqlens
 from .problem.block_mask import BlockMask
+from .second_order import backward_jvp, double_backward, jvp
 from .settings import cache_dir, configure_logging
 from .sparse import block_mask
 
@@ -33,6 +34,7 @@ __all__ = [
     "__version__",
     "attention",
     "backward",
+    "backward_jvp",
     "block_mask",
     "cache_dir",
     "clear_cache",
@@ -41,8 +43,10 @@ __all__ = [
     "decode",
     "delta",
     "distributed",
+    "double_backward",
     "forward",
     "info",
+    "jvp",
     "legal_configs",
     "merge",
     "mods",

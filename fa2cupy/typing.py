@@ -20,7 +20,7 @@ from .problem.array_types import AnyArray, ArrayT, CupyArray
 from .problem.features import FeatureKeywords
 from .problem.keywords import ScoreKeywords
 from .problem.names import Layout, Method, Operation, Order, Precision, Scheme
-from .problem.options import GradientOptions, ScoreOptions
+from .problem.options import GradientOptions, ScoreOptions, SecondOrderOptions
 
 __all__ = [
     "AnyArray",
@@ -40,6 +40,7 @@ __all__ = [
     "RankKeywords",
     "Scheme",
     "ScoreKeywords",
+    "SecondOrderKeywords",
 ]
 
 
@@ -66,6 +67,10 @@ class ForwardKeywords(ScoreOptions, KernelOptions, FeatureKeywords, total=False)
 
 class BackwardKeywords(ScoreOptions, GradientOptions, KernelOptions, FeatureKeywords, total=False):
     """The keywords of `fa2cupy.backward`, but for arrays that are no features. `fa2cupy.attention` has them, too."""
+
+
+class SecondOrderKeywords(ScoreOptions, SecondOrderOptions, FeatureKeywords, total=False):
+    """Those of `fa2cupy.backward_jvp` and `fa2cupy.double_backward`, but for arrays that are no features."""
 
 
 class RankForwardKeywords(ScoreOptions, RankKeywords, KernelOptions, FeatureKeywords, total=False):

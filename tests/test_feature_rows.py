@@ -30,16 +30,16 @@ _FUNCTIONS = {
 #: Gradients besides dq, dk and dv are results, which calls, plans and records have of their own.
 _RESULTS = {"families/", "gpu/", "jit/", "plan/", "problem/"}
 #: The bias and the sink have tangents, and so have their gradients.
-_TANGENTS = {"numerics/second_order", "problem/tangents"}
+_TANGENTS = {"cpu/second_order", "numerics/second_order"}
 #: The other modules that name a feature. A name that ends with "/" is a folder.
 OTHERS = {
     "score_mod": {*_FUNCTIONS, "jit/params", "mods", "testing"},
     "window": {"distributed/", "families/sm90", "plan/layout"},
     "softcap": {"mods", "problem/function_checks", "problem/softcap"},
     "alibi_slopes": {"families/tile_choice"},
-    "bias": {"distributed/", "families/sm90", "jit/params", "numerics/second_order", "plan/specs", "testing"},
+    "bias": {*_TANGENTS, "distributed/", "families/sm90", "jit/params", "plan/specs", "testing"},
     "wide_bias": {"jit/params"},
-    "dbias": {*_RESULTS, "numerics/second_order", "cpu/attention", "distributed/", "numerics/comparison"},
+    "dbias": {*_RESULTS, "cpu/sums", "numerics/second_order", "distributed/", "numerics/comparison"},
     "full_dbias": _RESULTS,
     "dscore_args": {*_RESULTS, "numerics/comparison"},
     "mask": {"demo", "families/sm90"},
@@ -51,11 +51,11 @@ OTHERS = {
         "__init__", "distributed/", "families/", "gpu/", "plan/", "problem/block_mask", "problem/checks", "sparse",
     },
     "given_lse": {"families/", "plan/", "problem/"},
-    "sink": {*_TANGENTS, "cpu/attention", "families/operations", "testing"},
+    "sink": {*_TANGENTS, "problem/tangents", "cpu/attention", "families/operations", "testing"},
     "dropout_p": {"distributed/", "families/operations", "problem/checks", "problem/philox"},
     "dlse": {
-        "closure", "cpu/attention", "distributed/", "families/operations", "gpu/", "numerics/second_order", "plan/",
-        "problem/", "reference", "testing", "typing",
+        *_TANGENTS, "closure", "cpu/attention", "distributed/", "families/operations", "gpu/", "plan/", "problem/",
+        "reference", "second_order", "testing", "typing",
     },
     "cu_seqlens": {
         "__init__", "distributed/", "families/operations", "jit/source", "lengths", "plan/specs", "problem/sequences",

@@ -78,7 +78,7 @@ def test_a_misspelt_keyword_and_all_that_the_function_has(name, arguments):
         ({"s_aux": None}, "write sink."),
         ({"block_table": None}, "write something else: fa2cupy.decode takes the pages of a cache as block_table."),
         ({"method": "two_pass"}, "it is one of fa2cupy.backward and fa2cupy.attention."),
-        ({"dlse": None}, "it is one of fa2cupy.backward."),
+        ({"dlse": None}, "it is one of fa2cupy.backward, fa2cupy.backward_jvp and fa2cupy.double_backward."),
     ],
     ids=str,
 )
@@ -102,7 +102,7 @@ def test_attention_has_no_out(arguments):
     """Checks that `out` is refused: `forward` would write results to it, and `backprop` then gradients."""
     out = (np.empty_like(arguments["o"]), np.empty_like(arguments["lse"]))
     text = told("fa2cupy.attention", arguments, out=out)
-    assert text.startswith("unexpected keyword argument 'out': it is one of fa2cupy.forward and fa2cupy.backward.")
+    assert text.startswith("unexpected keyword argument 'out': it is one of fa2cupy.forward, fa2cupy.backward, ")
 
 
 def test_what_gives_lse_is_a_keyword_of_attention_alone(arguments):

@@ -8,7 +8,12 @@ import numpy as np
 import pytest
 from support.feature_cases import booleans, extras, numbers
 
+import fa2cupy
 from fa2cupy import mods, reference
+from fa2cupy.cpu import second_order
+from fa2cupy.numerics.second_order import SecondOrder
+from fa2cupy.problem.checks import problem_from_arrays
+from fa2cupy.problem.tangents import Tangents
 from fa2cupy.testing import make_inputs
 
 pytestmark = pytest.mark.filterwarnings("error")
@@ -202,3 +207,55 @@ def test_the_double_backward_is_the_tangent_of_the_backward(call):
     wanted = (*call.backward_jvp(direction), *call.jvp(direction))
     for one, other in zip((gq, gk, gv, *more, gdo, gdlse), wanted, strict=True):
         np.testing.assert_allclose(one, other, atol=1e-12)
+
+
+# ------------------------------------------------------------------------------------------------------------- NumPy
+
+
+def all_results(call: Call, direction: dict, library: ModuleType) -> tuple:
+    return (
+        *call.jvp(direction, library),
+        *call.backward_jvp(direction, library),
+        *call.double_backward(without(direction, "do", "dlse"), library),
+    )
+
+
+def assert_reference(call: Call, direction: dict) -> None:
+    for one, other in zip(all_results(call, direction, fa2cupy), all_results(call, direction, reference), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-11, atol=1e-11)
+
+
+def test_numpy_gives_the_numbers_of_the_reference(call):
+    direction = call.direction(1)
+    for given in (direction, *({name: array} for name, array in direction.items()), {}):
+        assert_reference(call, given)
+
+
+def test_tiles_that_do_not_divide(call, monkeypatch):
+    monkeypatch.setattr(second_order, "default_tile", lambda *_, **__: (2, 4))
+    assert_reference(call, call.direction(1))
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+def test_errors_are_bounded_by_those_of_the_formulas_in_the_same_precision(dtype):
+    sizes = {"seqlen_q": 70, "seqlen_k": 90, "num_heads": 4, "num_heads_kv": 2, "head_dim": 24}
+    q, k, v, do = make_inputs(dtype, **sizes)
+    qt, kt, vt, dot = make_inputs(dtype, **sizes, seed=5)
+    options = {"causal": True, "softcap": 2.0}
+    o, lse, ot, lset = fa2cupy.jvp(q, k, v, qt, kt, vt, **options)
+    found = (ot, *fa2cupy.backward_jvp(q, k, v, o, lse, do, qt, kt, vt, ot, lset, dot, **options))
+    found += fa2cupy.double_backward(q, k, v, o, lse, do, qt, kt, vt, **options)
+
+    def formulas(work: str, rounded) -> tuple:
+        problem = problem_from_arrays(q, k, v, **options)
+        naive, direction = SecondOrder(problem, options, q, work, rounded), Tangents(qt, kt, vt, None, None)
+        o, lse = naive.forward(q, k, v)
+        arrays = {"q": q, "k": k, "v": v, "o": o, "lse": lse, "do": do}
+        ot, lset = naive.jvp(arrays, direction)
+        moved = {**arrays, "ot": ot, "lset": lset, "dot": dot}
+        return ot, *naive.backward_jvp(moved, direction, {}), *naive.double_backward(arrays, direction, {})
+
+    for result, exact, naive in zip(found, formulas("float64", "float64"), formulas("float32", q.dtype), strict=True):
+        assert result.dtype == q.dtype
+        error, allowed = (abs(x.astype("float64") - exact).max() for x in (result, naive))
+        assert error <= 3 * allowed + 1e-5 * abs(exact).max()

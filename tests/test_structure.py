@@ -63,7 +63,7 @@ FLOORS = (
     {"plan"},
     {"gpu"},
     {"backends", "lengths", "mods", "reference"},
-    {"api", "ahead", "inspection", "sparse", "testing"},
+    {"api", "ahead", "inspection", "second_order", "sparse", "testing"},
     {"closure"},
     {"distributed", "demo"},
     {"scaleout"},

@@ -29,11 +29,11 @@ from ..problem.features import feature_arrays
 from ..problem.function_checks import function_arrays
 from ..problem.options import CallOptions
 from .results import results_for
-from .scores import BiasGradient
+from .sums import Sums, shares_of
 from .threads import in_threads
 from .tiles import Heads, heads_of, multiplications, rows, store
 
-__all__ = ["attend", "backward", "default_tile", "delta", "forward"]
+__all__ = ["arrays_of", "attend", "backward", "default_tile", "delta", "fill_unused", "forward", "row_sums"]
 
 #: Tiles of queries that a thread takes with the same keys: so few that a long sequence of one head has several parts.
 _PART = 4
@@ -57,8 +57,8 @@ def forward(
     check_on_any_gpu("forward", problem, options)
     tile = _tile_shape("forward", problem, options)
     heads = heads_of(problem, keywords)
-    o, lse = results_for(request.results, out, inputs | _arrays(keywords))
-    _fill_unused(problem, (o, 0), (lse, -np.inf))
+    o, lse = results_for(request.results, out, inputs | arrays_of(keywords))
+    fill_unused(problem, (o, 0), (lse, -np.inf))
     attend(heads, tile, (q, k, v), (o, lse))
     return o, lse
 
@@ -98,7 +98,7 @@ def delta(o: np.ndarray, do: np.ndarray, out: np.ndarray | None, options: CallOp
 
     def of_head(head: Heads) -> None:
         both = (rows(head.queries(x), are_contiguous=False) for x in (do, o))
-        store(_row_sums(*both), head.statistics(result))
+        store(row_sums(*both), head.statistics(result))
 
     heads = heads_of(request.problem, _NOTHING)
     in_threads(of_head, heads, sum(head.queries(do).size for head in heads))
@@ -129,14 +129,14 @@ def backward(
     operations = ("backward",) if one_pass else ("backward_dkdv", "backward_dq")
     tiles = [_tile_shape(operation, problem, options) for operation in operations]
     heads = heads_of(problem, keywords)
-    results = results_for(request.results, out, inputs | optional | _arrays(keywords))
+    results = results_for(request.results, out, inputs | optional | arrays_of(keywords))
     named = {result.name: array for result, array in zip(request.results, results, strict=True)}
     dq, dk, dv = (named[name] for name in ("dq", "dk", "dv"))
-    _fill_unused(problem, (dq, 0), (dk, 0), (dv, 0))
+    fill_unused(problem, (dq, 0), (dk, 0), (dv, 0))
     extra = extra_gradients(keywords, options.return_dbias, options.return_dsink, options.return_dscore_args)
 
-    def of_share(share: Sequence[Heads]) -> _Sums:
-        sums = _Sums(extra, problem)
+    def of_share(share: Sequence[Heads]) -> Sums:
+        sums = Sums(extra, problem)
         for head in share:
             gradient = _Gradient(head, q, k, v, o, lse, do, given_delta, dlse, sums)
             gradient.by_key_tiles(*tiles[0], with_dq=one_pass)
@@ -149,22 +149,18 @@ def backward(
             store(gradient.dv, head.keys(dv))
         return sums
 
-    shares = _shares(heads) if extra else [[head] for head in heads]
+    shares = shares_of(heads) if extra else [[head] for head in heads]
     found = in_threads(of_share, shares, multiplications(heads))
-    for name in extra:
-        if name == "dbias":
-            BiasGradient.store([sums.bias for sums in found if sums.bias is not None], named[name])
-        else:
-            named[name][...] = sum(sums.others[name] for sums in found)
+    Sums.store(found, {name: named[name] for name in extra})
     return tuple(results)
 
 
-def _arrays(keywords: Mapping[str, object]) -> dict[str, np.ndarray]:
+def arrays_of(keywords: Mapping[str, object]) -> dict[str, np.ndarray]:
     """All arrays of features, which no result may overlap."""
     return feature_arrays(keywords) | function_arrays(keywords)
 
 
-def _row_sums(do: np.ndarray, o: np.ndarray) -> np.ndarray:
+def row_sums(do: np.ndarray, o: np.ndarray) -> np.ndarray:
     """Delta of rows, as a column."""
     return np.einsum("hij,hij->hi", do, o)[..., None]
 
@@ -202,42 +198,6 @@ def _start(head: Heads, o_tile: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return row_max, np.exp(row_max - np.where(row_max == -np.inf, 0, row_max))
 
 
-#: Shares of the heads that have sums of their own: each takes as much memory as the results.
-_SHARES = 8
-
-
-def _shares(heads: Sequence[Heads]) -> list[Sequence[Heads]]:
-    """The heads in shares, so that sums are in an order that does not depend on the number of threads.
-
-    The same head of several sequences is in as few shares as possible, since a bias is often the same for all of them.
-    """
-    ordered = sorted(heads, key=lambda head: head.shared.start)
-    size = -(-len(heads) // _SHARES)
-    return [ordered[start : start + size] for start in range(0, len(heads), size)] if heads else []
-
-
-class _Sums:
-    """Gradients that are summed over the heads of a share.
-
-    Attributes
-    ----------
-    bias : BiasGradient or None
-        None if it is not requested.
-    others : dict of ndarray
-        dsink, and those of the arrays of `score_mod`, by names such as ``"dscore_args[0]"``. These are in float64: an
-        element of a table may be the sum of as many numbers as there are scores.
-    """
-
-    def __init__(self, extra: Mapping[str, np.ndarray], problem: AttentionProblem):
-        accumulator = problem.accumulator_dtype
-        self.bias = BiasGradient(extra["dbias"].shape, accumulator) if "dbias" in extra else None
-        self.others = {
-            name: np.zeros(like.shape, accumulator if name == "dsink" else "float64")
-            for name, like in extra.items()
-            if name != "dbias"
-        }
-
-
 class _Gradient:
     """The backward of one head: its operands and its results, as rows. dq lacks the factor softmax_scale."""
 
@@ -252,7 +212,7 @@ class _Gradient:
         do: np.ndarray,
         delta: np.ndarray | None,
         dlse: np.ndarray | None,
-        sums: _Sums,
+        sums: Sums,
     ):
         self.head = head
         self.sums = sums
@@ -261,7 +221,7 @@ class _Gradient:
         self.v = rows(head.keys(v))
         self.do = rows(head.queries(do))
         self.delta = (
-            _row_sums(self.do, rows(head.queries(o), are_contiguous=False))
+            row_sums(self.do, rows(head.queries(o), are_contiguous=False))
             if delta is None
             else rows(head.statistics(delta))
         )
@@ -301,7 +261,7 @@ class _Gradient:
             of_heads = (shares * terms.split(self.delta)[..., 0]).sum(axis=1)
             self.sums.others["dsink"][self.head.own] -= of_heads.ravel()
 
-    def _score_gradients(self, queries: slice, keys: slice, sums: _Sums | None = None) -> tuple[np.ndarray, np.ndarray]:
+    def _score_gradients(self, queries: slice, keys: slice, sums: Sums | None = None) -> tuple[np.ndarray, np.ndarray]:
         """P after dropout, for dV, and the gradient of the scaled products. Gradients of features are added to sums."""
         terms = self.head.terms
         s, slopes = self.head.scores(self.q[:, queries], self.k[:, keys], queries, keys)
@@ -345,8 +305,8 @@ def _tile_shape(operation: str, problem: AttentionProblem, options: CallOptions)
     return default_tile(problem.heads_per_group, problem.score_shape[2], by_keys)
 
 
-def _fill_unused(problem: AttentionProblem, *results: tuple[np.ndarray, float]) -> None:
-    # Rows of packed arrays before the first and after the last offset belong to no sequence.
+def fill_unused(problem: AttentionProblem, *results: tuple[np.ndarray, float]) -> None:
+    """Fills packed results: rows before the first and after the last offset belong to no sequence."""
     if problem.is_packed:
         for array, value in results:
             array[...] = value

@@ -5,6 +5,18 @@ from __future__ import annotations
 from .attention import backward, default_tile, delta, forward
 from .decode import decode
 from .merge import merge
+from .second_order import backward_jvp, double_backward, jvp
 from .tile_states import tile_states
 
-__all__ = ["backward", "decode", "default_tile", "delta", "forward", "merge", "tile_states"]
+__all__ = [
+    "backward",
+    "backward_jvp",
+    "decode",
+    "default_tile",
+    "delta",
+    "double_backward",
+    "forward",
+    "jvp",
+    "merge",
+    "tile_states",
+]

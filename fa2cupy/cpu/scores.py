@@ -33,6 +33,8 @@ class Slopes(NamedTuple):
     ----------
     cap : ndarray or None
         The derivative of the soft cap by its input; None if it is 1.
+    bend : ndarray or None
+        The second derivative; None if it is 0 or has not been asked for.
     mod : TileEvaluation or None
         The caller's `score_mod`, with its derivatives by the products and by elements of its arrays.
     shape : tuple of int
@@ -40,6 +42,7 @@ class Slopes(NamedTuple):
     """
 
     cap: np.ndarray | None = None
+    bend: np.ndarray | None = None
     mod: TileEvaluation | None = None
     shape: tuple[int, ...] = ()
 
@@ -62,6 +65,18 @@ class Slopes(NamedTuple):
         slope = self.mod.slope()
         if slope.ndim or slope != 1:
             np.multiply(tile, slope, out=tile, where=~is_hidden)
+
+    def by_products(self, p: np.ndarray) -> tuple[np.ndarray | None, np.ndarray | None]:
+        """First and second derivatives, 0 where P is 0; None if they are 1 and 0."""
+        if self.mod is None:
+            return self.cap, self.bend
+        is_hidden = p.reshape(self.shape) == 0
+        slope, curvature = (
+            np.where(is_hidden, 0, x).reshape(p.shape) for x in (self.mod.slope(), self.mod.curvature())
+        )
+        if self.cap is None:
+            return slope, curvature
+        return self.cap * slope, self.bend * slope**2 + self.cap * curvature
 
 
 NO_SLOPES = Slopes()
@@ -115,9 +130,12 @@ class HeadTerms:
             name: by_group(array[sequence.number, group], self.size) for name, array in terms.arrays.items()
         }
 
-    def apply(self, s: np.ndarray, queries: slice, keys: slice) -> Slopes:
-        """Applies features to a tile of scaled products, in place; returns the derivatives of the scores by them."""
-        slope = mod = None
+    def apply(self, s: np.ndarray, queries: slice, keys: slice, is_curved: bool = False) -> Slopes:
+        """Applies features to a tile of scaled products, in place; returns the derivatives of the scores by them.
+
+        The second ones are among them if `is_curved`.
+        """
+        slope = bend = mod = None
         if self.settings.score_mod is not None:
             products = self.split(s).copy()  # s changes below
             mod = self._evaluation(self.settings.score_mod.program, queries, keys, s.dtype, score=products)
@@ -126,6 +144,7 @@ class HeadTerms:
             cap = np.asarray(self.settings.softcap, s.dtype)
             tanh = np.tanh(np.divide(s, cap, out=s), out=s)
             slope = 1 - tanh * tanh
+            bend = -2 / cap * tanh * slope if is_curved else None
             s *= cap
         positions = self.positions(queries)
         tile = self.split(s)
@@ -139,7 +158,7 @@ class HeadTerms:
             if name in arrays:
                 np.copyto(tile, -np.inf, where=~arrays[name])
         self._apply_function_and_map(tile, queries, keys)
-        return Slopes(slope, mod, tile.shape)
+        return Slopes(slope, bend, mod, tile.shape)
 
     def _apply_function_and_map(self, tile: np.ndarray, queries: slice, keys: slice) -> None:
         """Hides what `mask_mod` and `block_mask` hide. The function is not evaluated where all tiles are full."""

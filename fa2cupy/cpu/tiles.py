@@ -95,10 +95,15 @@ class Heads:
     def _has_visible_tiles(self, queries: slice, keys: slice) -> bool:
         return self.terms is None or self.terms.has_visible_tiles(queries, keys)
 
-    def scores(self, q_tile: np.ndarray, k_tile: np.ndarray, queries: slice, keys: slice) -> tuple[np.ndarray, Slopes]:
-        """Scores of a pair of tiles, and their derivatives by the scaled products. Queries are scaled."""
+    def scores(
+        self, q_tile: np.ndarray, k_tile: np.ndarray, queries: slice, keys: slice, is_curved: bool = False
+    ) -> tuple[np.ndarray, Slopes]:
+        """Scores of a pair of tiles, and their derivatives by the scaled products. Queries are scaled.
+
+        The second derivatives are among them if `is_curved`.
+        """
         s = q_tile @ k_tile.swapaxes(1, 2)
-        slopes = self.terms.apply(s, queries, keys) if self.terms else NO_SLOPES
+        slopes = self.terms.apply(s, queries, keys, is_curved) if self.terms else NO_SLOPES
         self._hide(s, queries, keys)
         return s, slopes
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import cupy
 
+from ..errors import UnsupportedProblemError
 from ..problem.arguments import unpack_out
 from ..problem.block_mask import BlockMask, MapLayout
 from ..problem.feature_checks import extra_gradients, is_seed
@@ -18,7 +19,17 @@ from .arguments import arguments_of
 from .device_memory import temporaries
 from .signatures import Items, run
 
-__all__ = ["backward", "decode", "delta", "forward", "merge", "tile_states"]
+__all__ = [
+    "backward",
+    "backward_jvp",
+    "decode",
+    "delta",
+    "double_backward",
+    "forward",
+    "jvp",
+    "merge",
+    "tile_states",
+]
 
 _FORWARD, _DELTA, _BACKWARD = map(arguments_of, ("forward", "delta", "backward"))
 _DECODE, _MERGE = map(arguments_of, ("decode", "merge"))
@@ -108,6 +119,16 @@ def backward(
     arguments = arguments_of("backward", names, gradients)
     results = unpack_out(out, arguments.results)
     return run(arguments, (q, k, v, o, lse, do, given_delta, *arrays, *results), options, values, keywords)
+
+
+def _without_kernels(name: str) -> Callable[..., Any]:
+    def call(*_: object) -> Any:
+        raise UnsupportedProblemError(f"{name}: not on GPUs yet; it takes NumPy arrays")
+
+    return call
+
+
+jvp, backward_jvp, double_backward = map(_without_kernels, ("jvp", "backward_jvp", "double_backward"))
 
 
 def tile_states(layout: MapLayout, like: cupy.ndarray | None, keywords: Mapping[str, object]) -> cupy.ndarray:

@@ -23,6 +23,9 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 _ORIGINS = {
     **dict.fromkeys(("o", "lse"), "o, lse = fa2cupy.forward(q, k, v, ...), with the same options"),
     "do": "it is the gradient for o",
+    **dict.fromkeys(("qt", "kt", "vt"), "it is the tangent, or None where the array does not change"),
+    **dict.fromkeys(("ot", "lset"), "_, _, ot, lset = fa2cupy.jvp(q, k, v, qt, kt, vt, ...), with the same options"),
+    **dict.fromkeys(("gdq", "gdk", "gdv"), "it is the gradient for that gradient, or None where there is none"),
     **dict.fromkeys(("k", "v"), "those of a packed array are views such as qkv[:, :, 0], qkv[:, :, 1], qkv[:, :, 2]"),
     "lse_parts": "with a list of results (o, lse), write merge(*zip(*results))",
     "cache_seqlens": 'it has the rows of each sequence in the cache, at first zeros(batch, "int32")',
@@ -33,7 +36,7 @@ _ORIGINS = {
 
 #: The kinds of arguments that are no features; those of all others are that of q.
 _KINDS = {
-    **dict.fromkeys(("lse", "lse_parts", "delta", "dlse"), "input_accum"),
+    **dict.fromkeys(("lse", "lse_parts", "lset", "delta", "dlse", "dlset", "sink_tangent", "gdsink"), "input_accum"),
     **dict.fromkeys(("cache_seqlens", "block_table"), "input_int"),
     "tiles": "input_bool",
 }

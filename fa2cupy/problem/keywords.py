@@ -98,7 +98,7 @@ def takes(table: Any) -> Callable[[_Function], _Function]:
         described.__signature__ = signature.replace(parameters=parameters)
         keywords = frozenset(table.__annotations__)
         listed = tuple(one.name for one in parameters if one.kind is one.KEYWORD_ONLY)
-        module = re.sub(r"[.](api|closure|ahead|inspection|sparse)$", "", function.__module__)
+        module = re.sub(r"[.](api|closure|ahead|inspection|second_order|sparse)$", "", function.__module__)
         all_names = tuple(one.name for one in parameters)
         _tables[f"{module}.{function.__qualname__}"] = _Table(keywords, keywords & _OPTIONS, listed, all_names)
         return function

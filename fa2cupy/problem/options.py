@@ -15,6 +15,7 @@ __all__ = [
     "CallOptions",
     "GradientOptions",
     "ScoreOptions",
+    "SecondOrderOptions",
     "call_options",
     "check_options",
     "hashable_config",
@@ -45,6 +46,14 @@ class GradientOptions(TypedDict, total=False):
     return_dbias: bool
     return_dsink: bool
     return_dscore_args: bool
+
+
+class SecondOrderOptions(TypedDict, total=False):
+    """The options of the calls that differentiate a backward."""
+
+    deterministic: bool
+    return_dbias: bool
+    return_dsink: bool
 
 
 class _Tiles(dict[str, Any]):

@@ -11,6 +11,9 @@ FUNCTIONS = {
     "fa2cupy.forward": fa2cupy.forward,
     "fa2cupy.backward": fa2cupy.backward,
     "fa2cupy.attention": fa2cupy.attention,
+    "fa2cupy.jvp": fa2cupy.jvp,
+    "fa2cupy.backward_jvp": fa2cupy.backward_jvp,
+    "fa2cupy.double_backward": fa2cupy.double_backward,
     "fa2cupy.reference.forward": reference.forward,
     "fa2cupy.reference.backward": reference.backward,
     "fa2cupy.reference.baseline_forward": reference.baseline_forward,
@@ -26,6 +29,6 @@ FUNCTIONS = {
 def positional_arguments(inputs: tuple[np.ndarray, ...]) -> dict[str, np.ndarray]:
     """Returns arrays for all positional arguments of these functions, given q, k, v and do."""
     q, k, v, do = inputs
-    o, lse = fa2cupy.forward(q, k, v)
-    tangents = {"qt": q, "kt": k, "vt": v, "ot": o, "lset": lse, "dot": do}
+    o, lse, ot, lset = fa2cupy.jvp(q, k, v, q, k, v)
+    tangents = {"qt": q, "kt": k, "vt": v, "ot": ot, "lset": lset, "dot": do}
     return {"q": q, "k": k, "v": v, "o": o, "lse": lse, "do": do, **tangents, "gdq": q, "gdk": k, "gdv": v}

@@ -30,6 +30,7 @@ from fa2cupy.typing import (
     RankKeywords,
     Scheme,
     ScoreKeywords,
+    SecondOrderKeywords,
 )
 
 if TYPE_CHECKING:
@@ -105,6 +106,13 @@ def on_numpy() -> None:
     gradients = fa2cupy.backward(q, k, v, o, lse, do, causal=True, softmax_scale=0.3, delta=fa2cupy.delta(o, do))
     assert_type(gradients, tuple[NumpyArray, ...])
     dq, dk, dv = gradients
+    o, lse, ot, lset = fa2cupy.jvp(q, k, v, q, None, v, causal=True, out=(None, None, np.empty_like(o), None))
+    assert_type(lset, NumpyArray)
+    second: SecondOrderKeywords = {"causal": True, "sink": slopes, "return_dsink": True}
+    assert_type(
+        fa2cupy.backward_jvp(q, k, v, o, lse, do, q, None, v, ot, lset, dot=do, **second), tuple[NumpyArray, ...]
+    )
+    assert_type(fa2cupy.double_backward(q, k, v, o, lse, do, dq, dk, None, **second), tuple[NumpyArray, ...])
     np.add(dq, np.add(dk, dv))
     for given in options(slopes):
         fa2cupy.forward(q, k, v, causal=True, **given)
