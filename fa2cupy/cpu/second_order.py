@@ -160,7 +160,8 @@ class _Weights(NamedTuple):
     keep : ndarray or None
         Factors of dropout.
     products, scores : ndarray or None
-        Tangents of the scaled products and of the scores; None if nothing changes them.
+        Tangents of the scaled products and of the scores; None if nothing changes them. They are one array if `slope`
+        is None.
     slope, curvature : ndarray or None
         Derivatives of the scores by the products; None if they are 1 and 0.
     """
@@ -240,13 +241,12 @@ class _Tangent:
             products = of_k if products is None else np.add(products, of_k, out=products)
         slope, curvature = slopes.by_products(p)
         if products is not None:
-            scores = products.copy() if slope is None else slope * products
+            scores = products if slope is None else slope * products
         if self.bias is not None:
             scores = np.zeros_like(p) if scores is None else scores
             split = scores.reshape(len(scores), -1, head.problem.heads_per_group, scores.shape[2])
             split += self.bias[:, head.positions(queries), :, keys]
-        if scores is not None:  # that of a hidden key may not be finite
-            np.copyto(scores, 0, where=p == 0)
+            np.copyto(scores, 0, where=p == 0)  # elements for hidden keys are ignored, even if they are NaN
         keep = head.terms.keep(queries, keys, p.dtype) if head.terms else None
         return _Weights(p, keep, products, scores, slope, curvature)
 
