@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from types import ModuleType
 
 import numpy as np
@@ -20,6 +21,7 @@ pytestmark = pytest.mark.filterwarnings("error")
 
 SIZES = {"batch": 2, "seqlen_q": 5, "seqlen_k": 6, "num_heads": 2, "num_heads_kv": 1, "head_dim": 3, "head_dim_v": 2}
 STEP = 1e-5
+CAUSAL = mods.causal()
 
 
 def curved(score, b, h, q, k, table):
@@ -44,7 +46,12 @@ CASES = {
         "score_mod": curved,
         "score_args": (np.array([0.7, -0.4]),),
     },
-    "functions": {"score_mod": curved, "score_args": (np.array([0.7, -0.4]),), "mask_mod": mods.causal()},
+    "functions": {
+        "score_mod": curved,
+        "score_args": (np.array([0.7, -0.4]),),
+        "mask_mod": CAUSAL,
+        "block_mask": fa2cupy.block_mask(CAUSAL, (), 1, 1, 5, 6, tile=(2, 2)),
+    },
     "packed": {
         "cu_seqlens_q": np.array([0, 4, 4, 8], "int32"),
         "cu_seqlens_k": np.array([1, 4, 5, 8], "int32"),
@@ -259,3 +266,157 @@ def test_errors_are_bounded_by_those_of_the_formulas_in_the_same_precision(dtype
         assert result.dtype == q.dtype
         error, allowed = (abs(x.astype("float64") - exact).max() for x in (result, naive))
         assert error <= 3 * allowed + 1e-5 * abs(exact).max()
+
+
+#: Positional arguments.
+ARGUMENTS = {
+    "jvp": ("q", "k", "v", "qt", "kt", "vt"),
+    "backward_jvp": ("q", "k", "v", "o", "lse", "do", "qt", "kt", "vt", "ot", "lset", "dot"),
+    "double_backward": ("q", "k", "v", "o", "lse", "do", "gdq", "gdk", "gdv"),
+}
+
+
+class TestCalls:
+    """Arrays and arguments of the three functions on NumPy."""
+
+    @pytest.fixture
+    def arrays(self) -> dict:
+        q, k, v, do = make_inputs("float32", seqlen_q=4, seqlen_k=6, num_heads=4, num_heads_kv=2, head_dim=8)
+        qt, kt, vt, dot = make_inputs(
+            "float32", seqlen_q=4, seqlen_k=6, num_heads=4, num_heads_kv=2, head_dim=8, seed=1
+        )
+        given = {"q": q, "k": k, "v": v, "do": do, "qt": qt, "kt": kt, "vt": vt, "dot": dot}
+        given["o"], given["lse"], given["ot"], given["lset"] = fa2cupy.jvp(q, k, v, qt, kt, vt)
+        return given | {"gdq": qt, "gdk": kt, "gdv": vt}
+
+    @staticmethod
+    def call(name: str, arrays: dict, **options) -> tuple:
+        return getattr(fa2cupy, name)(*(arrays[one] for one in ARGUMENTS[name]), **options)
+
+    @pytest.mark.parametrize(
+        ("name", "changed", "options", "message"),
+        [
+            ("jvp", {"qt": np.zeros((1, 4, 4, 7), "float32")}, {}, "qt: expected shape .* to match q"),
+            ("jvp", {"kt": np.zeros((1, 6, 2, 8))}, {}, "kt: expected dtype float32 to match k, got float64"),
+            ("jvp", {"vt": [0.0]}, {}, "vt: expected a numpy.ndarray or cupy.ndarray, got list"),
+            ("jvp", {}, {"bias_tangent": np.zeros(6, "float32")}, "bias_tangent: there is no bias; pass that"),
+            (
+                "jvp",
+                {},
+                {"sink": np.zeros(4, "float32"), "sink_tangent": np.zeros(2, "float32")},
+                "sink_tangent: expected",
+            ),
+            ("jvp", {}, {"out": (None, None)}, r"out: expected a tuple \(o, lse, ot, lset\)"),
+            ("backward_jvp", {"ot": np.zeros((1, 4, 4, 1), "float32")}, {}, "ot: expected shape .* to match o"),
+            (
+                "backward_jvp",
+                {"ot": None},
+                {},
+                "ot: expected a numpy.ndarray .* got None; _, _, ot, lset = fa2cupy.jvp",
+            ),
+            ("backward_jvp", {"lset": np.zeros((1, 4, 4))}, {}, "lset: expected dtype float32 to match lse"),
+            ("backward_jvp", {"dot": np.zeros((1, 4, 8), "float32")}, {}, "dot: expected shape .* to match o"),
+            ("backward_jvp", {}, {"dlset": np.zeros((1, 4, 1), "float32")}, "dlset: expected shape .* to match lse"),
+            ("backward_jvp", {}, {"return_dsink": True}, "return_dsink: there is no sink"),
+            ("backward_jvp", {}, {"out": (None,)}, r"out: expected a tuple \(dqt, dkt, dvt\)"),
+            ("double_backward", {"gdq": np.zeros((1, 4), "float32")}, {}, "gdq: expected shape .* to match q"),
+            ("double_backward", {}, {"gdsink": np.zeros(4, "float32")}, "gdsink: there is no sink"),
+            ("double_backward", {"do": None}, {}, "do: expected a numpy.ndarray .* got None"),
+            ("double_backward", {}, {"return_dscore_args": True}, "unexpected keyword argument 'return_dscore_args'"),
+            ("double_backward", {}, {"method": "two_pass"}, "unexpected keyword argument 'method'"),
+        ],
+        ids=lambda value: value if isinstance(value, str) else "",
+    )
+    def test_errors_name_the_argument(self, arrays, name, changed, options, message):
+        with pytest.raises((TypeError, ValueError), match=f"^{message}"):
+            self.call(name, arrays | changed, **options)
+
+    def test_a_missing_argument_and_where_it_comes_from(self, arrays):
+        with pytest.raises(TypeError, match=r"^qt: it is missing in jvp\(q, k, v, qt, kt, vt\): it is the tangent, or"):
+            fa2cupy.jvp(arrays["q"], arrays["k"], arrays["v"])
+        given = (arrays[name] for name in ARGUMENTS["backward_jvp"][:9])
+        with pytest.raises(TypeError, match="^ot: it is missing in backward_jvp.* fa2cupy.jvp"):
+            fa2cupy.backward_jvp(*given)
+
+    def test_sums_that_kernels_add_in_any_order_are_not_deterministic(self, arrays):
+        options = {"bias": np.zeros(6, "float32"), "return_dbias": True, "deterministic": True}
+        for name in ("backward_jvp", "double_backward"):
+            with pytest.raises(fa2cupy.UnsupportedProblemError, match="^return_dbias: "):
+                self.call(name, arrays, **options)
+
+    @pytest.mark.parametrize("name", ["jvp", "backward_jvp", "double_backward"])
+    def test_out_has_the_results(self, arrays, name):
+        wanted = self.call(name, arrays)
+        out = tuple(np.full_like(one, np.nan) for one in wanted)
+        found = self.call(name, arrays, out=out)
+        assert all(one is given for one, given in zip(found, out, strict=True))
+        for one, other in zip(found, wanted, strict=True):
+            np.testing.assert_array_equal(one, other)
+        overlapping = (arrays["q"], *out[1:])
+        with pytest.raises(ValueError, match=r"^out \(\w+\): overlaps "):
+            self.call(name, arrays, out=overlapping)
+
+    @pytest.mark.parametrize("name", ["jvp", "backward_jvp", "double_backward"])
+    def test_layouts_and_ranks_agree(self, arrays, name):
+        wanted = self.call(name, arrays, causal=True)
+        swapped = {key: x.swapaxes(1, 2) if x.ndim == 4 else x for key, x in arrays.items()}
+        for one, other in zip(self.call(name, swapped, causal=True, layout="bhsd"), wanted, strict=True):
+            np.testing.assert_allclose(one.swapaxes(1, 2) if one.ndim == 4 else one, other, atol=1e-6)
+        single = {key: x[0] for key, x in arrays.items()}
+        for one, other in zip(self.call(name, single, causal=True), wanted, strict=True):
+            np.testing.assert_array_equal(one, other[0])
+
+    @pytest.mark.parametrize("name", ["backward_jvp", "double_backward"])
+    def test_rows_without_keys_contribute_nothing_even_if_they_have_nan(self, arrays, name):
+        few = {key: x[:, :2] if key in ("k", "v", "kt", "vt", "gdk", "gdv") else x for key, x in arrays.items()}
+        inputs = (few[one] for one in ARGUMENTS["jvp"])
+        few["o"], few["lse"], few["ot"], few["lset"] = fa2cupy.jvp(*inputs, causal=True)
+        assert not few["ot"][:, :2].any() and not few["lset"][..., :2].any()
+        wanted = self.call(name, few, causal=True)
+        for key in ("q", "do", "qt", "dot", "gdq"):
+            few[key] = few[key].copy()
+            few[key][:, :2] = np.nan
+        for one, other in zip(self.call(name, few, causal=True), wanted, strict=True):
+            np.testing.assert_array_equal(one, other)
+
+    @pytest.mark.parametrize("library", [fa2cupy, reference], ids=["numpy", "reference"])
+    def test_tangents_of_a_bias_are_ignored_for_hidden_keys_even_if_they_are_nan(self, arrays, library):
+        hidden = np.arange(6) > np.arange(4)[:, None] + 2
+        zeros = np.zeros((4, 6), "float32")
+        given = (arrays[one] for one in ARGUMENTS["jvp"])
+        *_, ot, lset = library.jvp(*given, causal=True, bias=zeros, bias_tangent=np.where(hidden, np.nan, zeros))
+        assert np.isfinite(ot).all() and np.isfinite(lset).all()
+
+    @pytest.mark.parametrize(("seqlen_q", "seqlen_k"), [(0, 3), (3, 0), (1, 1), (0, 0)])
+    def test_short_sequences(self, seqlen_q, seqlen_k):
+        q, k, v, do = make_inputs("float64", seqlen_q=seqlen_q, seqlen_k=seqlen_k, num_heads=1, head_dim=4)
+        for library in (fa2cupy, reference):
+            o, lse, ot, lset = library.jvp(q, k, v, q, k, v)
+            gradients = library.backward_jvp(q, k, v, o, lse, do, q, k, v, ot, lset)
+            for one, like in zip((ot, lset, *gradients), (o, lse, q, k, v), strict=True):
+                assert one.shape == like.shape
+                if (seqlen_q, seqlen_k) != (1, 1):
+                    assert not one.any()
+        if (seqlen_q, seqlen_k) == (1, 1):  # P is 1 and does not change
+            np.testing.assert_allclose(ot, v, atol=1e-12)
+
+    @pytest.mark.parametrize("name", ARGUMENTS)
+    def test_gpus_refuse_it_with_a_sentence(self, name):
+        pytest.importorskip("cupy")
+        from fa2cupy.gpu import calls
+
+        with pytest.raises(fa2cupy.UnsupportedProblemError, match=f"^{name}: not on GPUs yet"):
+            getattr(calls, name)()
+
+    def test_memory_is_linear_in_the_length(self):
+        q, k, v, do = make_inputs("float32", seqlen_q=4096, num_heads=1, head_dim=8)
+        score_matrix = 4 * 4096**2
+        tracemalloc.start()
+        try:
+            o, lse, ot, lset = fa2cupy.jvp(q, k, v, q, k, v, causal=True)
+            fa2cupy.backward_jvp(q, k, v, o, lse, do, q, k, v, ot, lset, do, causal=True)
+            fa2cupy.double_backward(q, k, v, o, lse, do, q, k, v, causal=True)
+            _, peak = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+        assert peak < score_matrix / 6

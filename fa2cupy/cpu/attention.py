@@ -24,12 +24,11 @@ from ..families.tile import requested_tile
 from ..problem.arguments import array_backend
 from ..problem.attention import AttentionProblem
 from ..problem.checks import check_backward, check_delta, check_forward
-from ..problem.feature_checks import extra_gradients
 from ..problem.features import feature_arrays
 from ..problem.function_checks import function_arrays
 from ..problem.options import CallOptions
 from .results import results_for
-from .sums import Sums, shares_of
+from .sums import Sums, in_shares
 from .threads import in_threads
 from .tiles import Heads, heads_of, multiplications, rows, store
 
@@ -131,27 +130,21 @@ def backward(
     heads = heads_of(problem, keywords)
     results = results_for(request.results, out, inputs | optional | arrays_of(keywords))
     named = {result.name: array for result, array in zip(request.results, results, strict=True)}
-    dq, dk, dv = (named[name] for name in ("dq", "dk", "dv"))
+    dq, dk, dv = (named.pop(name) for name in ("dq", "dk", "dv"))
     fill_unused(problem, (dq, 0), (dk, 0), (dv, 0))
-    extra = extra_gradients(keywords, options.return_dbias, options.return_dsink, options.return_dscore_args)
 
-    def of_share(share: Sequence[Heads]) -> Sums:
-        sums = Sums(extra, problem)
-        for head in share:
-            gradient = _Gradient(head, q, k, v, o, lse, do, given_delta, dlse, sums)
-            gradient.by_key_tiles(*tiles[0], with_dq=one_pass)
-            if not one_pass:
-                gradient.by_query_tiles(*tiles[1])
-            gradient.sum_sink()
-            gradient.dq *= problem.softmax_scale
-            store(gradient.dq, head.queries(dq))
-            store(gradient.dk, head.keys(dk))
-            store(gradient.dv, head.keys(dv))
-        return sums
+    def of_head(head: Heads, sums: Sums) -> None:
+        gradient = _Gradient(head, q, k, v, o, lse, do, given_delta, dlse, sums)
+        gradient.by_key_tiles(*tiles[0], with_dq=one_pass)
+        if not one_pass:
+            gradient.by_query_tiles(*tiles[1])
+        gradient.sum_sink()
+        gradient.dq *= problem.softmax_scale
+        store(gradient.dq, head.queries(dq))
+        store(gradient.dk, head.keys(dk))
+        store(gradient.dv, head.keys(dv))
 
-    shares = shares_of(heads) if extra else [[head] for head in heads]
-    found = in_threads(of_share, shares, multiplications(heads))
-    Sums.store(found, {name: named[name] for name in extra})
+    in_shares(of_head, heads, problem, named)
     return tuple(results)
 
 

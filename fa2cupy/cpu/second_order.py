@@ -15,7 +15,6 @@ from typing import NamedTuple
 import numpy as np
 
 from ..problem.arguments import array_backend
-from ..problem.feature_checks import extra_gradients
 from ..problem.options import CallOptions
 from ..problem.strides import with_score_axes
 from ..problem.tangents import (
@@ -29,7 +28,7 @@ from ..problem.tangents import (
 from .attention import arrays_of, attend, default_tile, fill_unused, row_sums
 from .results import results_for
 from .scores import by_group
-from .sums import Sums, shares_of
+from .sums import Sums, in_shares
 from .threads import in_threads
 from .tiles import Heads, heads_of, multiplications, rows, store
 
@@ -81,19 +80,15 @@ def backward_jvp(
     heads = heads_of(problem, keywords)
     found = results_for(request.results, out, arrays | _given(TANGENTS, tangents) | arrays_of(keywords))
     fill_unused(problem, *((array, 0) for array in found[:3]))
-    extra = extra_gradients(keywords, options.return_dbias, options.return_dsink, return_dscore_args=False)
     tile = default_tile(problem.heads_per_group, problem.score_shape[2], by_keys=True)
 
-    def of_share(share: Sequence[Heads]) -> Sums:
-        sums = Sums(extra, problem)
-        for head in share:
-            tangent = _Tangent(head, inputs, arrays["lse"], tangents)
-            moved = rows(head.queries(arrays["ot"])), rows(head.statistics(arrays["lset"]))
-            _store_gradients(_GradientTangent(tangent, arrays, moved, sums), tile, found)
-        return sums
+    def of_head(head: Heads, sums: Sums) -> None:
+        tangent = _Tangent(head, inputs, arrays["lse"], tangents)
+        moved = rows(head.queries(arrays["ot"])), rows(head.statistics(arrays["lset"]))
+        _GradientTangent(tangent, arrays, moved, sums).write(tile, found)
 
-    total = in_threads(of_share, shares_of(heads) if extra else [[head] for head in heads], multiplications(heads))
-    Sums.store(total, dict(zip(extra, found[3:], strict=True)))
+    names = [result.name.removesuffix("t") for result in request.results]
+    in_shares(of_head, heads, problem, dict(zip(names[3:], found[3:], strict=True)))
     return tuple(found)
 
 
@@ -112,26 +107,22 @@ def double_backward(
     heads = heads_of(problem, keywords)
     found = results_for(request.results, out, arrays | _given(COTANGENTS, cotangents) | arrays_of(keywords))
     named = {result.name: array for result, array in zip(request.results, found, strict=True)}
-    gradients, gdo, gdlse = found[:3], named["gdo"], named.get("gdlse")
-    fill_unused(problem, *((array, 0) for name, array in named.items() if name not in ("gbias", "gsink")))
-    extra = extra_gradients(keywords, options.return_dbias, options.return_dsink, return_dscore_args=False)
+    gdo, gdlse = named["gdo"], named.get("gdlse")
+    summed = {f"d{source}": named[f"g{source}"] for source in ("bias", "sink") if f"g{source}" in named}
+    fill_unused(problem, *((array, 0) for array in found[: len(found) - len(summed)]))
     by_queries, by_keys = (
         default_tile(problem.heads_per_group, problem.score_shape[2], by_keys) for by_keys in (False, True)
     )
 
-    def of_share(share: Sequence[Heads]) -> Sums:
-        sums = Sums(extra, problem)
-        for head in share:
-            tangent = _Tangent(head, inputs, arrays["lse"], cotangents)
-            moved = tangent.results(arrays["o"], by_queries)
-            store(moved[0], head.queries(gdo))
-            if gdlse is not None:
-                store(moved[1], head.statistics(gdlse))
-            _store_gradients(_GradientTangent(tangent, arrays, moved, sums), by_keys, gradients)
-        return sums
+    def of_head(head: Heads, sums: Sums) -> None:
+        tangent = _Tangent(head, inputs, arrays["lse"], cotangents)
+        ot, lset = tangent.results(arrays["o"], by_queries)
+        store(ot, head.queries(gdo))
+        if gdlse is not None:
+            store(lset, head.statistics(gdlse))
+        _GradientTangent(tangent, arrays, (ot, lset), sums).write(by_keys, found)
 
-    total = in_threads(of_share, shares_of(heads) if extra else [[head] for head in heads], multiplications(heads))
-    Sums.store(total, {name: named[f"g{name[1:]}"] for name in extra})
+    in_shares(of_head, heads, problem, summed)
     return tuple(found)
 
 
@@ -286,20 +277,26 @@ class _GradientTangent:
         self.delta, self.deltat, self.lset = map(tangent.visible, (delta, deltat, lset))
         self.dq, self.dk, self.dv = (np.zeros_like(x) for x in (tangent.q, tangent.k, tangent.v))
 
-    def by_key_tiles(self, tile: _Tile) -> None:
-        """Computes the tangents of dq, dk, dv and dbias."""
+    def write(self, tile: _Tile, results: Sequence[np.ndarray]) -> None:
+        """Writes the tangents of dq, dk and dv, the first ones of `results`, and adds the others to the sums."""
         b_r, b_c = tile
-        for keys in self.tangent.head.key_tiles(b_c):
-            for queries in self.tangent.head.query_tiles(b_r, keys):
+        head = self.tangent.head
+        for keys in head.key_tiles(b_c):
+            for queries in head.query_tiles(b_r, keys):
                 self._add(queries, keys)
+        self._sum_sink()
+        self.dq *= head.problem.softmax_scale
+        dq, dk, dv = results[:3]
+        store(self.dq, head.queries(dq))
+        store(self.dk, head.keys(dk))
+        store(self.dv, head.keys(dv))
 
-    def sum_sink(self) -> None:
-        """Adds the tangent of dsink."""
-        terms = self.tangent.head.terms
-        if "dsink" in self.sums.others and terms is not None:
-            delta, deltat, lset = (terms.split(x)[..., 0] for x in (self.delta, self.deltat, self.lset))
-            moved = (-lset if self.tangent.sink is None else self.tangent.sink - lset) * delta + deltat
-            self.sums.others["dsink"][self.tangent.head.own] -= (self.tangent.sink_shares() * moved).sum(axis=1).ravel()
+    def _sum_sink(self) -> None:
+        head, sink = self.tangent.head, self.tangent.sink
+        if "dsink" in self.sums.others and head.terms is not None:
+            delta, deltat, lset = (head.terms.split(x)[..., 0] for x in (self.delta, self.deltat, self.lset))
+            moved = (-lset if sink is None else sink - lset) * delta + deltat
+            self.sums.others["dsink"][head.own] -= (self.tangent.sink_shares() * moved).sum(axis=1).ravel()
 
     def _add(self, queries: slice, keys: slice) -> None:
         tangent, do = self.tangent, self.do[:, queries]
@@ -339,15 +336,3 @@ class _GradientTangent:
             self.dq[:, queries] += ds @ tangent.kt[:, keys]
         if tangent.qt is not None:
             self.dk[:, keys] += ds.swapaxes(1, 2) @ tangent.qt[:, queries]
-
-
-def _store_gradients(gradient: _GradientTangent, tile: _Tile, results: Sequence[np.ndarray]) -> None:
-    """Computes the tangents of a head's gradients and writes those of dq, dk and dv."""
-    head = gradient.tangent.head
-    gradient.by_key_tiles(tile)
-    gradient.sum_sink()
-    gradient.dq *= head.problem.softmax_scale
-    dq, dk, dv = results[:3]
-    store(gradient.dq, head.queries(dq))
-    store(gradient.dk, head.keys(dk))
-    store(gradient.dv, head.keys(dv))

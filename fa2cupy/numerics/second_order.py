@@ -119,10 +119,8 @@ class SecondOrder(Formulas):
         q_head, k_head = self._rows(q, part, row_lse), self._head(k, part.shared)
         s, slopes = self._scores(q_head, k_head, part)
         p = self._probabilities(s, row_lse)
-        products = self._product(self._rows(tangents.q, part, row_lse), k_head.T)
-        products = self.problem.softmax_scale * (
-            products + self._product(q_head, self._head(tangents.k, part.shared).T)
-        )
+        qt, kt = self._rows(tangents.q, part, row_lse), self._head(tangents.k, part.shared)
+        products = self.problem.softmax_scale * (self._product(qt, k_head.T) + self._product(q_head, kt.T))
         scores = slopes.total(self.xp, p) * products
         if tangents.bias is not None:
             scores = scores + self._of_head("bias", part, tangents.bias).astype(self.work)

@@ -27,7 +27,8 @@ How a feature is added
    functions, references and `fa2cupy.testing` pass keywords on and do not change; describe them in ``api.py``. If it
    concerns other kernels than those of scores, name it in their rows of ``families/operations.py``.
 2. Add the formula to ``numerics/formulas.py``, for whole matrices, and to ``cpu/scores.py``, for a tile. Both keep to
-   the order above.
+   the order above. A feature that is not linear in the products has its first and second derivative in their `Slopes`,
+   from which ``second_order.py`` beside them makes tangents.
 3. Add the CUDA code to one shared header, which works on fragments of any family: ``tile_range.cuh`` if pairs of tiles
    are skipped, ``mask.cuh`` if pairs of elements are hidden, ``score_mod.cuh`` if scores change, ``online_softmax.cuh``
    if the sum changes, ``sequence.cuh`` if the rows of a block change. The main loops do not change, and the PTX of
