@@ -400,7 +400,7 @@ class TestCalls:
         if (seqlen_q, seqlen_k) == (1, 1):  # P is 1 and does not change
             np.testing.assert_allclose(ot, v, atol=1e-12)
 
-    @pytest.mark.parametrize("name", ARGUMENTS)
+    @pytest.mark.parametrize("name", ["backward_jvp", "double_backward"])
     def test_gpus_refuse_it_with_a_sentence(self, name):
         pytest.importorskip("cupy")
         from fa2cupy.gpu import calls

@@ -178,6 +178,7 @@ STAGES = {
     "sm80_float64": {"forward": (1, 1), "backward": (1, 2), "backward_dq": (1, 1), "backward_dkdv": (1, 2)},
     "simt": {
         "forward": (1, 1), "backward": (1, 1), "backward_dq": (1, 1), "backward_dkdv": (1, 1), "decode": (2, 8),
+        "jvp": (1, 1),
     },
 }  # fmt: skip
 
@@ -402,8 +403,8 @@ def chosen_rows() -> set[int]:
     """Returns the positions in the table of all tiles that some call on some GPU gets."""
     found = set()
     for device, row in itertools.product(DEVICES, FAMILIES):
-        for dtype, operation in itertools.product(row.dtypes, (*TILED, "decode")):
-            if operation not in row.operations or not row.supports(operation, dtype, device):
+        for dtype, operation in itertools.product(row.dtypes, row.operations):
+            if not row.supports(operation, dtype, device):
                 continue
             has_own_tiles = any(entry.features for entry in row.tiles[operation])
             own = [(entry.head_dim, entry.head_dim_v) for entry in row.tiles[operation] if entry.head_dim_v]

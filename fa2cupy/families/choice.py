@@ -12,7 +12,7 @@ from ..problem.strides import AnyStrides
 from .device import ARCHITECTURES, DeviceInfo
 from .estimate import Costs, backward_time, forward_splits, split_candidates
 from .family import Family
-from .operations import METHODS, OPERATIONS, TILED
+from .operations import METHODS, OPERATIONS
 from .registry import FAMILIES, supporting_families
 from .simt import SIMT
 from .tile import TileConfig
@@ -93,7 +93,7 @@ def choose_with_copies(
 
     Parameters
     ----------
-    call : {"forward", "delta", "backward", "decode", "merge", "tile_states"}
+    call : {"forward", "delta", "backward", "decode", "merge", "tile_states", "jvp"}
     problem : AttentionProblem
     device : DeviceInfo
     taken_by : callable
@@ -169,7 +169,9 @@ def _choices_of(
     reasons: list[str] = []
     methods = _methods(family, problem, options) if call == "backward" else (None,)
     for method in methods:
-        operations = [operation for operation in (METHODS[method] if method else (call,)) if operation in TILED]
+        operations = [
+            operation for operation in (METHODS[method] if method else (call,)) if OPERATIONS[operation].is_tiled
+        ]
         reason = (
             _why_not(family, operations, problem, strides, is_launched)
             or _why_not_split(family, operations, options)

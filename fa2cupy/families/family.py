@@ -188,10 +188,14 @@ class Family(ABC):
         """True if its results for a problem are known to be as accurate as those of the dtype's arithmetic."""
         return True
 
+    def has_kernels(self, call: str) -> bool:
+        """True if it has all kernels of a call, of a backward those of at least one method, for some GPU and dtype."""
+        known = (*self.operations, *(name for name, operation in OPERATIONS.items() if operation.is_common))
+        return any(set(method) <= set(known) for method in _methods_of(call))
+
     def supports_call(self, call: str, dtype: str, device: DeviceInfo, features: tuple[str, ...] = ()) -> bool:
         """True if it has all kernels of a call, of a backward those of at least one method."""
-        methods = tuple(METHODS.values()) if call == "backward" else ((call,),)
-        return any(all(self.supports(name, dtype, device, features) for name in method) for method in methods)
+        return any(all(self.supports(name, dtype, device, features) for name in method) for method in _methods_of(call))
 
     def is_default_on(self, device: DeviceInfo) -> bool:
         """True unless families after it are faster on the device, so that only callers who ask for it get it."""
@@ -276,6 +280,11 @@ class Family(ABC):
     def takes(self, kernel: Kernel, tile: TileConfig, device: DeviceInfo) -> bool:
         """True if a kernel can have this tile on this device, as many times at once as the tile says."""
         return self.why_illegal(kernel, tile, device) is None and self.fits_blocks(kernel, tile, device)
+
+
+def _methods_of(call: str) -> tuple[tuple[str, ...], ...]:
+    """The operations of which a family must have all, for each method of a call."""
+    return tuple(METHODS.values()) if call == "backward" else ((call,),)
 
 
 def register_shortage(accumulators: int, operands: int, tile: TileConfig) -> str | None:

@@ -80,6 +80,8 @@ OPERATIONS = _Operations(
         Operation("backward", (*_OF_SCORES, *_OF_DBIAS)),
         Operation("backward_dq", (*_OF_SCORES, *_OF_DBIAS), owns="queries"),
         Operation("backward_dkdv", _OF_SCORES, owns="keys"),
+        # The tangents of the forward's results, with these results.
+        Operation("jvp", (*_OF_SCORES, "sink"), owns="queries", has_config=False),
         Operation(
             "delta",
             ("dlse",),

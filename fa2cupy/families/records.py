@@ -93,6 +93,13 @@ POINTER_RECORDS = {
         ("scale_log2",),
         LENGTHS + SCHEDULE,
     ),
+    # Tangents of inputs are null where the call has none.
+    "jvp": Record(
+        "q:input k:input v:input qt:input kt:input vt:input o:output lse:output_accum ot:output lset:output_accum",
+        ("q", "k", "v", "qt", "kt", "vt", "o", "ot"),
+        ("scale_log2",),
+        LENGTHS + SCHEDULE,
+    ),
     "backward": _of_gradients("dq:output dk:output dv:output", "dq", "dk", "dv"),
     "backward_dq": _of_gradients("dq:output", "dq"),
     "backward_dkdv": _of_gradients("dk:output dv:output", "dk", "dv"),

@@ -22,6 +22,7 @@ _OWN_AND_OTHER = {
     "backward_dq": ("b_r", "b_c"),
     "backward_dkdv": ("b_c", "b_r"),
     "decode": ("b_r", "b_c"),
+    "jvp": ("b_r", "b_c"),
 }
 
 
@@ -29,7 +30,7 @@ class Simt(Family):
     """Kernels without tensor cores, whose blocks own query tiles in ``backward`` and add to dK and dV atomically."""
 
     name = "simt"
-    operations = (*Family.operations, "decode")
+    operations = (*Family.operations, "decode", "jvp")
     dtypes = ("float32", "float64")
     min_compute_capability = 60
     row_alignment = 1
@@ -153,6 +154,24 @@ class Simt(Family):
             TileRow(256, TileConfig(8, 8, 2), dtypes=_DOUBLE),
             TileRow(256, TileConfig(8, 4, 1), dtypes=_DOUBLE),
         ),
+        "jvp": (
+            TileRow(64, TileConfig(64, 32, 4), dtypes=_FLOAT),
+            TileRow(64, TileConfig(16, 16, 4), dtypes=_FLOAT),
+            TileRow(128, TileConfig(64, 32, 4), dtypes=_FLOAT),
+            TileRow(128, TileConfig(32, 16, 4), dtypes=_FLOAT),
+            TileRow(128, TileConfig(8, 8, 2), dtypes=_FLOAT),
+            TileRow(256, TileConfig(32, 16, 4), dtypes=_FLOAT),
+            TileRow(256, TileConfig(8, 8, 2), dtypes=_FLOAT),
+            TileRow(256, TileConfig(4, 8, 1), dtypes=_FLOAT),
+            TileRow(64, TileConfig(64, 16, 8), dtypes=_DOUBLE),
+            TileRow(64, TileConfig(32, 16, 4), dtypes=_DOUBLE),
+            TileRow(64, TileConfig(8, 8, 2), dtypes=_DOUBLE),
+            TileRow(128, TileConfig(32, 16, 8), dtypes=_DOUBLE),
+            TileRow(128, TileConfig(8, 8, 2), dtypes=_DOUBLE),
+            TileRow(128, TileConfig(4, 8, 1), dtypes=_DOUBLE),
+            TileRow(256, TileConfig(16, 16, 4), dtypes=_DOUBLE),
+            TileRow(256, TileConfig(4, 8, 1), dtypes=_DOUBLE),
+        ),
     }
 
     def record(self, operation: str) -> Record:
@@ -166,6 +185,8 @@ class Simt(Family):
         if operation == "decode":
             rows = 2 * own * row + tile.num_stages * other * (row + row_v)
             return rows + tile.num_warps * own * (16 + 8 + 1) * element
+        if operation == "jvp":  # as in the forward, and tangents
+            return 2 * ((own + other) * row + other * row_v) + own * (other + 8 + other % 16) * element
         own_v = 0 if operation == "forward" else own
         statistics = 2 * other if operation == "backward_dkdv" else 0
         tiles = (own + other) * row + (own_v + other) * row_v
@@ -187,10 +208,11 @@ class Simt(Family):
             return f"b_c={other} does not give each lane of {tile.num_warps} warps 1, 2, 4 or 8 keys"
         if tile.num_stages != 1:
             return f"num_stages={tile.num_stages}: the simt family has one stage"
-        columns = {"forward": head_dim_v, "backward_dkdv": head_dim + head_dim_v}.get(operation, head_dim)
-        # S, or S and dP; in float32, the sums over fewer columns as well.
+        columns = {"forward": head_dim_v, "backward_dkdv": head_dim + head_dim_v, "jvp": 2 * head_dim_v}
+        # S, or S and dP or its tangent; in float32, the sums over fewer columns as well.
         scores = other // 8 * ((1 if operation == "forward" else 2) + (dtype == "float32"))
-        return register_shortage(own // step * (columns // 8 + scores) * ITEMSIZE[dtype] // 4, 24, tile)
+        of_row = columns.get(operation, head_dim) // 8 + scores
+        return register_shortage(own // step * of_row * ITEMSIZE[dtype] // 4, 24, tile)
 
 
 SIMT = Simt()

@@ -9,7 +9,9 @@ from ..problem.arguments import output_name
 __all__ = ["TENSORS", "Arguments", "arguments_of"]
 
 #: The arrays with rows of head_dim or head_dim_v columns.
-TENSORS = frozenset(("q", "k", "v", "o", "do", "dq", "dk", "dv", "k_cache", "v_cache", "o_parts"))
+TENSORS = frozenset(
+    ("q", "k", "v", "o", "do", "dq", "dk", "dv", "k_cache", "v_cache", "o_parts", "qt", "kt", "vt", "ot")
+)
 
 #: By call: its inputs, those inputs that may be None, and its results.
 _ARRAYS = {
@@ -23,6 +25,7 @@ _ARRAYS = {
     ),
     "merge": (("o_parts", "lse_parts"), (), ("o", "lse")),
     "tile_states": ((), (), ("states",)),
+    "jvp": (("q", "k", "v", "qt", "kt", "vt"), ("qt", "kt", "vt"), ("o", "lse", "ot", "lset")),
 }
 
 
@@ -68,7 +71,7 @@ def arguments_of(call: str, features: tuple[str, ...] = (), gradients: tuple[str
 
     Parameters
     ----------
-    call : {"forward", "delta", "backward", "decode", "merge", "tile_states"}
+    call : {"forward", "delta", "backward", "decode", "merge", "tile_states", "jvp"}
     features : tuple of str, optional
         Further inputs, all optional.
     gradients : tuple of str, optional

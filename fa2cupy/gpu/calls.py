@@ -15,6 +15,7 @@ from ..problem.feature_checks import extra_gradients, is_seed
 from ..problem.features import ARRAY_KEYWORDS
 from ..problem.function_checks import ARGUMENTS, sequence_of
 from ..problem.options import CallOptions
+from ..problem.tangents import TANGENTS, Tangents
 from .arguments import arguments_of
 from .device_memory import temporaries
 from .signatures import Items, run
@@ -121,6 +122,29 @@ def backward(
     return run(arguments, (q, k, v, o, lse, do, given_delta, *arrays, *results), options, values, keywords)
 
 
+def jvp(
+    q: cupy.ndarray,
+    k: cupy.ndarray,
+    v: cupy.ndarray,
+    tangents: Tangents,
+    out: tuple[cupy.ndarray | None, ...] | None,
+    options: CallOptions,
+    keywords: Mapping[str, object],
+) -> tuple[cupy.ndarray, ...]:
+    """`fa2cupy.jvp` on CuPy arrays."""
+    _check_tangents_of_features(TANGENTS, tangents)
+    names, arrays, values = _split(keywords)
+    arguments = arguments_of("jvp", names)
+    inputs = (q, k, v, *tangents[:3], *arrays)
+    return run(arguments, (*inputs, *unpack_out(out, arguments.results)), options, values, keywords)
+
+
+def _check_tangents_of_features(names: tuple[str, ...], tangents: Tangents) -> None:
+    for name, tangent in zip(names[3:], tangents[3:], strict=True):
+        if tangent is not None:
+            raise UnsupportedProblemError(f"{name}: not on GPUs yet; calls on NumPy arrays take it")
+
+
 def _without_kernels(name: str) -> Callable[..., Any]:
     def call(*_: object) -> Any:
         raise UnsupportedProblemError(f"{name}: not on GPUs yet; it takes NumPy arrays")
@@ -128,7 +152,7 @@ def _without_kernels(name: str) -> Callable[..., Any]:
     return call
 
 
-jvp, backward_jvp, double_backward = map(_without_kernels, ("jvp", "backward_jvp", "double_backward"))
+backward_jvp, double_backward = map(_without_kernels, ("backward_jvp", "double_backward"))
 
 
 def tile_states(layout: MapLayout, like: cupy.ndarray | None, keywords: Mapping[str, object]) -> cupy.ndarray:

@@ -13,7 +13,7 @@ from ..families.choice import Choice, choose_with_copies
 from ..families.device import DeviceInfo
 from ..families.family import Family
 from ..plan.decode import plan_decode
-from ..plan.plans import plan_backward, plan_delta, plan_forward, plan_merge, plan_tile_states
+from ..plan.plans import plan_backward, plan_delta, plan_forward, plan_jvp, plan_merge, plan_tile_states
 from ..plan.stages import Plan
 from ..problem.arguments import check_outputs, takes_rows
 from ..problem.attention import AttentionProblem
@@ -36,13 +36,14 @@ from ..problem.strides import (
     feature_strides,
     score_strides,
 )
+from ..problem.tangents import TANGENTS, Tangents, check_jvp
 from .arguments import TENSORS, Arguments
 from .copies import CopyingCall
 from .prepared import KernelCall, overlap_check
 
 __all__ = ["prepare"]
 
-_CONTIGUOUS = ("lse", "lse_parts", "delta", "dlse", "dsink", "cache_seqlens", "block_table", *OFFSETS)
+_CONTIGUOUS = ("lse", "lset", "lse_parts", "delta", "dlse", "dsink", "cache_seqlens", "block_table", *OFFSETS)
 
 _Arrays = Mapping[str, Any]
 
@@ -96,11 +97,16 @@ _CHECKS: dict[str, Callable[[_Arrays, CallOptions, Mapping[str, Any]], Request]]
     "decode": check_decode,
     "merge": lambda arrays, options, keywords: check_merge(arrays, options),
     "tile_states": lambda arrays, options, keywords: check_tile_states(keywords),
+    "jvp": lambda arrays, options, keywords: check_jvp(arrays, _tangents(arrays), options, keywords),
 }
 
 
+def _tangents(named: _Arrays) -> Tangents:
+    return Tangents(*(named.get(name) for name in TANGENTS))
+
+
 #: The plans of calls that need nothing besides.
-_PLANS = {"forward": plan_forward, "delta": plan_delta, "tile_states": plan_tile_states}
+_PLANS = {"forward": plan_forward, "delta": plan_delta, "tile_states": plan_tile_states, "jvp": plan_jvp}
 
 
 def _plan(

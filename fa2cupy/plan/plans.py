@@ -20,7 +20,7 @@ from .layout import PART_ROWS, StageLayout
 from .stages import Plan, Stage, Workspace
 from .tensor_maps import BOX_COLUMNS
 
-__all__ = ["plan_backward", "plan_delta", "plan_forward", "plan_merge", "plan_tile_states"]
+__all__ = ["plan_backward", "plan_delta", "plan_forward", "plan_jvp", "plan_merge", "plan_tile_states"]
 
 #: The workspaces that the kernel of delta can clear. They have no bytes in calls that do not need them.
 _CLEARED_BY_DELTA = (Workspace("dq_accum", 0), Workspace(SHARES, 0))
@@ -44,6 +44,14 @@ def plan_forward(
         return _plan(stages, of_lists)
     stage, workspace = _merge_forward(layout, tile, num_splits)
     return _plan([*stages, stage], [*of_lists, workspace])
+
+
+def plan_jvp(problem: AttentionProblem, device: DeviceInfo, strides: Mapping[str, AnyStrides], choice: Choice) -> Plan:
+    """The plan of `fa2cupy.jvp`. `strides` has those of `plan_forward`, ``qt``, ``kt``, ``vt`` and ``ot``."""
+    layout = StageLayout(problem, device, choice.family, strides)
+    lists, of_lists = layout.lists(choice.tiles)
+    stages = [*_clear_unused(layout, "clear_forward"), *lists, layout.tiled("jvp", choice.tiles["jvp"])]
+    return _plan(stages, of_lists, ["ot", "lset"] if problem.is_packed else [])
 
 
 def plan_delta(

@@ -27,9 +27,9 @@ from ..problem.options import CallOptions
 from ..problem.strides import AnyStrides, argument_layouts, contiguous_score_strides, feature_strides
 from .decode import plan_decode
 from .layout import StageLayout
-from .plans import plan_backward, plan_forward, plan_merge, plan_tile_states
+from .plans import plan_backward, plan_forward, plan_jvp, plan_merge, plan_tile_states
 
-__all__ = ["OF_BACKWARD", "decode_specs", "default_specs", "layout_of_kernel", "merge_spec"]
+__all__ = ["OF_BACKWARD", "decode_specs", "default_specs", "jvp_specs", "layout_of_kernel", "merge_spec"]
 
 _ROWS = EXAMPLE_ROWS
 #: Features of the backward only: an array, and options.
@@ -141,6 +141,17 @@ def decode_specs(
         strides |= feature_strides(keywords)
         plan = plan_decode(problem, device, strides, choose("decode", problem, device, strides))
         specs[plan.stages[0].spec] = None
+    return list(specs)
+
+
+def jvp_specs(
+    device: DeviceInfo, dtype: str, head_dim: int, causal: bool = False, *, features: Sequence[str] = ()
+) -> list[KernelSpec]:
+    """The kernels of `fa2cupy.jvp`. `features` are those of the calls, all combined."""
+    specs: dict[KernelSpec, None] = {}
+    for problem, strides in _problems("forward", dtype, head_dim, head_dim, CallOptions(causal), features, {}):
+        plan = plan_jvp(problem, device, strides, choose("jvp", problem, device, strides, is_launched=False))
+        specs.update(dict.fromkeys(stage.spec for stage in plan.stages))
     return list(specs)
 
 

@@ -41,12 +41,14 @@ SOURCE_AXES: dict[tuple[str, int], tuple[int | None, int, int | None, int]] = {
 
 #: The meaning of a tensor's rows, by the kernels' name for it: queries, keys, or the queries' statistics.
 ROWS_OF = {
-    **dict.fromkeys(("q", "o", "dout", "dq"), "queries"),
-    **dict.fromkeys(("k", "v", "dk", "dv"), "keys"),
-    **dict.fromkeys(("lse", "given_lse", "delta"), "statistics"),
+    **dict.fromkeys(("q", "o", "dout", "dq", "qt", "ot", "dot", "dqt"), "queries"),
+    **dict.fromkeys(("k", "v", "dk", "dv", "kt", "vt", "dkt", "dvt"), "keys"),
+    **dict.fromkeys(("lse", "given_lse", "delta", "lset", "deltat"), "statistics"),
 }
 #: The tensors with as many columns as v, by the names of callers and of kernels; all others have those of q.
-WITH_COLUMNS_OF_V = frozenset(("v", "v_cache", "o", "o_parts", "do", "dout", "dv"))
+WITH_COLUMNS_OF_V = frozenset(
+    ("v", "v_cache", "o", "o_parts", "do", "dout", "dv", "vt", "ot", "dot", "dvt", "gdv", "gv", "gdo")
+)
 
 
 def array_shape(layout: str, rank: int, batch: _Size, seqlen: _Size, heads: _Size, columns: _Size) -> tuple[_Size, ...]:
@@ -168,7 +170,7 @@ class AttentionProblem:
     def shape_of(self, tensor: str) -> tuple[int, ...]:
         """Shape of a tensor as the caller sees it, by the kernels' name for it."""
         shapes = {"q": self.q_shape, "k": self.k_shape, "v": self.v_shape, "o": self.o_shape}
-        return shapes[{"dout": "o"}.get(tensor, tensor.removeprefix("d"))]
+        return shapes[{"dout": "o", "dot": "o"}.get(tensor, tensor.removeprefix("d").removesuffix("t"))]
 
     def columns_of(self, tensor: str) -> int:
         """Columns of a tensor, by its name in calls or kernels."""

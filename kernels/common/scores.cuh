@@ -193,15 +193,22 @@ __device__ __forceinline__ Real sink_of(const Record& params, int32 head, int32 
         return in_base2(sink);
 }
 
-// Finishes rows after their last key tile: computes the factor of O and lse. `share`: the block's share of the key
+// Finishes row sums after the last key tile: computes their inverse and lse. `share`: the block's share of the key
 // tiles, 0 without a split. `total`: the row sums, if a row is shared by several warps.
 template <class Spec, class Record, class Softmax, class Real, int kRows, class... Total>
-__device__ __forceinline__ void finish_rows(const Softmax& softmax, const Record& params, int32 head, int32 share,
+__device__ __forceinline__ void finish_sums(const Softmax& softmax, const Record& params, int32 head, int32 share,
                                             Real (&inverse)[kRows], Real (&lse)[kRows], const Total&... total) {
     if constexpr (Spec::kSink)
         softmax.finish(total..., sink_of<Real, Spec>(params, head, share), inverse, lse);
     else
         softmax.finish(total..., inverse, lse);
+}
+
+// The same with the factor of O in place of the inverse.
+template <class Spec, class Record, class Softmax, class Real, int kRows, class... Total>
+__device__ __forceinline__ void finish_rows(const Softmax& softmax, const Record& params, int32 head, int32 share,
+                                            Real (&inverse)[kRows], Real (&lse)[kRows], const Total&... total) {
+    finish_sums<Spec>(softmax, params, head, share, inverse, lse, total...);
     if constexpr (Spec::kDropout)
 #pragma unroll
         for (int i = 0; i < kRows; ++i) inverse[i] *= params.dropout_scale;

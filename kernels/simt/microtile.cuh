@@ -80,6 +80,15 @@ struct Microtile {
 #pragma unroll
                     for (int v = 0; v < kVector; ++v) value[i][c][v] *= factor[i];
         }
+        // row i -= factor[i] * row i of other sums
+        __device__ void subtract(const Real (&factor)[kRows], const SumsOf& other) {
+#pragma unroll
+            for (int i = 0; i < kRows; ++i)
+#pragma unroll
+                for (int c = 0; c < kChunks; ++c)
+#pragma unroll
+                    for (int v = 0; v < kVector; ++v) value[i][c][v] -= factor[i] * other.value[i][c][v];
+        }
         __device__ Vec scaled(int i, int chunk, Real scale) const {
             Vec x;
 #pragma unroll
@@ -105,13 +114,23 @@ struct Microtile {
         return chunks;
     }
 
-    // scores = own tile^T. The products of kChain columns are summed on their own.
+    __device__ __forceinline__ static void clear(Scores& scores) {
+#pragma unroll
+        for (int i = 0; i < kRows; ++i)
+#pragma unroll
+            for (int j = 0; j < Scores::kCols; ++j) scores(i, j) = 0;
+    }
+    // scores = own tile^T
     __device__ __forceinline__ static void dot(Scores& scores, const Real* own, const Real* tile, int32 lane) {
+        clear(scores);
+        add_dot(scores, own, tile, lane);
+    }
+    // scores += own tile^T. The products of kChain columns are summed on their own.
+    __device__ __forceinline__ static void add_dot(Scores& scores, const Real* own, const Real* tile, int32 lane) {
         own += Scores::row(0, lane) * kRowLength;
         tile += Scores::col(0, lane) * kRowLength;
         constexpr int kUnroll = kSumsInLevels || kRows < 8 ? 2 : 1;  // more doubles leave no registers for two steps
         constexpr int kUnrollChains = kSumsInLevels && kRows < 4 ? 2 : 1;
-        clear(scores);
 #pragma unroll kUnrollChains
         for (int32 first = 0; first < Rows::kColumns; first += kChain) {
             Scores chain;
@@ -206,12 +225,6 @@ struct Microtile {
 #pragma unroll
         for (int v = 0; v < kVector; ++v) sum = fma(x.item[v], y.item[v], sum);
         return sum;
-    }
-    __device__ __forceinline__ static void clear(Scores& scores) {
-#pragma unroll
-        for (int i = 0; i < kRows; ++i)
-#pragma unroll
-            for (int j = 0; j < Scores::kCols; ++j) scores(i, j) = 0;
     }
     // Some chunks of a row of a tile, from this lane's part of the first one on.
     template <int kChunks>

@@ -21,6 +21,7 @@ from fa2cupy.gpu import calls, copies, device_memory, prepare, prepared, signatu
 from fa2cupy.gpu.launch import ABSENT
 from fa2cupy.plan.stages import Plan, Stage
 from fa2cupy.problem.options import CallOptions, call_options, hashable_config
+from fa2cupy.problem.tangents import Tangents
 from fa2cupy.system.recent import RecentlyUsed
 
 
@@ -48,6 +49,12 @@ def merge(o_parts, lse_parts, *, layout="bshd", out=None):
 def backward(q, k, v, o, lse, do, *, delta=None, dlse=None, out=None, **keywords):
     """Calls `fa2cupy.gpu.calls.backward` by keyword."""
     return calls.backward(q, k, v, o, lse, do, delta, dlse, out, _options(keywords), keywords)
+
+
+def jvp(q, k, v, qt, kt, vt, *, bias_tangent=None, sink_tangent=None, out=None, **keywords):
+    """Calls `fa2cupy.gpu.calls.jvp` by keyword."""
+    tangents = Tangents(qt, kt, vt, bias_tangent, sink_tangent)
+    return calls.jvp(q, k, v, tangents, out, _options(keywords), keywords)
 
 
 #: Options by the keywords of these functions.

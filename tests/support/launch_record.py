@@ -15,7 +15,7 @@ from fa2cupy.gpu.tensor_maps import encode_arguments
 from fa2cupy.jit.spec import KernelSpec
 from fa2cupy.plan.stages import Plan, Stage
 from fa2cupy.plan.tensor_maps import TensorLayout
-from fa2cupy.problem.attention import WITH_COLUMNS_OF_V
+from fa2cupy.problem.attention import ROWS_OF, WITH_COLUMNS_OF_V
 from fa2cupy.problem.block_mask import KEY_LISTS, QUERY_LISTS
 from fa2cupy.problem.features import ARRAY_KEYWORDS, OFFSETS
 
@@ -96,7 +96,7 @@ class Launch:
             return memory_at(self.pointers[name], (self._workspaces[name] // dtype.itemsize,), None, dtype)
         if name in ("block_mask", "states"):
             return memory_at(self.pointers[name], self._map_shape(), None, np.dtype("uint8"))
-        of_keys = name in ("k", "v", "dk", "dv")
+        of_keys = ROWS_OF.get(name) == "keys"
         if name not in self.pointers and f"{name}_parts" in self.pointers:
             return self._joined(name, "k" if of_keys else "q")
         heads, rows = self.values["num_heads"], self._rows("k" if of_keys else "q")
@@ -105,7 +105,7 @@ class Launch:
             return self._argument(name)
         if name in OFFSETS:
             return memory_at(self.pointers[name], (self.values["num_sequences"] + 1,), None, np.dtype("int32"))
-        if name in ("lse", "given_lse", "delta", "dlse", "lse_parts", "dsink"):
+        if ROWS_OF.get(name) == "statistics" or name in ("dlse", "lse_parts", "dsink"):
             parts = (self.values["num_parts"],) if name == "lse_parts" else ()
             shape = (heads,) if name == "dsink" else (*parts, self.batch, heads, rows)
             return memory_at(self.pointers[name], shape, None, self._wide)

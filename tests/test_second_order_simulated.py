@@ -1,0 +1,176 @@
+"""The kernels of second order, executed without a GPU, against the references in float64.
+
+README.md of this folder has the checks of every launch.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+pytest.importorskip("cupy")
+
+from mutants import second_order
+from mutants.mutant import CATCHES
+from support.fake_cupy import place
+from support.feature_cases import options_of
+from support.second_order_calls import CURVED, Call, packed_call
+from support.simulator import simulated_gpu
+from support.strided_arrays import gapped, packed
+
+import fa2cupy
+from fa2cupy import mods
+from fa2cupy.families.simt import SIMT
+
+pytestmark = pytest.mark.simulated
+
+#: Sizes of calls: ragged and whole tiles, rows that see no key under a causal mask, groups of heads, none at all.
+SIZES = (
+    {"lengths": (1, 1)},
+    {"lengths": (16, 16)},
+    {"lengths": (37, 21)},
+    {"heads": (4, 2), "batch": 2},
+    {"head_dim": 24, "head_dim_v": 72},
+    {"lengths": (0, 3)},
+    {"lengths": (3, 0)},
+)
+of_both_masks = pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+of_all_sizes = pytest.mark.parametrize("sizes", SIZES, ids=str)
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    with simulated_gpu(monkeypatch) as stages:
+        yield stages
+
+
+def rows_of_the_table(operation: str) -> list:
+    """Returns (head_dim, dtype, tile) of each default tile."""
+    return [
+        pytest.param(row.head_dim, dtype, row.tile, id=f"{dtype}-{row.head_dim}-{row.tile}")
+        for row in SIMT.tiles[operation]
+        for dtype in row.dtypes
+    ]
+
+
+# --------------------------------------------------------------------------------------------------------------- jvp
+
+
+@of_both_masks
+@of_all_sizes
+def test_jvp(launched, sizes, causal):
+    Call(**sizes, causal=causal).check_jvp()
+
+
+def test_jvp_of_packed_sequences(launched):
+    packed_call().check_jvp()
+
+
+@of_both_masks
+def test_errors_of_jvp_are_bounded_by_those_of_the_formulas_in_the_same_precision(launched, causal):
+    Call((45, 61), (4, 2), 24, dtype="float32", causal=causal, softcap=2.0).check_jvp()
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize(("head_dim", "dtype", "tile"), rows_of_the_table("jvp"))
+def test_every_default_tile_of_jvp(launched, head_dim, dtype, tile):
+    Call((tile.b_r + 3, 2 * tile.b_c + 5), (1, 1), head_dim, dtype=dtype, tile=tile, causal=True).check_jvp()
+
+
+@pytest.mark.parametrize("given", ["q", "k", "v", ""])
+def test_a_missing_tangent_counts_as_zeros(launched, given):
+    call = Call()
+    call.direction = {name: array for name, array in call.direction.items() if name == given}
+    call.check_jvp()
+
+
+def test_rows_without_keys_have_zeros_even_if_they_have_nan(launched):
+    call = Call((20, 12), causal=True)
+    for arrays in (call.arrays, call.direction):
+        arrays["q"][:, :8] = np.nan
+    _, _, ot, lset = call.jvp()
+    assert not ot[:, :8].any() and not lset[..., :8].any()
+    assert np.isfinite(ot).all() and np.isfinite(lset).all()
+
+
+@pytest.mark.parametrize("name", ["o", "lse", "ot", "lset"])
+def test_results_in_arrays_of_the_caller(launched, name):
+    call, names = Call(), ("o", "lse", "ot", "lset")
+    wanted = dict(zip(names, call.jvp(), strict=True))
+    out = {one: place(np.full(array.shape, np.nan)) for one, array in wanted.items()}
+    out[name] = gapped(out[name])
+    found = dict(zip(names, call.jvp(out=tuple(out.values())), strict=True))
+    for one, array in found.items():
+        assert array is out[one]
+        np.testing.assert_array_equal(array, wanted[one])
+
+
+@pytest.mark.parametrize(
+    ("dtype", "more", "message"),
+    [
+        ("float16", {}, "q: jvp takes float32 or float64 on GPUs, got float16"),
+        ("float64", {"bias_tangent": np.zeros(27)}, "bias_tangent: not on GPUs yet"),
+        ("float64", {"sink_tangent": np.zeros(2)}, "sink_tangent: not on GPUs yet"),
+    ],
+    ids=str,
+)
+def test_what_is_not_there_yet_is_refused(launched, dtype, more, message):
+    with pytest.raises(fa2cupy.UnsupportedProblemError, match=f"^{message}"):
+        Call(dtype=dtype).jvp(**more)
+
+
+@pytest.mark.parametrize("name", "qkv")
+def test_tangents_with_strides_of_their_own(launched, name):
+    call = Call(head_dim=12, causal=True)
+    wanted = call.jvp()
+    call.direction[name] = packed(call.direction[name])
+    for one, other in zip(call.jvp(), wanted, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+# ---------------------------------------------------------------------------------------------------------- features
+
+#: Features of calls by name: each alone, and all that do not exclude each other.
+FEATURES = {
+    **{name: (name,) for name in ("window", "softcap", "alibi", "bias", "mask of whole rows", "padding", "sink")},
+    "dropout": ("dropout",),
+    "all": ("causal", "window", "softcap", "alibi", "bias of heads", "mask of rows", "padding", "sink", "dropout"),
+}
+
+
+@pytest.fixture(params=FEATURES)
+def featured(request) -> Call:
+    sizes = {"batch": 2, "num_heads": 2, "seqlen_q": 19, "seqlen_k": 27}
+    options: dict = {}
+    for row in FEATURES[request.param]:
+        options |= options_of(row, "float64", sizes)
+    return Call((19, 27), batch=2, **options)
+
+
+@pytest.fixture(params=[False, True], ids=["", "map"])
+def with_functions(request) -> Call:
+    mask = mods.causal(6)
+    options = CURVED | {"mask_mod": mask}
+    if request.param:
+        options["block_mask"] = fa2cupy.block_mask(mask, (), 1, 1, 21, 27, tile=(16, 16))
+    return Call(**options)
+
+
+def test_jvp_with_features(launched, featured):
+    featured.check_jvp()
+
+
+def test_jvp_with_functions(launched, with_functions):
+    with_functions.check_jvp()
+
+
+# ----------------------------------------------------------------------------------------------------------- mutants
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("mutant", second_order.MUTANTS, ids=lambda mutant: mutant.name)
+def test_a_broken_kernel_is_caught(mutant):
+    second_order.check_unbroken(mutant.call, mutant.check)
+    exception, text = (CATCHES | {"numbers": (AssertionError, "Not equal to tolerance")})[mutant.caught_by]
+    with pytest.raises(exception, match=text):
+        second_order.run(mutant.call, mutant.check, mutant)
