@@ -37,7 +37,7 @@ from fa2cupy.jit.compiler import compile_source
 from fa2cupy.jit.source import render_kernel
 from fa2cupy.jit.spec import KernelSpec
 from fa2cupy.plan.ranks import specs_of_ranks
-from fa2cupy.plan.specs import OF_BACKWARD, decode_specs, default_specs, merge_spec
+from fa2cupy.plan.specs import OF_BACKWARD, decode_specs, default_specs, merge_spec, second_order_specs
 from fa2cupy.problem.choices import CALL_KEYWORDS
 from fa2cupy.problem.dtypes import DTYPES
 from fa2cupy.system.progress import progress
@@ -114,6 +114,9 @@ def of_family(device: DeviceInfo, family: Family, dtype: str, head_dims: Sequenc
         yield merge_spec(device, dtype, head_dim)
         if "decode" in family.operations:
             yield from decode_specs(device, dtype, head_dim)
+        for call in ("jvp", "double_backward"):
+            if family.has_kernels(call):
+                yield from second_order_specs(call, device, dtype, head_dim, causal=True)
 
 
 def of_features(device: DeviceInfo, family: Family, dtype: str) -> Iterator[KernelSpec]:

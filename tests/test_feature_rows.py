@@ -63,9 +63,11 @@ OTHERS = {
 }  # fmt: skip
 #: The files of ``kernels/`` that ask for a feature by its constant of `Spec`.
 KERNELS = {
-    "score_mod": {"common/dbias.cuh", "common/score_mod.cuh", "common/weights.cuh"},
+    "score_mod": {"common/dbias.cuh", "common/score_mod.cuh", "common/tangents.cuh", "common/weights.cuh"},
     "window": {"common/mask.cuh", "common/tile_lists.cuh", "common/tile_range.cuh", "decode/"},
-    "softcap": {"common/dbias.cuh", "common/score_mod.cuh", "common/softcap.cuh", "common/weights.cuh"},
+    "softcap": {
+        "common/dbias.cuh", "common/score_mod.cuh", "common/softcap.cuh", "common/tangents.cuh", "common/weights.cuh",
+    },
     "alibi_slopes": {"common/score_mod.cuh", "decode/"},
     "bias": {"common/bias_tile.cuh", "common/score_arrays.cuh", "common/score_mod.cuh"},
     "wide_bias": set(),
@@ -81,7 +83,7 @@ KERNELS = {
     },
     "given_lse": {"common/own_lse.cuh"},
     "sink": {"common/scores.cuh", "decode/"},
-    "dropout_p": {"common/score_mod.cuh", "common/scores.cuh", "common/weights.cuh"},
+    "dropout_p": {"common/score_mod.cuh", "common/scores.cuh", "common/tangents.cuh", "common/weights.cuh"},
     "dlse": {"common/delta.cuh"},
     "cu_seqlens": {"common/", "float32_parts/", "sm80/", "sm90/"},
 }  # fmt: skip

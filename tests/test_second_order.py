@@ -400,14 +400,6 @@ class TestCalls:
         if (seqlen_q, seqlen_k) == (1, 1):  # P is 1 and does not change
             np.testing.assert_allclose(ot, v, atol=1e-12)
 
-    @pytest.mark.parametrize("name", ["backward_jvp", "double_backward"])
-    def test_gpus_refuse_it_with_a_sentence(self, name):
-        pytest.importorskip("cupy")
-        from fa2cupy.gpu import calls
-
-        with pytest.raises(fa2cupy.UnsupportedProblemError, match=f"^{name}: not on GPUs yet"):
-            getattr(calls, name)()
-
     def test_memory_is_linear_in_the_length(self):
         q, k, v, do = make_inputs("float32", seqlen_q=4096, num_heads=1, head_dim=8)
         score_matrix = 4 * 4096**2

@@ -20,6 +20,7 @@ from support.strided_arrays import gapped, packed
 
 import fa2cupy
 from fa2cupy import mods
+from fa2cupy.families import choice, float32_parts
 from fa2cupy.families.simt import SIMT
 
 pytestmark = pytest.mark.simulated
@@ -45,9 +46,9 @@ def launched(monkeypatch):
 
 
 def rows_of_the_table(operation: str) -> list:
-    """Returns (head_dim, dtype, tile) of each default tile."""
+    """Returns (operation, head_dim, dtype, tile) of each default tile."""
     return [
-        pytest.param(row.head_dim, dtype, row.tile, id=f"{dtype}-{row.head_dim}-{row.tile}")
+        pytest.param(operation, row.head_dim, dtype, row.tile, id=f"{operation}-{dtype}-{row.head_dim}-{row.tile}")
         for row in SIMT.tiles[operation]
         for dtype in row.dtypes
     ]
@@ -56,6 +57,7 @@ def rows_of_the_table(operation: str) -> list:
 # --------------------------------------------------------------------------------------------------------------- jvp
 
 
+@pytest.mark.sample(sizes=SIZES[2:4], causal=(True,))
 @of_both_masks
 @of_all_sizes
 def test_jvp(launched, sizes, causal):
@@ -66,17 +68,27 @@ def test_jvp_of_packed_sequences(launched):
     packed_call().check_jvp()
 
 
+@pytest.mark.sample(causal=(True,))
 @of_both_masks
 def test_errors_of_jvp_are_bounded_by_those_of_the_formulas_in_the_same_precision(launched, causal):
     Call((45, 61), (4, 2), 24, dtype="float32", causal=causal, softcap=2.0).check_jvp()
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize(("head_dim", "dtype", "tile"), rows_of_the_table("jvp"))
-def test_every_default_tile_of_jvp(launched, head_dim, dtype, tile):
-    Call((tile.b_r + 3, 2 * tile.b_c + 5), (1, 1), head_dim, dtype=dtype, tile=tile, causal=True).check_jvp()
+@pytest.mark.parametrize(
+    ("operation", "head_dim", "dtype", "tile"),
+    [case for operation in ("jvp", "output_jvp", "dq_jvp", "dkdv_jvp") for case in rows_of_the_table(operation)],
+)
+def test_every_default_tile(launched, monkeypatch, operation, head_dim, dtype, tile):
+    call = Call((tile.b_r + 3, 2 * tile.b_c + 5), (1, 1), head_dim, dtype=dtype, causal=True)
+    call.tile = None
+    chosen = choice.choose_tile
+    monkeypatch.setattr(choice, "choose_tile", lambda name, *more: tile if name == operation else chosen(name, *more))
+    call.check_jvp() if operation == "jvp" else call.check_double_backward()
+    assert tile in [stage.spec.tile for stage in launched if stage.spec.operation == operation]
 
 
+@pytest.mark.sample(given=("q",))
 @pytest.mark.parametrize("given", ["q", "k", "v", ""])
 def test_a_missing_tangent_counts_as_zeros(launched, given):
     call = Call()
@@ -93,6 +105,7 @@ def test_rows_without_keys_have_zeros_even_if_they_have_nan(launched):
     assert np.isfinite(ot).all() and np.isfinite(lset).all()
 
 
+@pytest.mark.sample(name=("ot",))
 @pytest.mark.parametrize("name", ["o", "lse", "ot", "lset"])
 def test_results_in_arrays_of_the_caller(launched, name):
     call, names = Call(), ("o", "lse", "ot", "lset")
@@ -119,6 +132,14 @@ def test_what_is_not_there_yet_is_refused(launched, dtype, more, message):
         Call(dtype=dtype).jvp(**more)
 
 
+@pytest.mark.parametrize("name", ["backward_jvp", "double_backward"])
+@pytest.mark.parametrize("argument", ["return_dbias", "return_dsink"])
+def test_what_gradients_do_not_have_yet_is_refused(launched, name, argument):
+    with pytest.raises(fa2cupy.UnsupportedProblemError, match=f"^{argument}: not "):
+        getattr(Call(), name)(**{argument: True})
+
+
+@pytest.mark.sample(name=("k",))
 @pytest.mark.parametrize("name", "qkv")
 def test_tangents_with_strides_of_their_own(launched, name):
     call = Call(head_dim=12, causal=True)
@@ -126,6 +147,71 @@ def test_tangents_with_strides_of_their_own(launched, name):
     call.direction[name] = packed(call.direction[name])
     for one, other in zip(call.jvp(), wanted, strict=True):
         np.testing.assert_array_equal(one, other)
+
+
+# ---------------------------------------------------------------------------------------- backward_jvp, double_backward
+
+BACKWARDS = ("check_backward_jvp", "check_double_backward")
+STAGES = {
+    "check_backward_jvp": ["delta_jvp", "dq_jvp", "dkdv_jvp"],
+    "check_double_backward": ["output_jvp", "delta_jvp", "dq_jvp", "dkdv_jvp"],
+}
+of_both_backwards = pytest.mark.parametrize("check", BACKWARDS)
+
+
+@pytest.mark.sample(sizes=SIZES[2:4], causal=(True,), check=("check_double_backward",))
+@of_both_masks
+@of_all_sizes
+@of_both_backwards
+def test_tangents_of_gradients(launched, sizes, causal, check):
+    getattr(Call(**sizes, causal=causal), check)()
+
+
+@pytest.mark.sample(check=("check_backward_jvp",))
+@of_both_backwards
+def test_tangents_of_gradients_of_packed_sequences(launched, check):
+    getattr(packed_call(), check)()
+
+
+@pytest.mark.sample(causal=(True,), check=("check_double_backward",))
+@of_both_masks
+@of_both_backwards
+def test_errors_of_tangents_of_gradients_are_bounded(launched, check, causal):
+    getattr(Call((45, 61), (4, 2), 24, dtype="float32", causal=causal, softcap=2.0), check)()
+    assert [stage.spec.operation for stage in launched] == STAGES[check]
+
+
+@pytest.mark.sample(check=("check_double_backward",))
+@of_both_backwards
+def test_lse_of_kernels_that_multiply_parts_is_computed_again(launched, monkeypatch, check):
+    """Checks float32 on Hopper."""
+    monkeypatch.setattr(float32_parts, "_SHORTEST", 1)
+    getattr(Call(dtype="float32"), check)()
+    assert [stage.spec.operation for stage in launched] == ["forward", *STAGES[check]]
+
+
+@pytest.mark.sample(given=("v",), check=("check_double_backward",))
+@pytest.mark.parametrize("given", ["q", "k", "v", "do", "dlse", ""])
+@of_both_backwards
+def test_a_missing_tangent_counts_as_zeros_in_gradients(launched, check, given):
+    call = Call()
+    call.direction = {name: array for name, array in call.direction.items() if name == given}
+    getattr(call, check)()
+
+
+@pytest.mark.sample(check=("check_double_backward",))
+@of_both_backwards
+def test_gradients_of_lse_may_be_missing(launched, check):
+    call = Call()
+    del call.arrays["dlse"]
+    getattr(call, check)()
+
+
+@pytest.mark.sample(name=("double_backward",))
+@pytest.mark.parametrize("name", ["backward_jvp", "double_backward"])
+def test_rows_without_keys_contribute_nothing_even_if_they_have_nan(launched, name):
+    Call((20, 12), causal=True).check_hidden_rows(name)
+    Call((20, 12), bias=np.where(np.arange(20) < 8, -np.inf, 0.0)[:, None]).check_hidden_rows(name)
 
 
 # ---------------------------------------------------------------------------------------------------------- features
@@ -156,12 +242,26 @@ def with_functions(request) -> Call:
     return Call(**options)
 
 
+@pytest.mark.sample(featured=("all",))
 def test_jvp_with_features(launched, featured):
     featured.check_jvp()
 
 
+@pytest.mark.sample(featured=("all",), check=("check_double_backward",))
+@of_both_backwards
+def test_tangents_of_gradients_with_features(launched, featured, check):
+    getattr(featured, check)()
+
+
+@pytest.mark.sample(with_functions=(True,))
 def test_jvp_with_functions(launched, with_functions):
     with_functions.check_jvp()
+
+
+@pytest.mark.sample(with_functions=(True,), check=("check_double_backward",))
+@of_both_backwards
+def test_tangents_of_gradients_with_functions(launched, with_functions, check):
+    getattr(with_functions, check)()
 
 
 # ----------------------------------------------------------------------------------------------------------- mutants

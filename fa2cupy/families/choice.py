@@ -12,7 +12,7 @@ from ..problem.strides import AnyStrides
 from .device import ARCHITECTURES, DeviceInfo
 from .estimate import Costs, backward_time, forward_splits, split_candidates
 from .family import Family
-from .operations import METHODS, OPERATIONS
+from .operations import METHODS, OPERATIONS, SEVERAL
 from .registry import FAMILIES, supporting_families
 from .simt import SIMT
 from .tile import TileConfig
@@ -93,7 +93,7 @@ def choose_with_copies(
 
     Parameters
     ----------
-    call : {"forward", "delta", "backward", "decode", "merge", "tile_states", "jvp"}
+    call : {"forward", "delta", "backward", "decode", "merge", "tile_states", "jvp", "backward_jvp", "double_backward"}
     problem : AttentionProblem
     device : DeviceInfo
     taken_by : callable
@@ -169,9 +169,8 @@ def _choices_of(
     reasons: list[str] = []
     methods = _methods(family, problem, options) if call == "backward" else (None,)
     for method in methods:
-        operations = [
-            operation for operation in (METHODS[method] if method else (call,)) if OPERATIONS[operation].is_tiled
-        ]
+        names = METHODS[method] if method else SEVERAL.get(call, (call,))
+        operations = [operation for operation in names if OPERATIONS[operation].is_tiled]
         reason = (
             _why_not(family, operations, problem, strides, is_launched)
             or _why_not_split(family, operations, options)
@@ -182,16 +181,29 @@ def _choices_of(
             continue
         try:
             tiles = {name: choose_tile(name, family, problem, device, options.config) for name in operations}
-            if call == "backward" and _needs_own_lse(family, problem, device, strides, options, is_launched):
+            if call in ("backward", *SEVERAL) and _needs_own_lse(
+                family, problem, device, strides, options, is_launched
+            ):
                 tiles = {"forward": choose_tile("forward", family, problem, device), **tiles}
         except UnsupportedProblemError as error:
             if method == methods[-1] and not choices:
                 raise
             reasons.append(str(error))
             continue
+        if problem.settings.block_mask is not None:
+            tiles = _of_one_list(family, tiles)
         fallback = _fallback(call, family, problem, device)
         choices += _splits(Choice(family, tiles, method, fallback=fallback), problem, device, options)
     return choices, reasons
+
+
+def _of_one_list(family: Family, tiles: Mapping[str, TileConfig]) -> dict[str, TileConfig]:
+    """Tiles for kernels that follow the lists of a sparse map, of which a call has one for each side.
+
+    The last kernel of a side needs the most shared memory, so that the others can have its tile.
+    """
+    last = {family.owns(name): tile for name, tile in tiles.items()}
+    return {name: last[family.owns(name)] for name in tiles}
 
 
 def _choice_of_few_queries(problem: AttentionProblem, device: DeviceInfo, taken_by: _Taken) -> Choice | None:

@@ -12,7 +12,7 @@ from ..problem.features import FEATURES
 from ..problem.strides import AnyStrides
 from .device import DeviceInfo
 from .estimate import Costs
-from .operations import METHODS, OPERATIONS, TILED
+from .operations import METHODS, OPERATIONS, SEVERAL, TILED
 from .records import Record
 from .tile import TileConfig
 
@@ -284,7 +284,7 @@ class Family(ABC):
 
 def _methods_of(call: str) -> tuple[tuple[str, ...], ...]:
     """The operations of which a family must have all, for each method of a call."""
-    return tuple(METHODS.values()) if call == "backward" else ((call,),)
+    return tuple(METHODS.values()) if call == "backward" else (SEVERAL.get(call, (call,)),)
 
 
 def register_shortage(accumulators: int, operands: int, tile: TileConfig) -> str | None:

@@ -9,7 +9,7 @@ from ..problem.block_mask import KEY_LISTS, LIST_STRIDES, QUERY_LISTS
 from ..problem.features import FEATURES
 from .records import COPIED, PARTS, SHARES, SUMMED, Record
 
-__all__ = ["METHODS", "OPERATIONS", "TILED", "Operation"]
+__all__ = ["METHODS", "OPERATIONS", "SEVERAL", "TILED", "Operation"]
 
 
 @dataclass(frozen=True)
@@ -33,6 +33,8 @@ class Operation:
         Its parameter record; None if the families differ.
     has_config : bool
         True if callers can choose the tile of a tiled operation.
+    is_second_order : bool
+        True if its kernels may need second derivatives of score functions.
     """
 
     name: str
@@ -42,6 +44,7 @@ class Operation:
     is_common: bool = False
     record: Record | None = None
     has_config: bool = True
+    is_second_order: bool = False
 
     @cached_property
     def is_tiled(self) -> bool:
@@ -80,8 +83,24 @@ OPERATIONS = _Operations(
         Operation("backward", (*_OF_SCORES, *_OF_DBIAS)),
         Operation("backward_dq", (*_OF_SCORES, *_OF_DBIAS), owns="queries"),
         Operation("backward_dkdv", _OF_SCORES, owns="keys"),
-        # The tangents of the forward's results, with these results.
-        Operation("jvp", (*_OF_SCORES, "sink"), owns="queries", has_config=False),
+        # The tangents of the forward's results: with these results, and where they are given.
+        Operation("jvp", (*_OF_SCORES, "sink"), owns="queries", has_config=False, is_second_order=True),
+        Operation("output_jvp", _OF_SCORES, owns="queries", has_config=False, is_second_order=True),
+        # The tangents of the gradients, in two passes.
+        Operation("dq_jvp", _OF_SCORES, owns="queries", has_config=False, is_second_order=True),
+        Operation("dkdv_jvp", _OF_SCORES, owns="keys", has_config=False, is_second_order=True),
+        Operation(
+            "delta_jvp",
+            ("dlse",),
+            num_warps=4,
+            is_common=True,
+            record=Record(
+                "o:input dout:input ot:input dot:input dlset:input_accum delta:output_accum deltat:output_accum",
+                ("o", "dout", "ot", "dot"),
+                (),
+                ("num_heads", "seqlen_q", "num_tiles"),
+            ),
+        ),
         Operation(
             "delta",
             ("dlse",),
@@ -241,3 +260,5 @@ TILED = tuple(name for name, operation in OPERATIONS.items() if operation.is_til
 
 #: The tiled operations of each method of the backward.
 METHODS = {"single_pass": ("backward",), "two_pass": ("backward_dq", "backward_dkdv")}
+#: The tiled operations of the calls that have several and no methods.
+SEVERAL = {"backward_jvp": ("dq_jvp", "dkdv_jvp"), "double_backward": ("output_jvp", "dq_jvp", "dkdv_jvp")}

@@ -85,6 +85,11 @@ def _of_gradients(outputs: str, *strides: str) -> Record:
     return Record(f"{_BACKWARD_INPUTS} {outputs}", ("q", "k", "v", "dout", *strides), SCALES, LENGTHS + SCHEDULE)
 
 
+def _of_tangents(outputs: str, *strides: str) -> Record:
+    tangents = "qt:input kt:input vt:input dot:input lset:input_accum deltat:input_accum"
+    return _of_gradients(f"{tangents} {outputs}", "qt", "kt", "vt", "dot", *strides)
+
+
 #: Records of tiled kernels that read and write through pointers and strides.
 POINTER_RECORDS = {
     "forward": Record(
@@ -100,6 +105,14 @@ POINTER_RECORDS = {
         ("scale_log2",),
         LENGTHS + SCHEDULE,
     ),
+    "output_jvp": Record(
+        "q:input k:input v:input qt:input kt:input vt:input o:input lse:input_accum ot:output lset:output_accum",
+        ("q", "k", "v", "qt", "kt", "vt", "o", "ot"),
+        ("scale_log2",),
+        LENGTHS + SCHEDULE,
+    ),
+    "dq_jvp": _of_tangents("dqt:output", "dqt"),
+    "dkdv_jvp": _of_tangents("dkt:output dvt:output", "dkt", "dvt"),
     "backward": _of_gradients("dq:output dk:output dv:output", "dq", "dk", "dv"),
     "backward_dq": _of_gradients("dq:output", "dq"),
     "backward_dkdv": _of_gradients("dk:output dv:output", "dk", "dv"),

@@ -23,14 +23,19 @@ _OWN_AND_OTHER = {
     "backward_dkdv": ("b_c", "b_r"),
     "decode": ("b_r", "b_c"),
     "jvp": ("b_r", "b_c"),
+    "output_jvp": ("b_r", "b_c"),
+    "dq_jvp": ("b_r", "b_c"),
+    "dkdv_jvp": ("b_c", "b_r"),
 }
+#: The kernels whose rows those of tangents have, each with its tangent.
+_MOVED = {"jvp": "forward", "output_jvp": "forward", "dq_jvp": "backward_dq", "dkdv_jvp": "backward_dkdv"}
 
 
 class Simt(Family):
     """Kernels without tensor cores, whose blocks own query tiles in ``backward`` and add to dK and dV atomically."""
 
     name = "simt"
-    operations = (*Family.operations, "decode", "jvp")
+    operations = (*Family.operations, "decode", *_MOVED)
     dtypes = ("float32", "float64")
     min_compute_capability = 60
     row_alignment = 1
@@ -159,7 +164,7 @@ class Simt(Family):
             TileRow(64, TileConfig(16, 16, 4), dtypes=_FLOAT),
             TileRow(128, TileConfig(64, 32, 4), dtypes=_FLOAT),
             TileRow(128, TileConfig(32, 16, 4), dtypes=_FLOAT),
-            TileRow(128, TileConfig(8, 8, 2), dtypes=_FLOAT),
+            TileRow(128, TileConfig(8, 8, 1), dtypes=_FLOAT),
             TileRow(256, TileConfig(32, 16, 4), dtypes=_FLOAT),
             TileRow(256, TileConfig(8, 8, 2), dtypes=_FLOAT),
             TileRow(256, TileConfig(4, 8, 1), dtypes=_FLOAT),
@@ -171,6 +176,64 @@ class Simt(Family):
             TileRow(128, TileConfig(4, 8, 1), dtypes=_DOUBLE),
             TileRow(256, TileConfig(16, 16, 4), dtypes=_DOUBLE),
             TileRow(256, TileConfig(4, 8, 1), dtypes=_DOUBLE),
+        ),
+        "output_jvp": (
+            TileRow(64, TileConfig(64, 32, 4), dtypes=_FLOAT),
+            TileRow(64, TileConfig(16, 16, 4), dtypes=_FLOAT),
+            TileRow(128, TileConfig(64, 32, 4), dtypes=_FLOAT),
+            TileRow(128, TileConfig(32, 16, 4), dtypes=_FLOAT),
+            TileRow(128, TileConfig(8, 8, 1), dtypes=_FLOAT),
+            TileRow(256, TileConfig(32, 16, 4), dtypes=_FLOAT),
+            TileRow(256, TileConfig(8, 8, 2), dtypes=_FLOAT),
+            TileRow(256, TileConfig(4, 8, 1), dtypes=_FLOAT),
+            TileRow(64, TileConfig(64, 16, 8), dtypes=_DOUBLE),
+            TileRow(64, TileConfig(32, 16, 4), dtypes=_DOUBLE),
+            TileRow(64, TileConfig(8, 8, 2), dtypes=_DOUBLE),
+            TileRow(128, TileConfig(32, 16, 8), dtypes=_DOUBLE),
+            TileRow(128, TileConfig(8, 8, 2), dtypes=_DOUBLE),
+            TileRow(128, TileConfig(4, 8, 1), dtypes=_DOUBLE),
+            TileRow(256, TileConfig(16, 16, 4), dtypes=_DOUBLE),
+            TileRow(256, TileConfig(4, 8, 1), dtypes=_DOUBLE),
+        ),
+        "dq_jvp": (
+            TileRow(64, TileConfig(64, 32, 4), dtypes=_FLOAT),
+            TileRow(64, TileConfig(32, 32, 4), dtypes=_FLOAT),
+            TileRow(64, TileConfig(16, 16, 4), dtypes=_FLOAT),
+            TileRow(128, TileConfig(64, 32, 8), dtypes=_FLOAT),
+            TileRow(128, TileConfig(32, 16, 4), dtypes=_FLOAT),
+            TileRow(128, TileConfig(8, 8, 1), dtypes=_FLOAT),
+            TileRow(256, TileConfig(32, 16, 4), dtypes=_FLOAT),
+            TileRow(256, TileConfig(8, 8, 2), dtypes=_FLOAT),
+            TileRow(256, TileConfig(4, 8, 1), dtypes=_FLOAT),
+            TileRow(64, TileConfig(32, 32, 4), dtypes=_DOUBLE),
+            TileRow(64, TileConfig(16, 16, 4), dtypes=_DOUBLE),
+            TileRow(64, TileConfig(8, 8, 2), dtypes=_DOUBLE),
+            TileRow(128, TileConfig(32, 16, 8), dtypes=_DOUBLE),
+            TileRow(128, TileConfig(8, 8, 2), dtypes=_DOUBLE),
+            TileRow(128, TileConfig(4, 8, 1), dtypes=_DOUBLE),
+            TileRow(256, TileConfig(16, 8, 4), dtypes=_DOUBLE),
+            TileRow(256, TileConfig(8, 8, 2), dtypes=_DOUBLE),
+            TileRow(256, TileConfig(4, 8, 1), dtypes=_DOUBLE),
+        ),
+        "dkdv_jvp": (
+            TileRow(64, TileConfig(32, 64, 4), dtypes=_FLOAT),
+            TileRow(64, TileConfig(32, 32, 4), dtypes=_FLOAT),
+            TileRow(64, TileConfig(16, 16, 4), dtypes=_FLOAT),
+            TileRow(128, TileConfig(32, 64, 8), dtypes=_FLOAT),
+            TileRow(128, TileConfig(16, 32, 4), dtypes=_FLOAT),
+            TileRow(128, TileConfig(8, 8, 1), dtypes=_FLOAT),
+            TileRow(256, TileConfig(16, 32, 4), dtypes=_FLOAT),
+            TileRow(256, TileConfig(8, 8, 2), dtypes=_FLOAT),
+            TileRow(256, TileConfig(8, 4, 1), dtypes=_FLOAT),
+            TileRow(64, TileConfig(32, 32, 4), dtypes=_DOUBLE),
+            TileRow(64, TileConfig(16, 16, 4), dtypes=_DOUBLE),
+            TileRow(64, TileConfig(8, 8, 2), dtypes=_DOUBLE),
+            TileRow(128, TileConfig(16, 32, 8), dtypes=_DOUBLE),
+            TileRow(128, TileConfig(8, 8, 2), dtypes=_DOUBLE),
+            TileRow(128, TileConfig(8, 4, 1), dtypes=_DOUBLE),
+            TileRow(256, TileConfig(8, 16, 4), dtypes=_DOUBLE),
+            TileRow(256, TileConfig(8, 8, 2), dtypes=_DOUBLE),
+            TileRow(256, TileConfig(8, 4, 1), dtypes=_DOUBLE),
         ),
     }
 
@@ -185,12 +248,11 @@ class Simt(Family):
         if operation == "decode":
             rows = 2 * own * row + tile.num_stages * other * (row + row_v)
             return rows + tile.num_warps * own * (16 + 8 + 1) * element
-        if operation == "jvp":  # as in the forward, and tangents
-            return 2 * ((own + other) * row + other * row_v) + own * (other + 8 + other % 16) * element
-        own_v = 0 if operation == "forward" else own
-        statistics = 2 * other if operation == "backward_dkdv" else 0
-        tiles = (own + other) * row + (own_v + other) * row_v
-        return tiles + (own * (other + 8 + other % 16) + statistics) * element
+        posted = own * (other + 8 + other % 16) * element
+        moved, twice = (_MOVED[operation], 2) if operation in _MOVED else (operation, 1)
+        own_v = 0 if moved == "forward" else own
+        statistics = 2 * other * element if moved == "backward_dkdv" else 0
+        return twice * ((own + other) * row + (own_v + other) * row_v + statistics) + posted
 
     def why_not_shape(self, kernel: Kernel, tile: TileConfig) -> str | None:
         operation, dtype, head_dim, head_dim_v = kernel
@@ -208,9 +270,12 @@ class Simt(Family):
             return f"b_c={other} does not give each lane of {tile.num_warps} warps 1, 2, 4 or 8 keys"
         if tile.num_stages != 1:
             return f"num_stages={tile.num_stages}: the simt family has one stage"
-        columns = {"forward": head_dim_v, "backward_dkdv": head_dim + head_dim_v, "jvp": 2 * head_dim_v}
-        # S, or S and dP or its tangent; in float32, the sums over fewer columns as well.
-        scores = other // 8 * ((1 if operation == "forward" else 2) + (dtype == "float32"))
+        of_keys = head_dim + head_dim_v
+        columns = {"forward": head_dim_v, "jvp": 2 * head_dim_v, "output_jvp": head_dim_v}
+        columns |= {"backward_dkdv": of_keys, "dkdv_jvp": of_keys}
+        # S, or S and dP, and tangents; in float32, the sums over fewer columns as well.
+        fragments = (1 if _MOVED.get(operation, operation) == "forward" else 2) * (2 if operation in _MOVED else 1)
+        scores = other // 8 * (fragments + (dtype == "float32"))
         of_row = columns.get(operation, head_dim) // 8 + scores
         return register_shortage(own // step * of_row * ITEMSIZE[dtype] // 4, 24, tile)
 

@@ -13,6 +13,10 @@ A score function becomes
     __device__ __forceinline__ void add_argument_gradients(args, score, b, h, q, k, gradient, sums)
     __device__ __forceinline__ void end_sums(args, b, h, lane, sums)
 
+in kernels of second order also
+
+    __device__ __forceinline__ Real score_curvature(args, score, b, h, q, k, real_distance, of_head, of_distance)
+
 and a mask function
 
     template <class Real> struct QueryTerms; struct KeyTerms
@@ -42,11 +46,15 @@ from .linear import DISTANCE
 from .statements import INDENT, TYPES, Statements, rounded_nodes
 from .terms import Terms
 
-__all__ = ["mask_text", "score_text"]
+__all__ = ["curvature_text", "mask_text", "score_text"]
 
 _OF_HEAD = "const Arguments& args, int32 b, int32 h"
 _OF_PAIR = f"{_OF_HEAD}, int32 q, int32 k"
 _OF_SCORE = "const Arguments& args, Real score, int32 b, int32 h, int32 q, int32 k"
+_WITH_TERMS = (
+    f"{_OF_SCORE}, const RealDistance<Real>& {REAL_DISTANCE}, const ScoreHeadTerms<Real>& of_head, "
+    "const DistanceTerms<Real>& of_distance"
+)
 
 
 def mask_text(result: Node, terms: Terms) -> str:
@@ -70,12 +78,7 @@ def mask_text(result: Node, terms: Terms) -> str:
 
 def score_text(result: Node, slope: Node | None, scatters: Sequence[Scatter], terms: Terms) -> str:
     """The device functions of a score function: its values, its derivative and the gradients of its arguments."""
-    names = {node: f"of_distance.term{i}" for i, node in enumerate(terms.of_distance)}
-    names |= {node: f"of_head.term{i}" for i, node in enumerate(terms.of_head)}
-    inputs = (
-        f"{_OF_SCORE}, const RealDistance<Real>& {REAL_DISTANCE}, const ScoreHeadTerms<Real>& of_head, "
-        "const DistanceTerms<Real>& of_distance"
-    )
+    names = _names_of(terms)
     # Comparisons of derivatives alone choose between those of two sides: they decide nothing about values.
     rounded = rounded_nodes(result)
     value, both = (Statements(rounded, has_real_distance=True, given=names) for _ in range(2))
@@ -84,11 +87,24 @@ def score_text(result: Node, slope: Node | None, scatters: Sequence[Scatter], te
         (
             *_terms_text("score_head", terms.of_head, rounded),
             *_terms_text("distance", terms.of_distance, rounded, DISTANCE, "lane"),
-            _function("Real", "score_value", inputs, _returned(result, value)),
-            _function("Real", "score_value_and_slope", f"{inputs}, Real& slope", _returned(result, both)),
+            _function("Real", "score_value", _WITH_TERMS, _returned(result, value)),
+            _function("Real", "score_value_and_slope", f"{_WITH_TERMS}, Real& slope", _returned(result, both)),
             *_sums_text(scatters, rounded),
         )
     )
+
+
+def curvature_text(result: Node, curvature: Node | None, terms: Terms) -> str:
+    """The device function of the second derivative of a score function, after those of `score_text`."""
+    statements = Statements(rounded_nodes(result), has_real_distance=True, given=_names_of(terms))
+    lines = ["return 0;"] if curvature is None else _returned(curvature, statements)
+    return _function("Real", "score_curvature", _WITH_TERMS, lines)
+
+
+def _names_of(terms: Terms) -> dict[Node, str]:
+    """The members of the terms of a score function, by what they hold."""
+    names = {node: f"of_distance.term{i}" for i, node in enumerate(terms.of_distance)}
+    return names | {node: f"of_head.term{i}" for i, node in enumerate(terms.of_head)}
 
 
 def _sums_text(scatters: Sequence[Scatter], rounded: frozenset[Node]) -> tuple[str, ...]:

@@ -20,7 +20,7 @@ from .places import place_of_definition, place_of_error
 from .state import Unchanging, state_of
 from .symbols import ArgumentSymbol, Symbol, is_array
 from .terms import Terms, position_terms_of, score_terms_of
-from .text import mask_text, score_text
+from .text import curvature_text, mask_text, score_text
 
 __all__ = ["MAX_LOOP", "ArgumentKind", "BoundFunction", "Program", "argument_kind", "trace"]
 
@@ -110,6 +110,11 @@ class Program(Unchanging):
         if self.role == "mask_mod":
             return mask_text(self.result, self.terms)
         return score_text(self.result, self.slope, self.scatters, self.terms)
+
+    @functools.cached_property
+    def curvature_text(self) -> str:
+        """What kernels of second order have besides."""
+        return "" if self.role == "mask_mod" else curvature_text(self.result, self.curvature, self.terms)
 
     @functools.cached_property
     def terms(self) -> Terms:

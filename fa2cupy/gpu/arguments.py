@@ -10,8 +10,16 @@ __all__ = ["TENSORS", "Arguments", "arguments_of"]
 
 #: The arrays with rows of head_dim or head_dim_v columns.
 TENSORS = frozenset(
-    ("q", "k", "v", "o", "do", "dq", "dk", "dv", "k_cache", "v_cache", "o_parts", "qt", "kt", "vt", "ot")
-)
+    (
+        "q", "k", "v", "o", "do", "dq", "dk", "dv", "k_cache", "v_cache", "o_parts", "qt", "kt", "vt", "ot", "dot",
+        "dqt", "dkt", "dvt", "gdq", "gdk", "gdv", "gq", "gk", "gv", "gdo",
+    )
+)  # fmt: skip
+#: Their names in kernels, where they differ. ``do`` is a C++ keyword; second derivatives are symmetric.
+_IN_KERNELS = {
+    "do": "dout", "gdq": "qt", "gdk": "kt", "gdv": "vt", "gq": "dqt", "gk": "dkt", "gv": "dvt", "gdo": "ot",
+    "gdlse": "lset",
+}  # fmt: skip
 
 #: By call: its inputs, those inputs that may be None, and its results.
 _ARRAYS = {
@@ -26,6 +34,16 @@ _ARRAYS = {
     "merge": (("o_parts", "lse_parts"), (), ("o", "lse")),
     "tile_states": ((), (), ("states",)),
     "jvp": (("q", "k", "v", "qt", "kt", "vt"), ("qt", "kt", "vt"), ("o", "lse", "ot", "lset")),
+    "backward_jvp": (
+        ("q", "k", "v", "o", "lse", "do", "qt", "kt", "vt", "ot", "lset", "dot", "dlset"),
+        ("qt", "kt", "vt", "dot", "dlset"),
+        ("dqt", "dkt", "dvt"),
+    ),
+    "double_backward": (
+        ("q", "k", "v", "o", "lse", "do", "gdq", "gdk", "gdv"),
+        ("gdq", "gdk", "gdv"),
+        ("gq", "gk", "gv", "gdo"),
+    ),
 }
 
 
@@ -44,7 +62,7 @@ class Arguments:
     names : tuple of str
         The inputs, then the results.
     kernel_names : tuple of str
-        Their names in kernels: ``do`` is a C++ keyword, and ``score_args[0]`` is no name.
+        Their names in kernels, such as ``score_args0`` for ``score_args[0]``.
     labels : dict of str
         Their names in error messages.
     may_be_none : frozenset of str
@@ -59,7 +77,7 @@ class Arguments:
         self.results = results
         self.names = (*inputs, *results)
         renamed = [name.replace("[", "").replace("]", "") for name in self.names]
-        self.kernel_names = tuple(["dout" if name == "do" else name for name in renamed])
+        self.kernel_names = tuple([_IN_KERNELS.get(name, name) for name in renamed])
         self.seed = inputs.index("seed") if "seed" in inputs else None
         self.labels = {name: name if name in inputs else output_name(name) for name in self.names}
         self.may_be_none = frozenset((*optional, *results))
@@ -71,7 +89,7 @@ def arguments_of(call: str, features: tuple[str, ...] = (), gradients: tuple[str
 
     Parameters
     ----------
-    call : {"forward", "delta", "backward", "decode", "merge", "tile_states", "jvp"}
+    call : {"forward", "delta", "backward", "decode", "merge", "tile_states", "jvp", "backward_jvp", "double_backward"}
     features : tuple of str, optional
         Further inputs, all optional.
     gradients : tuple of str, optional

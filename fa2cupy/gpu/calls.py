@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import cupy
@@ -15,7 +15,7 @@ from ..problem.feature_checks import extra_gradients, is_seed
 from ..problem.features import ARRAY_KEYWORDS
 from ..problem.function_checks import ARGUMENTS, sequence_of
 from ..problem.options import CallOptions
-from ..problem.tangents import TANGENTS, Tangents
+from ..problem.tangents import COTANGENTS, TANGENTS, Tangents
 from .arguments import arguments_of
 from .device_memory import temporaries
 from .signatures import Items, run
@@ -145,14 +145,56 @@ def _check_tangents_of_features(names: tuple[str, ...], tangents: Tangents) -> N
             raise UnsupportedProblemError(f"{name}: not on GPUs yet; calls on NumPy arrays take it")
 
 
-def _without_kernels(name: str) -> Callable[..., Any]:
-    def call(*_: object) -> Any:
-        raise UnsupportedProblemError(f"{name}: not on GPUs yet; it takes NumPy arrays")
+def backward_jvp(
+    inputs: tuple[cupy.ndarray, cupy.ndarray, cupy.ndarray],
+    results: Mapping[str, cupy.ndarray | None],
+    tangents: Tangents,
+    out: tuple[cupy.ndarray | None, ...] | None,
+    options: CallOptions,
+    keywords: Mapping[str, object],
+) -> tuple[cupy.ndarray, ...]:
+    """`fa2cupy.backward_jvp` on CuPy arrays; `results` are o, lse, their gradients, and tangents of all these."""
+    _check_tangents_of_features(TANGENTS, tangents)
+    return _tangents_of_gradients("backward_jvp", inputs, results, tangents, (), out, options, keywords)
 
-    return call
+
+def double_backward(
+    inputs: tuple[cupy.ndarray, cupy.ndarray, cupy.ndarray],
+    results: Mapping[str, cupy.ndarray | None],
+    cotangents: Tangents,
+    out: tuple[cupy.ndarray | None, ...] | None,
+    options: CallOptions,
+    keywords: Mapping[str, object],
+) -> tuple[cupy.ndarray, ...]:
+    """`fa2cupy.double_backward` on CuPy arrays; `results` are o, lse and their gradients."""
+    _check_tangents_of_features(COTANGENTS, cotangents)
+    more = () if results["dlse"] is None else ("gdlse",)
+    return _tangents_of_gradients("double_backward", inputs, results, cotangents, more, out, options, keywords)
 
 
-backward_jvp, double_backward = map(_without_kernels, ("backward_jvp", "double_backward"))
+def _tangents_of_gradients(
+    call: str,
+    inputs: tuple[cupy.ndarray, cupy.ndarray, cupy.ndarray],
+    results: Mapping[str, cupy.ndarray | None],
+    tangents: Tangents,
+    more: tuple[str, ...],
+    out: tuple[cupy.ndarray | None, ...] | None,
+    options: CallOptions,
+    keywords: Mapping[str, object],
+) -> tuple[cupy.ndarray, ...]:
+    """The results of `backward_jvp` or `double_backward`, with those that `more` names."""
+    for name in ("return_dbias", "return_dsink"):
+        if getattr(options, name):
+            raise UnsupportedProblemError(f"{name}: not on GPUs yet; calls on NumPy arrays return it")
+    dlse = results["dlse"]
+    names, arrays, values = _split(keywords if dlse is None else {**keywords, "dlse": dlse})
+    arguments = arguments_of(call, names, more)
+    of_outputs = {name: array for name, array in results.items() if name in arguments.inputs}
+    given = {**dict(zip("qkv", inputs, strict=True)), **of_outputs}
+    given |= dict(zip(COTANGENTS if call == "double_backward" else TANGENTS, tangents, strict=True))
+    given |= dict(zip(names, arrays, strict=True))
+    taken = tuple(given[name] for name in arguments.inputs)
+    return run(arguments, (*taken, *unpack_out(out, arguments.results)), options, values, keywords)
 
 
 def tile_states(layout: MapLayout, like: cupy.ndarray | None, keywords: Mapping[str, object]) -> cupy.ndarray:

@@ -13,7 +13,15 @@ from ..families.choice import Choice, choose_with_copies
 from ..families.device import DeviceInfo
 from ..families.family import Family
 from ..plan.decode import plan_decode
-from ..plan.plans import plan_backward, plan_delta, plan_forward, plan_jvp, plan_merge, plan_tile_states
+from ..plan.plans import (
+    plan_backward,
+    plan_delta,
+    plan_forward,
+    plan_gradient_tangents,
+    plan_jvp,
+    plan_merge,
+    plan_tile_states,
+)
 from ..plan.stages import Plan
 from ..problem.arguments import check_outputs, takes_rows
 from ..problem.attention import AttentionProblem
@@ -36,14 +44,33 @@ from ..problem.strides import (
     feature_strides,
     score_strides,
 )
-from ..problem.tangents import TANGENTS, Tangents, check_jvp
+from ..problem.tangents import (
+    COTANGENTS,
+    TANGENTS,
+    Tangents,
+    check_backward_jvp,
+    check_double_backward,
+    check_jvp,
+)
 from .arguments import TENSORS, Arguments
 from .copies import CopyingCall
 from .prepared import KernelCall, overlap_check
 
 __all__ = ["prepare"]
 
-_CONTIGUOUS = ("lse", "lset", "lse_parts", "delta", "dlse", "dsink", "cache_seqlens", "block_table", *OFFSETS)
+_CONTIGUOUS = (
+    "lse",
+    "lset",
+    "gdlse",
+    "dlset",
+    "lse_parts",
+    "delta",
+    "dlse",
+    "dsink",
+    "cache_seqlens",
+    "block_table",
+    *OFFSETS,
+)
 
 _Arrays = Mapping[str, Any]
 
@@ -97,16 +124,25 @@ _CHECKS: dict[str, Callable[[_Arrays, CallOptions, Mapping[str, Any]], Request]]
     "decode": check_decode,
     "merge": lambda arrays, options, keywords: check_merge(arrays, options),
     "tile_states": lambda arrays, options, keywords: check_tile_states(keywords),
-    "jvp": lambda arrays, options, keywords: check_jvp(arrays, _tangents(arrays), options, keywords),
+    "jvp": lambda arrays, *more: check_jvp(arrays, _tangents(TANGENTS, arrays), *more),
+    "backward_jvp": lambda arrays, *more: check_backward_jvp(arrays, _tangents(TANGENTS, arrays), *more),
+    "double_backward": lambda arrays, *more: check_double_backward(arrays, _tangents(COTANGENTS, arrays), *more),
 }
 
 
-def _tangents(named: _Arrays) -> Tangents:
-    return Tangents(*(named.get(name) for name in TANGENTS))
+def _tangents(names: tuple[str, ...], named: _Arrays) -> Tangents:
+    return Tangents(*(named.get(name) for name in names))
 
 
 #: The plans of calls that need nothing besides.
-_PLANS = {"forward": plan_forward, "delta": plan_delta, "tile_states": plan_tile_states, "jvp": plan_jvp}
+_PLANS = {
+    "forward": plan_forward,
+    "delta": plan_delta,
+    "tile_states": plan_tile_states,
+    "jvp": plan_jvp,
+    "backward_jvp": plan_gradient_tangents,
+    "double_backward": plan_gradient_tangents,
+}
 
 
 def _plan(

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import jinja2
 
+from ..families.operations import OPERATIONS
 from ..functions.tracing import Program, trace
 from ..problem.attention import ROWS_OF
 from ..problem.features import FEATURES, features_of_scores
@@ -124,6 +125,7 @@ def _function_values(role: str, spec: KernelSpec) -> dict[str, object]:
         "adds": program.adds,
         "shifts": program.shifts,
         "text": program.text,
+        "curvature": program.curvature_text if OPERATIONS[spec.operation].is_second_order else "",
     }
 
 

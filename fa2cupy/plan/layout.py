@@ -123,13 +123,15 @@ class StageLayout:
         return self.stage(operation, tile, blocks, maps, is_split=is_split, **values)
 
     def lists(self, tiles: Mapping[str, TileConfig]) -> tuple[list[Stage], list[Workspace]]:
-        """The kernels that write the lists of a call's tiled kernels, given by their tiles, and the workspaces."""
+        """The kernels that write the lists of a call's tiled kernels, given by their tiles, and the workspaces.
+
+        Kernels that own tiles of the same side have the same tile.
+        """
         if "block_mask" not in self.used_features:
             return [], []
         stages: list[Stage] = []
         layouts: dict[str, ListLayout] = {}
-        for tiled, tile in tiles.items():
-            side = self.family.owns(tiled) or "queries"
+        for side, tile in {self.family.owns(tiled) or "queries": tile for tiled, tile in tiles.items()}.items():
             operation, _ = LIST_OPERATIONS[side]
             lists = layouts[side] = list_layout(self.problem, side, tile)
             own = TileConfig(tile.b_r, tile.b_c, LIST_WARPS)

@@ -20,7 +20,15 @@ from .layout import PART_ROWS, StageLayout
 from .stages import Plan, Stage, Workspace
 from .tensor_maps import BOX_COLUMNS
 
-__all__ = ["plan_backward", "plan_delta", "plan_forward", "plan_jvp", "plan_merge", "plan_tile_states"]
+__all__ = [
+    "plan_backward",
+    "plan_delta",
+    "plan_forward",
+    "plan_gradient_tangents",
+    "plan_jvp",
+    "plan_merge",
+    "plan_tile_states",
+]
 
 #: The workspaces that the kernel of delta can clear. They have no bytes in calls that do not need them.
 _CLEARED_BY_DELTA = (Workspace("dq_accum", 0), Workspace(SHARES, 0))
@@ -52,6 +60,37 @@ def plan_jvp(problem: AttentionProblem, device: DeviceInfo, strides: Mapping[str
     lists, of_lists = layout.lists(choice.tiles)
     stages = [*_clear_unused(layout, "clear_forward"), *lists, layout.tiled("jvp", choice.tiles["jvp"])]
     return _plan(stages, of_lists, ["ot", "lset"] if problem.is_packed else [])
+
+
+def plan_gradient_tangents(
+    problem: AttentionProblem, device: DeviceInfo, strides: Mapping[str, AnyStrides], choice: Choice
+) -> Plan:
+    """The plan of `fa2cupy.backward_jvp`, or of `fa2cupy.double_backward` if the choice has ``output_jvp``.
+
+    `strides` has those of q, k, v, o, dout and of their tangents, without that of dout if the call has none, of dqt,
+    dkt and dvt, and of the features' arrays.
+    """
+    strides = {"dot": (0, 0, 0), **strides}
+    has_own_lse = "forward" in choice.tiles
+    layout = StageLayout(_with_given_lse(problem) if has_own_lse else problem, device, choice.family, strides)
+    tiled = [layout.tiled(operation, tile) for operation, tile in choice.tiles.items()]
+    workspaces = [Workspace(name, _statistics_bytes(problem)) for name in ("delta", "deltat")]
+    if has_own_lse:
+        tiled = _with_own_lse(tiled)
+        workspaces.append(Workspace(_OWN_LSE, _statistics_bytes(problem)))
+    cleared = ["dqt", "dkt", "dvt"]
+    delta = _of_rows(layout, "delta_jvp")
+    if "output_jvp" in choice.tiles:
+        absent = {"dot": None, "dlset": None}
+        tiled = [replace(stage, renamed={**stage.renamed, "dot": None}) for stage in tiled]
+        delta = replace(delta, renamed=absent)
+        if not problem.settings.dlse:  # else it is a result
+            workspaces.append(Workspace("lset", _statistics_bytes(problem)))
+        cleared += ["ot", "lset"]
+    # delta' is made of the results of all kernels but the last two.
+    lists, of_lists = layout.lists(choice.tiles)
+    stages = [*lists, *tiled[:-2], delta, *tiled[-2:]]
+    return _plan(stages, [*workspaces, *of_lists], cleared if problem.is_packed else [])
 
 
 def plan_delta(
@@ -199,12 +238,17 @@ def _statistics_bytes(problem: AttentionProblem) -> int:
 
 def _delta(layout: StageLayout, cleared: Sequence[Workspace] = ()) -> Stage:
     """The stage that computes delta, and clears workspaces of the stages after it."""
+    sizes = {f"{workspace.name}_bytes": workspace.nbytes for workspace in (*_CLEARED_BY_DELTA, *cleared)}
+    return _of_rows(layout, "delta", **sizes)
+
+
+def _of_rows(layout: StageLayout, operation: str, **values: int) -> Stage:
+    """The stage of a kernel that computes a number for each row of o."""
     problem = layout.problem
-    tile = _tile_of("delta", 32 * _num_warps("delta") // _lanes_of_row(problem))
+    tile = _tile_of(operation, 32 * _num_warps(operation) // _lanes_of_row(problem))
     num_tiles = -(-problem.seqlen_q // tile.b_r)
     blocks = problem.batch * problem.num_heads * num_tiles
-    sizes = {f"{workspace.name}_bytes": workspace.nbytes for workspace in (*_CLEARED_BY_DELTA, *cleared)}
-    return layout.stage("delta", tile, blocks, (), is_split=False, num_tiles=num_tiles, **sizes)
+    return layout.stage(operation, tile, blocks, (), is_split=False, num_tiles=num_tiles, **values)
 
 
 class _Sums:

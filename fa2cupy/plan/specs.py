@@ -27,9 +27,9 @@ from ..problem.options import CallOptions
 from ..problem.strides import AnyStrides, argument_layouts, contiguous_score_strides, feature_strides
 from .decode import plan_decode
 from .layout import StageLayout
-from .plans import plan_backward, plan_forward, plan_jvp, plan_merge, plan_tile_states
+from .plans import plan_backward, plan_forward, plan_gradient_tangents, plan_jvp, plan_merge, plan_tile_states
 
-__all__ = ["OF_BACKWARD", "decode_specs", "default_specs", "jvp_specs", "layout_of_kernel", "merge_spec"]
+__all__ = ["OF_BACKWARD", "decode_specs", "default_specs", "layout_of_kernel", "merge_spec", "second_order_specs"]
 
 _ROWS = EXAMPLE_ROWS
 #: Features of the backward only: an array, and options.
@@ -144,13 +144,14 @@ def decode_specs(
     return list(specs)
 
 
-def jvp_specs(
-    device: DeviceInfo, dtype: str, head_dim: int, causal: bool = False, *, features: Sequence[str] = ()
+def second_order_specs(
+    call: str, device: DeviceInfo, dtype: str, head_dim: int, causal: bool = False, *, features: Sequence[str] = ()
 ) -> list[KernelSpec]:
-    """The kernels of `fa2cupy.jvp`. `features` are those of the calls, all combined."""
+    """The kernels of ``"jvp"``, ``"backward_jvp"`` or ``"double_backward"``. `features` are all combined."""
+    plan_call = plan_jvp if call == "jvp" else plan_gradient_tangents
     specs: dict[KernelSpec, None] = {}
-    for problem, strides in _problems("forward", dtype, head_dim, head_dim, CallOptions(causal), features, {}):
-        plan = plan_jvp(problem, device, strides, choose("jvp", problem, device, strides, is_launched=False))
+    for problem, strides in _problems("backward", dtype, head_dim, head_dim, CallOptions(causal), features, {}):
+        plan = plan_call(problem, device, strides, choose(call, problem, device, strides, is_launched=False))
         specs.update(dict.fromkeys(stage.spec for stage in plan.stages))
     return list(specs)
 

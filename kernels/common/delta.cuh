@@ -12,8 +12,8 @@
 
 namespace fa2::common {
 
-template <class Spec, class Params = fa2::Params>
-struct Delta {
+template <class Spec>
+struct RowProducts {
     using Element = typename Spec::Element;
     using Accum = typename ElementTraits<Element>::Accum;
     static constexpr int kVector = sizeof(Element) == 2 ? 8 : 1;
@@ -21,8 +21,32 @@ struct Delta {
     static constexpr int kSteps = ceil_div(Spec::kHeadDim / kVector, kLanes);
     static_assert(Spec::kHeadDim % kVector == 0 && kLanes <= 32);
 
-    __device__ static void run(const Params& params) {
+    // The dot product of two rows, for all lanes that share them.
+    __device__ __forceinline__ static Accum dot(const Element* x, const Element* y, int32 lane, bool valid) {
         using Load = Vector<Element, kVector>;
+        Accum sum = 0;
+#pragma unroll
+        for (int step = 0; step < kSteps; ++step) {
+            const int32 column = (lane + step * kLanes) * kVector;
+            if (column < Spec::kHeadDim && valid) {
+                const Load a = *reinterpret_cast<const Load*>(x + column);
+                const Load b = *reinterpret_cast<const Load*>(y + column);
+#pragma unroll
+                for (int e = 0; e < kVector; ++e) sum += to_accum(a.item[e]) * to_accum(b.item[e]);
+            }
+        }
+        return row_sum<kLanes>(sum);
+    }
+};
+
+template <class Spec, class Params = fa2::Params>
+struct Delta {
+    using Products = RowProducts<Spec>;
+    using Element = typename Products::Element;
+    using Accum = typename Products::Accum;
+    static constexpr int kLanes = Products::kLanes;
+
+    __device__ static void run(const Params& params) {
         const int32 head = blockIdx.x / params.num_tiles % params.num_heads;
         const int32 batch = blockIdx.x / params.num_tiles / params.num_heads;
         const int32 row = blockIdx.x % params.num_tiles * Spec::kBr + threadIdx.x / kLanes;
@@ -31,18 +55,7 @@ struct Delta {
         const Element* o = params.o + params.o_strides.offset(batch, valid ? row : 0, head);
         const Element* dout = params.dout + params.dout_strides.offset(batch, valid ? row : 0, head);
 
-        Accum sum = 0;
-#pragma unroll
-        for (int step = 0; step < kSteps; ++step) {
-            const int32 column = (lane + step * kLanes) * kVector;
-            if (column < Spec::kHeadDim && valid) {
-                const Load x = *reinterpret_cast<const Load*>(o + column);
-                const Load y = *reinterpret_cast<const Load*>(dout + column);
-#pragma unroll
-                for (int e = 0; e < kVector; ++e) sum += to_accum(x.item[e]) * to_accum(y.item[e]);
-            }
-        }
-        sum = row_sum<kLanes>(sum);
+        Accum sum = Products::dot(o, dout, lane, valid);
         if (lane == 0 && valid) {
             const int64 index = first_statistic<Spec>(params, batch, head) + row;
             if constexpr (Spec::kDlse) sum -= params.dlse[index];
@@ -64,6 +77,37 @@ struct Delta {
 #pragma unroll 1
         for (int64 offset = first; offset < bytes; offset += step)
             *reinterpret_cast<Store*>(reinterpret_cast<char*>(workspace) + offset) = {};
+    }
+};
+
+// delta and its tangent delta' = sum_d (dO_id O'_id + dO'_id O_id) - dlse'_i. dO' and dlse' are optional.
+template <class Spec, class Params = fa2::Params>
+struct DeltaJvp {
+    using Products = RowProducts<Spec>;
+    using Element = typename Products::Element;
+    using Accum = typename Products::Accum;
+
+    __device__ static void run(const Params& params) {
+        constexpr int kLanes = Products::kLanes;
+        const int32 head = blockIdx.x / params.num_tiles % params.num_heads;
+        const int32 batch = blockIdx.x / params.num_tiles / params.num_heads;
+        const int32 row = blockIdx.x % params.num_tiles * Spec::kBr + threadIdx.x / kLanes;
+        const int32 lane = threadIdx.x % kLanes;
+        const bool valid = row < params.seqlen_q;
+        const auto row_of = [&](const Element* x, const Strides& strides) {
+            return x + strides.offset(batch, valid ? row : 0, head);
+        };
+        const Element *o = row_of(params.o, params.o_strides), *dout = row_of(params.dout, params.dout_strides);
+        Accum sum = Products::dot(o, dout, lane, valid);
+        Accum tangent = Products::dot(row_of(params.ot, params.ot_strides), dout, lane, valid);
+        if (params.dot != nullptr) tangent += Products::dot(o, row_of(params.dot, params.dot_strides), lane, valid);
+        if (lane == 0 && valid) {
+            const int64 index = first_statistic<Spec>(params, batch, head) + row;
+            if constexpr (Spec::kDlse) sum -= params.dlse[index];
+            if (params.dlset != nullptr) tangent -= params.dlset[index];
+            params.delta[index] = sum;
+            params.deltat[index] = tangent;
+        }
     }
 };
 

@@ -67,6 +67,15 @@ class Softcap {
             return 1;
         }
     }
+    // The second derivative with respect to the scaled product, of float and double.
+    __device__ __forceinline__ Real second_derivative(Real capped) const {
+        if constexpr (Spec::kSoftcap) {
+            static_assert(!kFast);
+            return -2 * capped * derivative(capped) * (Real(kLog2e) / params_.softcap_log2);
+        } else {
+            return 0;
+        }
+    }
 
   private:
     // The largest magnitude. NaN is ignored, which is safe because both ways of capping propagate it. Four independent

@@ -1,22 +1,58 @@
-// Tangents of scores: how they change along a direction of q and k. It is written against the fragment contract.
+// Tangents of scores and of dS: how they change along a direction of q, k, v and dO. It is written against the fragment
+// contract.
 //
-//   T = scale (Q' K^T + Q K'^T)        S = f(scale Q K^T)        S' = f'(scale Q K^T) o T
+//   X = scale Q K^T    X' = scale (Q' K^T + Q K'^T)    S = f(X)    T = f'(X) o X'
+//   P = exp(S - lse)   dS = P o (dP - delta)           dS' = P o ((T - lse') o (dP - delta) + dP' - delta')
+//   dX = f'(X) o dS    dX' = f'(X) o dS' + f''(X) o X' o dS
 //
-// f is the caller's function and the cap. What features add to scores does not depend on q and k.
+// f is the caller's function and the cap. What features add to scores does not depend on q and k. Dropout multiplies P
+// where it weighs V and dO, and dP and dP'.
 #pragma once
 #include "common/scores.cuh"
 
 namespace fa2::common {
 
+// f'(X) and f''(X) o X' of a fragment.
+template <class Spec, class Fragment, bool kBends = Spec::kSoftcap || Spec::kScoreMod>
+struct Slopes {
+    Fragment slope, bend;
+
+    template <class Real>
+    __device__ void set(int i, int j, Real first, Real second) {
+        slope(i, j) = first;
+        bend(i, j) = second;
+    }
+    // dX and dX' from dS and dS'.
+    template <class Real>
+    __device__ void apply(int i, int j, Real& ds, Real& tangent) const {
+        tangent = slope(i, j) * tangent + bend(i, j) * ds;
+        ds *= slope(i, j);
+    }
+};
+template <class Spec, class Fragment>
+struct Slopes<Spec, Fragment, false> {
+    template <class Real>
+    __device__ void set(int, int, Real, Real) {}
+    template <class Real>
+    __device__ void apply(int, int, Real&, Real&) const {}
+};
+
+// Takes the place of slopes where they are not needed.
+struct NoSlopes {
+    template <class Real>
+    __device__ void set(int, int, Real, Real) {}
+};
+
 // Turns products into natural scores, and the tangents of the products into those of the scores. kTransposed: the rows
 // of the fragments are keys.
-template <bool kTransposed, class Spec, class Fragment, class Record>
-__device__ __forceinline__ void move_scores(Fragment& scores, Fragment& tangents, const Record& params,
-                                            const ScoreTile& tile) {
+template <bool kTransposed, class Spec, class Fragment, class Record, class OfScores>
+__device__ __forceinline__ void move_scores(Fragment& scores, Fragment& tangents, OfScores& slopes,
+                                            const Record& params, const ScoreTile& tile) {
     using Real = typename ElementTraits<typename Spec::Element>::Accum;
     static_assert(kNaturalScores<Spec>);
     const auto [first_query, first_key, lane] = tile.position;
-    const auto mod = score_mod<Spec>(params, tile);
+    const auto terms = head_terms<Spec>(params, tile.batch, tile.head);
+    const auto mod = score_mod<Spec>(params, tile, terms);
 #pragma unroll
     for (int i = 0; i < Fragment::kRows; ++i)
 #pragma unroll
@@ -24,26 +60,86 @@ __device__ __forceinline__ void move_scores(Fragment& scores, Fragment& tangents
             tangents(i, j) *= natural_scale<Spec>(params);
             if constexpr (kModifiesScores<Spec>) {
                 const int32 row = Fragment::row(i, lane), column = Fragment::col(j, lane);
-                const auto at = mod.position(first_query + (kTransposed ? column : row),
-                                             first_key + (kTransposed ? row : column));
-                Real slope;
-                const Real called = mod.called(scores(i, j), at, 0, 0, mod.distance_terms_at(at, 0, 0), slope);
+                const auto at =
+                    mod.position(first_query + (kTransposed ? column : row), first_key + (kTransposed ? row : column));
+                const auto of_distance = mod.distance_terms_at(at, 0, 0);
+                Real slope, curvature = 0;
+                if constexpr (Spec::kScoreMod)
+                    curvature = score_curvature<Real>(score_args_of(params), scores(i, j) * natural_scale<Spec>(params),
+                                                      tile.batch, tile.head, at.query, at.key,
+                                                      RealDistance<Real>{at.apart, 0}, terms, of_distance);
+                const Real called = mod.called(scores(i, j), at, 0, 0, of_distance, slope);
                 const Real capped = mod.capped(called);
                 scores(i, j) = mod.template score<true>(capped, at, 0, 0, mod.at(at.query, at.key));
-                tangents(i, j) *= slope * mod.derivative(capped);
+                const Real of_cap = mod.derivative(capped);
+                const Real bend = mod.second_derivative(capped) * slope * slope + of_cap * curvature;
+                slopes.set(i, j, of_cap * slope, bend * tangents(i, j));
+                tangents(i, j) *= of_cap * slope;
             } else {
                 scores(i, j) = rounded_product(scores(i, j), params.softmax_scale);
             }
         }
 }
 
-// Replaces tangents of scores by P o S'. Where P is 0, a key is hidden or far away, and S' need not be finite.
+// Replaces tangents of scores by P o T. Where P is 0, a key is hidden or far away, and T need not be finite.
 template <class Fragment>
 __device__ __forceinline__ void weigh_tangents(Fragment& tangents, const Fragment& p) {
 #pragma unroll
     for (int i = 0; i < Fragment::kRows; ++i)
 #pragma unroll
         for (int j = 0; j < Fragment::kCols; ++j) tangents(i, j) = p(i, j) == 0 ? 0 : p(i, j) * tangents(i, j);
+}
+
+// Replaces natural scores by P = exp(S - lse), with an lse for each row.
+template <class Fragment, class Real>
+__device__ __forceinline__ void take_exponentials(Fragment& scores, const Real (&lse)[Fragment::kRows]) {
+#pragma unroll
+    for (int i = 0; i < Fragment::kRows; ++i)
+#pragma unroll
+        for (int j = 0; j < Fragment::kCols; ++j) scores(i, j) = exp_accurate(at_most_zero(scores(i, j) - lse[i]));
+}
+
+// The statistics of a query, all natural.
+template <class Real>
+struct MovedRow {
+    Real lse, delta, lse_tangent, delta_tangent;
+};
+
+// From products, p = Q K^T and ds = dP, and their tangents: replaces p by P and `tangents` by P o (T - lse'), both
+// after dropout without its factor, ds by dX and `ds_tangent` by dX', both without the factor scale. statistics(i, j) is
+// the MovedRow of the element's query, whose lse is +inf in rows past the end and in rows without a visible key.
+template <bool kTransposed, class Spec, class Fragment, class Mask, class Record, class Statistics>
+__device__ __forceinline__ void differentiate_twice(Fragment& p, Fragment& tangents, Fragment& ds, Fragment& ds_tangent,
+                                                    const Mask& mask, OutsideFull outside, const Record& params,
+                                                    const ScoreTile& tile, const Statistics& statistics) {
+    using Real = typename ElementTraits<typename Spec::Element>::Accum;
+    Slopes<Spec, Fragment> slopes;
+    move_scores<kTransposed, Spec>(p, tangents, slopes, params, tile);
+    if (outside.behind || outside.before) hide_scores<kTransposed, Spec>(p, mask, params, tile, -infinity<Real>());
+    const auto [first_query, first_key, lane] = tile.position;
+    const auto mod = score_mod<Spec>(params, tile);
+#pragma unroll
+    for (int i = 0; i < Fragment::kRows; ++i)
+#pragma unroll
+        for (int j = 0; j < Fragment::kCols; ++j) {
+            const MovedRow<Real> of_row = statistics(i, j);
+            const Real probability = exp_accurate(at_most_zero(p(i, j) - of_row.lse));
+            bool keep = true;
+            if constexpr (Spec::kDropout) {
+                const int32 row = Fragment::row(i, lane), column = Fragment::col(j, lane);
+                keep = mod.dropout().keeps_element(first_query + (kTransposed ? column : row),
+                                                   first_key + (kTransposed ? row : column));
+            }
+            const Real factor = keep ? kept_scale<Spec>(params) : Real(0);
+            const Real change = probability == 0 ? Real(0) : probability * (tangents(i, j) - of_row.lse_tangent);
+            const Real from_delta = factor * ds(i, j) - of_row.delta;
+            const Real from_tangent = factor * ds_tangent(i, j) - of_row.delta_tangent;
+            ds(i, j) = probability * from_delta;
+            ds_tangent(i, j) = change * from_delta + probability * from_tangent;
+            if (probability != 0) slopes.apply(i, j, ds(i, j), ds_tangent(i, j));
+            p(i, j) = keep ? probability : Real(0);
+            tangents(i, j) = keep ? change : Real(0);
+        }
 }
 
 }  // namespace fa2::common

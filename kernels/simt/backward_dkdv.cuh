@@ -27,6 +27,7 @@
 #include "common/statistics.cuh"
 #include "common/tile_lists.cuh"
 #include "common/weights.cuh"
+#include "simt/hidden_rows.cuh"
 #include "simt/microtile.cuh"
 
 namespace fa2::simt {
@@ -101,14 +102,14 @@ struct BackwardDkdv {
             wait_for_copies();
             __syncthreads();  // K, V, dO, lse and delta are there, Q is free
             copy_q(step.head, step.tile);
-            clear_hidden_rows<RowsV>(params, do_tile, lse_tile, lane);
+            clear_hidden_tile<Spec, RowsV>(params, do_tile, lse_tile, lane);
 
             const common::ScoreTile score_tile{where.batch, step.head, step.tile * kBr, first_key, lane};
             Scores p, ds;
             WarpV::dot(ds, v_rows + own_v, do_tile, lane);
             wait_for_copies();
             __syncthreads();  // Q is there
-            clear_hidden_rows<Rows>(params, q_tile, lse_tile, lane);
+            clear_hidden_tile<Spec, Rows>(params, q_tile, lse_tile, lane);
 
             Warp::dot(p, k_rows + own, q_tile, lane);
             const common::OutsideFull outside{tiles.kLeftLimit && tile >= tiles.full_end, tile < tiles.full_begin};
@@ -137,20 +138,6 @@ struct BackwardDkdv {
         WarpV::store(dv, common::kept_scale<Spec>(params),
                      head_of(params.dv, params.dv_strides, where.batch, where.head), params.dv_strides.row, first_key,
                      params.seqlen_k, lane);
-    }
-
-  private:
-    // Stores zeros to the rows of the tile of Q or dO that see no key.
-    template <class RowsOf>
-    __device__ __forceinline__ static void clear_hidden_rows(const Params& params, Real* rows, const Real* lse_tile,
-                                                             int32 lane) {
-        if (!common::may_hide_rows<Spec>(params)) return;
-        const auto is_hidden = [&](int32 row) { return lse_tile[row] == common::infinity<Real>(); };
-        bool any = false;
-        for (int32 row = lane; row < kBr; row += 32) any = any || is_hidden(row);
-        if (!__any_sync(common::kFullWarp, any)) return;  // and no other warp goes on, either
-        RowsOf::template clear<kThreads, kBr>(rows, is_hidden);
-        __syncthreads();
     }
 };
 

@@ -32,6 +32,7 @@
 #include "common/statistics.cuh"
 #include "common/tile_lists.cuh"
 #include "common/weights.cuh"
+#include "simt/hidden_rows.cuh"
 #include "simt/microtile.cuh"
 
 namespace fa2::simt {
@@ -112,8 +113,8 @@ struct BackwardDq {
             __syncthreads();  // Q, dO and V are there, K and what was posted is free
             copy_k(k_tile, k, params.k_strides, tile);
             if (common::may_hide_rows<Spec>(params) && position == tiles.begin) {
-                clear_hidden_rows<Rows>(q_rows + own, lse, lane);
-                clear_hidden_rows<RowsV>(do_rows + own_v, lse, lane);
+                clear_hidden_rows<Scores, Rows>(q_rows + own, lse, lane);
+                clear_hidden_rows<Scores, RowsV>(do_rows + own_v, lse, lane);
             }
 
             const common::ScoreTile score_tile{where.batch, where.head, first_row, tile * kBc, lane};
@@ -154,18 +155,6 @@ struct BackwardDq {
         }
         Warp::store(dq, params.softmax_scale, head_of(params.dq, params.dq_strides, where.batch, where.head),
                     params.dq_strides.row, first_row, params.seqlen_q, lane);
-    }
-
-    // Stores zeros to this warp's rows of Q or dO whose lse is +inf. Other warps read them behind a later barrier.
-    template <class RowsOf>
-    __device__ __forceinline__ static void clear_hidden_rows(Real* rows, const Real (&lse)[kRows], int32 lane) {
-#pragma unroll
-        for (int i = 0; i < kRows; ++i)
-            if (lse[i] == common::infinity<Real>())
-#pragma unroll 1
-                for (int32 column = lane_column(lane); column < RowsOf::kColumns; column += Scores::kLanesPerRow)
-                    rows[Scores::row(i, lane) * RowsOf::kRowLength + column] = 0;
-        __syncwarp();
     }
 
     // True if the GPU adds four neighbouring elements at a time.

@@ -215,6 +215,23 @@ struct Microtile {
         }
     }
 
+    // Loads rows of global memory from `first_row` on as sums, and zeros in place of those that do not exist(i).
+    template <class Exists>
+    __device__ __forceinline__ static void load(Sums& sums, const Real* gmem, int64 row_stride, int32 first_row,
+                                                int32 lane, const Exists& exists) {
+#pragma unroll
+        for (int i = 0; i < kRows; ++i)
+#pragma unroll
+            for (int c = 0; c < Sums::kChunks; ++c)
+#pragma unroll
+                for (int v = 0; v < kVector; ++v) {
+                    const int32 column = Sums::col(c, lane) + v;
+                    sums.value[i][c][v] = exists(i) && column < kHeadDim
+                                              ? gmem[(first_row + Scores::row(i, lane)) * row_stride + column]
+                                              : Real(0);
+                }
+    }
+
   private:
     // A sum rounds large scores once for each addition to it. In float, the digits of a large score are kept by fewer
     // additions: those of the products of kChain columns on their own, then of these sums.

@@ -16,6 +16,7 @@ struct MovedRows {
 
     __device__ bool moves() const { return gmem_tangent != nullptr; }
     __device__ Real* tangent() const { return rows + kTile; }
+    __device__ Real* end() const { return rows + kElements; }
     // Starts the copies of tile number `tile`.
     __device__ __forceinline__ void copy(int32 tile, int32 num_rows) const {
         Rows::template copy<kThreads, kRows>(rows, gmem, row_stride, tile * kRows, num_rows);

@@ -118,7 +118,7 @@ MUTANTS = (
     Mutant(
         "simt: dO of a row without a key is kept",
         "backward_dkdv",
-        "clear_hidden_rows<RowsV>(params, do_tile, lse_tile, lane);",
+        "clear_hidden_tile<Spec, RowsV>(params, do_tile, lse_tile, lane);",
         "",
         "numbers",
         without_keys(dtype="float32", head_dim=24, lengths=(21, 27)),
@@ -126,7 +126,7 @@ MUTANTS = (
     Mutant(
         "simt: dO of a row without a key is kept in one pass",
         "backward",
-        "clear_hidden_rows<RowsV>(do_rows + own_v, lse, lane);",
+        "clear_hidden_rows<Scores, RowsV>(do_rows + own_v, lse, lane);",
         "",
         "numbers",
         without_keys(dtype="float32", head_dim=24, lengths=(21, 27)),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 
+import numpy as np
 import pytest
 from support.second_order_calls import CURVED, Call
 from support.simulator import simulated_gpu
@@ -18,6 +19,10 @@ CALLS = {
     "plain": {},
     "causal": {"lengths": (37, 21), "causal": True},
     "dropout": {"dropout_p": 0.3, "seed": 5},
+    "capped": {"softcap": 0.8},
+    "groups": {"heads": (4, 2)},
+    "hidden": {"lengths": (20, 12), "causal": True},
+    "hidden by bias": {"bias": np.where(np.arange(21) < 8, -np.inf, 0.0)[:, None]},
     "curved": CURVED,
 }
 
@@ -55,8 +60,30 @@ def dropped(operation: str, *terms: tuple[str, ...], **how: str) -> list[Mutant]
     return [Mutant(f"{operation}: {old}", operation, old, *(new or ("",)), **how) for old, *new in terms]
 
 
-#: Barriers by their comments.
-BARRIERS = (("jvp", "Q, K and their tangents are there"), ("jvp", "V and its tangent are there"))
+#: The kernels of tangents of gradients.
+GRADIENTS = ("dq_jvp", "dkdv_jvp")
+#: Barriers behind copies to shared memory, by their comments.
+BARRIERS = (
+    ("jvp", "Q, K and their tangents are there"),
+    ("jvp", "V and its tangent are there"),
+    ("dq_jvp", "Q, dO, V and their tangents are there"),
+    ("dq_jvp", "K and its tangent are there"),
+    ("dkdv_jvp", "K, V, dO, their tangents and the statistics are there"),
+    ("dkdv_jvp", "Q and its tangent are there"),
+)
+#: Terms of the formulas that kernels of tangents of gradients share.
+SHARED_TERMS = (
+    ("if (x.moves()) Tile::add_dot", "if (false) Tile::add_dot"),
+    ("if (y.moves()) Tile::add_dot", "if (false) Tile::add_dot"),
+    ("tangents(i, j) *= natural_scale<Spec>(params);",),
+    ("(tangents(i, j) - of_row.lse_tangent)", "tangents(i, j)"),
+    ("factor * ds(i, j) - of_row.delta;", "factor * ds(i, j);"),
+    ("factor * ds_tangent(i, j) - of_row.delta_tangent;", "factor * ds_tangent(i, j);"),
+    ("change * from_delta + probability * from_tangent", "probability * from_tangent"),
+    ("change * from_delta + probability * from_tangent", "change * from_delta"),
+    ("Tile::accumulate(sums, posted, y.rows, lane);",),
+    ("Tile::accumulate(sums, posted, y.tangent(), lane);",),
+)
 
 MUTANTS = (
     *dropped(
@@ -64,7 +91,7 @@ MUTANTS = (
         ("if (x.moves()) Tile::add_dot", "if (false) Tile::add_dot"),
         ("if (y.moves()) Tile::add_dot", "if (false) Tile::add_dot"),
         ("tangents(i, j) *= natural_scale<Spec>(params);",),
-        ("lse_tangent[i] * rescale[i] + share", "lse_tangent[i] + share"),
+        ("(kGiven ? lse_tangent[i] : lse_tangent[i] * rescale[i]) + share", "lse_tangent[i] + share"),
         ("(lse_tangent[i]) * inverse_sum[i]", "(lse_tangent[i])"),
         ("moved.scale(rescale);",),
         ("moved.scale(inverse_sum);",),
@@ -80,9 +107,119 @@ MUTANTS = (
         ("(lse_tangent[i]) * inverse_sum[i]", "(lse_tangent[i]) * inverse_sum[i] * common::kept_scale<Spec>(params)"),
         call="dropout",
     ),
-    *dropped("jvp", ("slope * mod.derivative(capped);", "slope;"), ("*= slope * mod", "*= mod"), call="curved"),
+    *dropped("jvp", ("*= of_cap * slope;", "*= slope;"), ("*= of_cap * slope;", "*= of_cap;"), call="curved"),
+    *dropped(
+        "output_jvp",
+        ("if (x.moves()) Tile::add_dot", "if (false) Tile::add_dot"),
+        ("if (y.moves()) Tile::add_dot", "if (false) Tile::add_dot"),
+        ("scores(i, j) - lse[i]", "scores(i, j)"),
+        ("moved.subtract(lse_tangent, output);",),
+        ("(kGiven ? lse_tangent[i] : lse_tangent[i] * rescale[i]) + share", "share"),
+        ("Tile::accumulate(sums, posted, y.tangent(), lane);",),
+        check="check_double_backward",
+    ),
+    *dropped(
+        "output_jvp",
+        ("inverse_sum[i] *= common::kept_scale<Spec>(params);",),
+        ("common::drop<Spec>(p, params, score_tile);",),
+        ("common::drop<Spec>(tangents, params, score_tile);",),
+        call="dropout",
+        check="check_double_backward",
+    ),
+    *dropped(
+        "delta_jvp",
+        ("sum -= params.dlse[index];\n            if (params.dlset", "if (params.dlset"),
+        ("if (params.dlset != nullptr) tangent -= params.dlset[index];",),
+        ("params.ot_strides), dout, lane", "params.ot_strides), o, lane"),
+        ("if (params.dot != nullptr)", "if (false)"),
+        check="check_backward_jvp",
+    ),
     *(
-        Mutant(f"{operation}: no {what}, {comment}", operation, old, new, "race")
+        mutant
+        for operation in GRADIENTS
+        for mutant in (
+            *dropped(operation, *SHARED_TERMS, check="check_backward_jvp"),
+            *dropped(
+                operation,
+                ("keep ? kept_scale<Spec>(params) : Real(0)", "kept_scale<Spec>(params)"),
+                ("keep ? kept_scale<Spec>(params) : Real(0)", "keep ? Real(1) : Real(0)"),
+                call="dropout",
+                check="check_backward_jvp",
+            ),
+            *dropped(
+                operation,
+                ("slope(i, j) * tangent + bend(i, j) * ds;", "slope(i, j) * tangent;"),
+                ("slope(i, j) * tangent + bend(i, j) * ds;", "tangent + bend(i, j) * ds;"),
+                ("ds *= slope(i, j);",),
+                ("tangents(i, j) *= of_cap * slope;",),
+                ("-2 * capped * derivative(capped) *", "-2 * capped *"),
+                call="capped",
+                check="check_backward_jvp",
+            ),
+            *dropped(
+                operation,
+                ("+ of_cap * curvature;", ";"),
+                ("mod.second_derivative(capped) * slope * slope +", "mod.second_derivative(capped) * slope +"),
+                ("mod.second_derivative(capped) * slope * slope +",),
+                call="curved",
+                check="check_backward_jvp",
+            ),
+            Mutant(
+                f"{operation}: scale",
+                operation,
+                "dk, params.softmax_scale" if operation == "dkdv_jvp" else "dq, params.softmax_scale",
+                "dk, Real(1)" if operation == "dkdv_jvp" else "dq, Real(1)",
+                check="check_backward_jvp",
+            ),
+        )
+    ),
+    *dropped(
+        "dkdv_jvp",
+        ("p(i, j) = keep ? probability : Real(0);", "p(i, j) = probability;"),
+        ("tangents(i, j) = keep ? change : Real(0);", "tangents(i, j) = change;"),
+        ("WarpV::store(dv, common::kept_scale<Spec>(params)", "WarpV::store(dv, Real(1)"),
+        call="dropout",
+        check="check_backward_jvp",
+    ),
+    *dropped(
+        "dkdv_jvp",
+        ("head = head_kv * params.heads_per_group", "head = head_kv"),
+        call="groups",
+        check="check_backward_jvp",
+    ),
+    Mutant(
+        "dkdv_jvp: no barrier, dO is free",
+        "dkdv_jvp",
+        "__syncthreads();  // dO, its tangent and the statistics are free",
+        "",
+        "race",
+        check="check_backward_jvp",
+    ),
+    *(
+        Mutant(f"{operation}: hidden rows, {old}", operation, old, new, call="hidden by bias", check=check)
+        for operation, old, new, check in (
+            ("output_jvp", "clear_hidden_rows<Scores, Rows>(q.rows + own, lse, lane);", ";", "check_hidden_rows_twice"),
+            ("dq_jvp", "clear_hidden_rows<Scores, Rows>(q.rows + own, lse, lane);", "", "check_hidden_rows"),
+        )
+    ),
+    *(
+        Mutant(f"{operation}: hidden rows, {old}", operation, old, new, call="hidden", check="check_hidden_rows")
+        for operation, old, new in (
+            ("dq_jvp", "if (dout.moves()) clear_hidden_rows", "if (false) clear_hidden_rows"),
+            ("dkdv_jvp", "clear_hidden_tile<Spec, Rows>(params, q.rows, lse_tile, lane);", ""),
+            ("dkdv_jvp", "if (q.moves()) clear_hidden_tile", "if (false) clear_hidden_tile"),
+            ("dkdv_jvp", "if (dout.moves()) clear_hidden_tile", "if (false) clear_hidden_tile"),
+        )
+    ),
+    *(
+        Mutant(
+            f"{operation}: no {what}, {comment}",
+            operation,
+            old,
+            new,
+            "race",
+            check="check_jvp" if operation == "jvp" else "check_backward_jvp",
+        )
         for operation, comment in BARRIERS
         for what, old, new in (
             (

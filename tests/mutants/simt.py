@@ -36,7 +36,7 @@ SWAPPED = (
     ("backward_dq", "own_v = warp * Warp::kOwn * RowsV::", "RowsV", "Rows", "uninitialised"),
     ("backward_dq", "do_rows + kBr * RowsV::", "RowsV", "Rows", "race"),
     ("backward_dq", "v_tile + kBc * RowsV::", "RowsV", "Rows", "race"),
-    ("backward", "clear_hidden_rows<RowsV>(", "RowsV", "Rows", "numbers"),
+    ("backward", "clear_hidden_rows<Scores, RowsV>(", "RowsV", "Rows", "numbers"),
     ("backward", "add_to_keys<Spec::kHeadDimV>(", "kHeadDimV", "kHeadDim", "uninitialised"),
     ("backward", "add_to_keys<Spec::kHeadDim>(", "kHeadDim", "kHeadDimV", "uninitialised"),
     ("backward_dkdv", "RowsV::template copy<kThreads, kBc>(v_rows", "RowsV", "Rows", "uninitialised"),
@@ -46,7 +46,7 @@ SWAPPED = (
     ("backward_dkdv", "own_v = warp * Warp::kOwn * RowsV::", "RowsV", "Rows", "uninitialised"),
     ("backward_dkdv", "v_rows + kBc * RowsV::", "RowsV", "Rows", "race"),
     ("backward_dkdv", "do_tile + kBr * RowsV::", "RowsV", "Rows", "race"),
-    ("backward_dkdv", "clear_hidden_rows<RowsV>(", "RowsV", "Rows", "numbers"),
+    ("backward_dkdv", "clear_hidden_tile<Spec, RowsV>(", "RowsV", "Rows", "numbers"),
 )
 
 MUTANTS = (

@@ -57,6 +57,23 @@ def jvp(q, k, v, qt, kt, vt, *, bias_tangent=None, sink_tangent=None, out=None, 
     return calls.jvp(q, k, v, tangents, out, _options(keywords), keywords)
 
 
+def backward_jvp(
+    q, k, v, o, lse, do, qt, kt, vt, ot, lset, dot=None, *, bias_tangent=None, sink_tangent=None, out=None, **keywords
+):
+    """Calls `fa2cupy.gpu.calls.backward_jvp` by keyword."""
+    tangents = Tangents(qt, kt, vt, bias_tangent, sink_tangent)
+    results = {"o": o, "lse": lse, "do": do, "ot": ot, "lset": lset, "dot": dot}
+    results |= {name: keywords.pop(name, None) for name in ("dlse", "dlset")}
+    return calls.backward_jvp((q, k, v), results, tangents, out, _options(keywords), keywords)
+
+
+def double_backward(q, k, v, o, lse, do, gdq, gdk, gdv, *, dlse=None, gdbias=None, gdsink=None, out=None, **keywords):
+    """Calls `fa2cupy.gpu.calls.double_backward` by keyword."""
+    results = {"o": o, "lse": lse, "do": do, "dlse": dlse}
+    cotangents = Tangents(gdq, gdk, gdv, gdbias, gdsink)
+    return calls.double_backward((q, k, v), results, cotangents, out, _options(keywords), keywords)
+
+
 #: Options by the keywords of these functions.
 _OPTIONS = {"scale": "softmax_scale", **{name: name for name in CallOptions._fields}}
 

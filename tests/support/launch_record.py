@@ -105,7 +105,7 @@ class Launch:
             return self._argument(name)
         if name in OFFSETS:
             return memory_at(self.pointers[name], (self.values["num_sequences"] + 1,), None, np.dtype("int32"))
-        if ROWS_OF.get(name) == "statistics" or name in ("dlse", "lse_parts", "dsink"):
+        if ROWS_OF.get(name) == "statistics" or name in ("dlse", "dlset", "lse_parts", "dsink"):
             parts = (self.values["num_parts"],) if name == "lse_parts" else ()
             shape = (heads,) if name == "dsink" else (*parts, self.batch, heads, rows)
             return memory_at(self.pointers[name], shape, None, self._wide)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 from support import fake_gpu
 from support.fake_cupy import FakeArray, place
+from support.feature_cases import numbers
 from support.traced_cases import on_gpu
 
 from fa2cupy import TileConfig, reference
@@ -30,6 +33,10 @@ def curved(score, b, h, q, k, table):
 CURVED = {"score_mod": curved, "score_args": (np.array([0.7, -0.4]),), "softcap": 0.8}
 
 
+def _placed(x: object) -> object:
+    return place(x) if isinstance(x, np.ndarray) and not isinstance(x, FakeArray) else x
+
+
 class Call:
     """A call and a direction. Its results are compared with the reference's."""
 
@@ -52,17 +59,75 @@ class Call:
         if "cu_seqlens_q" in options:
             for arrays in (self.arrays, self.direction):
                 arrays |= {name: array[0] for name, array in arrays.items()}
+        lse_shape = self.arrays["q"].shape[:-1]
+        lse_shape = (*lse_shape[:-2], lse_shape[-1], lse_shape[-2])
+        for seed, given in enumerate((self.arrays, self.direction)):
+            given["dlse"] = numbers(lse_shape, dtype, seed)
         self.options, self.tile = options, tile
 
     def jvp(self, library=fake_gpu, **more) -> tuple:
         return self._call("jvp", library, *self._of_qkv(self.arrays), *self._of_qkv(self.direction), **more)
 
     def check_jvp(self) -> None:
+        _, naive, _ = self._naive()
+        self._check(self.jvp(), self.jvp(reference), tuple(naive[name] for name in ("o", "lse", "ot", "lset")))
+
+    def backward_jvp(self, library=fake_gpu, **more) -> tuple:
+        x, y = self.arrays, self.direction
+        of_outputs = self._moved_outputs
+        given = (*self._of_qkv(x), *of_outputs[:2], x["do"], *self._of_qkv(y), *of_outputs[2:], y.get("do"))
+        return self._call("backward_jvp", library, *given, **self._of_lse(more, "dlset"))
+
+    def double_backward(self, library=fake_gpu, **more) -> tuple:
+        given = (*self._of_qkv(self.arrays), *self._moved_outputs[:2], self.arrays["do"])
+        more = self._of_lse(more)
+        return self._call("double_backward", library, *given, *self._of_qkv(self.direction), **more)
+
+    def check_backward_jvp(self) -> None:
+        naive, arrays, tangents = self._naive()
+        exact = self.backward_jvp(reference)
+        self._check(self.backward_jvp(), exact, naive.backward_jvp(arrays, tangents, {}))
+
+    def check_double_backward(self) -> None:
+        naive, arrays, tangents = self._naive()
+        arrays = {name: array for name, array in arrays.items() if name not in ("dot", "dlset")}
+        exact = self.double_backward(reference)
+        self._check(self.double_backward(), exact, naive.double_backward(arrays, tangents, {}))
+
+    def check_hidden_rows(self, name: str = "backward_jvp") -> None:
+        """Checks that rows without a key contribute nothing, even if they have NaN: the first 8."""
+        wanted = getattr(self, name)()
+        for arrays in (self.arrays, self.direction):
+            for one in ("q", "do"):
+                arrays[one][:, :8] = np.nan
+        for one, other in zip(getattr(self, name)(), wanted, strict=True):
+            np.testing.assert_allclose(np.asarray(one), np.asarray(other), rtol=0, atol=0)
+
+    def check_hidden_rows_twice(self) -> None:
+        """The same of `double_backward`."""
+        self.check_hidden_rows("double_backward")
+
+    @functools.cached_property
+    def _moved_outputs(self) -> tuple:
+        """The results of `jvp` as callers have them: of the reference, rounded."""
+        dtype = self.arrays["q"].dtype
+        return tuple(array.astype(dtype) for array in self.jvp(reference))
+
+    def _of_lse(self, more: dict, *names: str) -> dict:
+        given = {name: self.arrays[name] for name in ("dlse",) if name in self.arrays}
+        given |= {name: self.direction["dlse"] for name in names if "dlse" in self.direction}
+        return given | more
+
+    def _naive(self) -> tuple[SecondOrder, dict, Tangents]:
+        """The formulas in float32, and the arrays and tangents of the call."""
         problem = problem_from_arrays(*self._of_qkv(self.arrays), **self.options)
         naive = SecondOrder(problem, self.options, self.arrays["q"], "float32", "float32")
-        o, lse = naive.forward(*self._of_qkv(self.arrays))
-        of_jvp = naive.jvp(self.arrays | {"o": o, "lse": lse}, Tangents(*self._of_qkv(self.direction), None, None))
-        self._check(self.jvp(), self.jvp(reference), (o, lse, *of_jvp))
+        with np.errstate(divide="ignore"):  # rows without a key
+            o, lse = naive.forward(*self._of_qkv(self.arrays))
+        arrays, tangents = self.arrays | {"o": o, "lse": lse}, Tangents(*self._of_qkv(self.direction), None, None)
+        ot, lset = naive.jvp(arrays, tangents)
+        arrays |= {"ot": ot, "lset": lset, "dot": self.direction.get("do"), "dlset": self.direction.get("dlse")}
+        return naive, arrays, tangents
 
     @staticmethod
     def _of_qkv(arrays: dict) -> tuple:
@@ -71,7 +136,7 @@ class Call:
     def _call(self, name: str, library, *arrays: np.ndarray | None, **more) -> tuple:
         options = self.options
         if library is fake_gpu:
-            arrays = tuple(None if x is None else x if isinstance(x, FakeArray) else place(x) for x in arrays)
+            arrays, more = tuple(map(_placed, arrays)), {name: _placed(x) for name, x in more.items()}
             options = on_gpu(options) | {"config": self.tile}
         return getattr(library, name)(*arrays, **options, **more)
 
