@@ -375,7 +375,7 @@ def test_a_kernel_without_features_knows_nothing_of_them(spec):
 
 
 @pytest.mark.sample(name=("window",))
-@pytest.mark.parametrize("name", sorted(set(FEATURES) - {"dlse", "given_lse"}))
+@pytest.mark.parametrize("name", sorted(set(FEATURES) - {"dlse", "given_lse", "bias_tangent", "sink_tangent"}))
 def test_a_kernel_with_a_feature_is_another_one(name):
     tile = TileConfig(64, 32, 4)
     plain = KernelSpec("backward_dq", SM80, "sm_80", "float16", 64, False, tile)

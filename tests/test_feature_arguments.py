@@ -267,7 +267,16 @@ def test_a_function_that_is_a_soft_cap_is_that_setting():
 def test_every_feature_has_its_row_and_its_numbers():
     names = {"cu_seqlens" if name[:3] in ("cu_", "max") else name for name in FeatureKeywords.__annotations__}
     names -= {"seed", "score_args", "mask_args"}
-    only_kernels = {"wide_bias", "dbias", "full_dbias", "dscore_args", "given_lse", "dlse"}
+    only_kernels = {
+        "wide_bias",
+        "dbias",
+        "full_dbias",
+        "dscore_args",
+        "given_lse",
+        "dlse",
+        "bias_tangent",
+        "sink_tangent",
+    }
     assert names | only_kernels == set(FEATURES)
     arrays = {array for name, need in FEATURES.items() if name not in only_kernels for array in need.arrays}
     assert arrays == {*ARRAY_KEYWORDS, KEY_LISTS, QUERY_LISTS}

@@ -31,6 +31,7 @@ _FUNCTIONS = {
 _RESULTS = {"families/", "gpu/", "jit/", "plan/", "problem/"}
 #: The bias and the sink have tangents, and so have their gradients.
 _TANGENTS = {"cpu/second_order", "numerics/second_order"}
+_OF_TANGENTS = {"families/operations", "gpu/", "plan/specs", "problem/", "reference", "second_order"}
 #: The other modules that name a feature. A name that ends with "/" is a folder.
 OTHERS = {
     "score_mod": {*_FUNCTIONS, "jit/params", "mods", "testing"},
@@ -42,6 +43,8 @@ OTHERS = {
     "dbias": {*_RESULTS, "cpu/sums", "numerics/second_order", "distributed/", "numerics/comparison"},
     "full_dbias": _RESULTS,
     "dscore_args": {*_RESULTS, "numerics/comparison"},
+    "bias_tangent": {*_OF_TANGENTS, "jit/params"},
+    "sink_tangent": _OF_TANGENTS,
     "mask": {"demo", "families/sm90"},
     "key_padding_mask": {"problem/arguments"},
     "mask_mod": {
@@ -74,6 +77,8 @@ KERNELS = {
     "dbias": {"common/dbias.cuh", "common/score_mod.cuh", "common/weights.cuh"},
     "full_dbias": {"common/dbias.cuh"},
     "dscore_args": {"common/dbias.cuh", "common/score_mod.cuh"},
+    "bias_tangent": {"common/tangents.cuh"},
+    "sink_tangent": {"common/tangents.cuh"},
     "mask": {"common/mask_tile.cuh", "common/score_arrays.cuh", "common/score_mod.cuh"},
     "key_padding_mask": {"common/score_arrays.cuh", "common/score_mod.cuh"},
     "mask_mod": {"common/mask_function.cuh", "common/score_mod.cuh"},

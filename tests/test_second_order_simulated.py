@@ -13,7 +13,7 @@ pytest.importorskip("cupy")
 from mutants import second_order
 from mutants.mutant import CATCHES
 from support.fake_cupy import place
-from support.feature_cases import options_of
+from support.feature_cases import numbers, options_of
 from support.second_order_calls import CURVED, Call, packed_call
 from support.simulator import simulated_gpu
 from support.strided_arrays import gapped, packed
@@ -122,8 +122,6 @@ def test_results_in_arrays_of_the_caller(launched, name):
     ("dtype", "more", "message"),
     [
         ("float16", {}, "q: jvp takes float32 or float64 on GPUs, got float16"),
-        ("float64", {"bias_tangent": np.zeros(27)}, "bias_tangent: not on GPUs yet"),
-        ("float64", {"sink_tangent": np.zeros(2)}, "sink_tangent: not on GPUs yet"),
     ],
     ids=str,
 )
@@ -240,6 +238,23 @@ def with_functions(request) -> Call:
     if request.param:
         options["block_mask"] = fa2cupy.block_mask(mask, (), 1, 1, 21, 27, tile=(16, 16))
     return Call(**options)
+
+
+@pytest.mark.parametrize("name", ["jvp", "backward_jvp", "double_backward"])
+def test_tangents_of_a_bias_are_ignored_for_hidden_keys_even_if_they_are_nan(launched, name):
+    call = Call(causal=True, bias=np.zeros((21, 27)))
+    hidden = np.arange(27) > np.arange(21)[:, None] + 6
+    wanted = getattr(call, name)()
+    call.direction["bias"][hidden] = np.nan
+    for one, other in zip(getattr(call, name)(), wanted, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+@of_both_backwards
+def test_tangents_of_a_bias_and_a_sink_of_packed_sequences(launched, check):
+    call = packed_call(bias=numbers((3, 1, 1, 52), "float64"), sink=np.array([0.3, -np.inf, 0.1, 0.2]))
+    call.check_jvp()
+    getattr(call, check)()
 
 
 @pytest.mark.sample(featured=("all",))

@@ -57,6 +57,8 @@ _OF_SCORES = tuple(name for name, feature in FEATURES.items() if feature.acts_on
 _OF_DECODE = tuple(name for name, feature in FEATURES.items() if feature.in_decode)
 #: Those of kernels that write the gradients of the bias and of the arrays of `score_mod`.
 _OF_DBIAS = ("dbias", "full_dbias", "dscore_args")
+#: Those of tangents of the forward.
+_TANGENTS = ("bias_tangent", "sink_tangent")
 #: Integer members of the kernels that write tile lists.
 _OF_LISTS = (
     "num_heads", "heads_per_group", "seqlen_q", "seqlen_k", "band_left", "band_right", "num_lists", "list_heads",
@@ -84,11 +86,13 @@ OPERATIONS = _Operations(
         Operation("backward_dq", (*_OF_SCORES, *_OF_DBIAS), owns="queries"),
         Operation("backward_dkdv", _OF_SCORES, owns="keys"),
         # The tangents of the forward's results: with these results, and where they are given.
-        Operation("jvp", (*_OF_SCORES, "sink"), owns="queries", has_config=False, is_second_order=True),
-        Operation("output_jvp", _OF_SCORES, owns="queries", has_config=False, is_second_order=True),
+        Operation("jvp", (*_OF_SCORES, "sink", *_TANGENTS), owns="queries", has_config=False, is_second_order=True),
+        Operation(
+            "output_jvp", (*_OF_SCORES, "sink", *_TANGENTS), owns="queries", has_config=False, is_second_order=True
+        ),
         # The tangents of the gradients, in two passes.
-        Operation("dq_jvp", _OF_SCORES, owns="queries", has_config=False, is_second_order=True),
-        Operation("dkdv_jvp", _OF_SCORES, owns="keys", has_config=False, is_second_order=True),
+        Operation("dq_jvp", (*_OF_SCORES, "bias_tangent"), owns="queries", has_config=False, is_second_order=True),
+        Operation("dkdv_jvp", (*_OF_SCORES, "bias_tangent"), owns="keys", has_config=False, is_second_order=True),
         Operation(
             "delta_jvp",
             ("dlse",),

@@ -18,7 +18,7 @@ TENSORS = frozenset(
 #: Their names in kernels, where they differ. ``do`` is a C++ keyword; second derivatives are symmetric.
 _IN_KERNELS = {
     "do": "dout", "gdq": "qt", "gdk": "kt", "gdv": "vt", "gq": "dqt", "gk": "dkt", "gv": "dvt", "gdo": "ot",
-    "gdlse": "lset",
+    "gdlse": "lset", "gdbias": "bias_tangent", "gdsink": "sink_tangent",
 }  # fmt: skip
 
 #: By call: its inputs, those inputs that may be None, and its results.

@@ -132,17 +132,16 @@ def jvp(
     keywords: Mapping[str, object],
 ) -> tuple[cupy.ndarray, ...]:
     """`fa2cupy.jvp` on CuPy arrays."""
-    _check_tangents_of_features(TANGENTS, tangents)
     names, arrays, values = _split(keywords)
-    arguments = arguments_of("jvp", names)
-    inputs = (q, k, v, *tangents[:3], *arrays)
+    of_features = _of_features(TANGENTS, tangents)
+    arguments = arguments_of("jvp", (*names, *of_features))
+    inputs = (q, k, v, *tangents[:3], *arrays, *of_features.values())
     return run(arguments, (*inputs, *unpack_out(out, arguments.results)), options, values, keywords)
 
 
-def _check_tangents_of_features(names: tuple[str, ...], tangents: Tangents) -> None:
-    for name, tangent in zip(names[3:], tangents[3:], strict=True):
-        if tangent is not None:
-            raise UnsupportedProblemError(f"{name}: not on GPUs yet; calls on NumPy arrays take it")
+def _of_features(names: tuple[str, ...], tangents: Tangents) -> dict[str, cupy.ndarray]:
+    """The tangents of the bias and of the sink that a call has, by their arguments' names."""
+    return {name: array for name, array in zip(names[3:], tangents[3:], strict=True) if array is not None}
 
 
 def backward_jvp(
@@ -154,7 +153,6 @@ def backward_jvp(
     keywords: Mapping[str, object],
 ) -> tuple[cupy.ndarray, ...]:
     """`fa2cupy.backward_jvp` on CuPy arrays; `results` are o, lse, their gradients, and tangents of all these."""
-    _check_tangents_of_features(TANGENTS, tangents)
     return _tangents_of_gradients("backward_jvp", inputs, results, tangents, (), out, options, keywords)
 
 
@@ -167,7 +165,6 @@ def double_backward(
     keywords: Mapping[str, object],
 ) -> tuple[cupy.ndarray, ...]:
     """`fa2cupy.double_backward` on CuPy arrays; `results` are o, lse and their gradients."""
-    _check_tangents_of_features(COTANGENTS, cotangents)
     more = () if results["dlse"] is None else ("gdlse",)
     return _tangents_of_gradients("double_backward", inputs, results, cotangents, more, out, options, keywords)
 
@@ -188,10 +185,11 @@ def _tangents_of_gradients(
             raise UnsupportedProblemError(f"{name}: not on GPUs yet; calls on NumPy arrays return it")
     dlse = results["dlse"]
     names, arrays, values = _split(keywords if dlse is None else {**keywords, "dlse": dlse})
-    arguments = arguments_of(call, names, more)
+    of_tangents = COTANGENTS if call == "double_backward" else TANGENTS
+    arguments = arguments_of(call, (*names, *_of_features(of_tangents, tangents)), more)
     of_outputs = {name: array for name, array in results.items() if name in arguments.inputs}
     given = {**dict(zip("qkv", inputs, strict=True)), **of_outputs}
-    given |= dict(zip(COTANGENTS if call == "double_backward" else TANGENTS, tangents, strict=True))
+    given |= dict(zip(of_tangents, tangents, strict=True))
     given |= dict(zip(names, arrays, strict=True))
     taken = tuple(given[name] for name in arguments.inputs)
     return run(arguments, (*taken, *unpack_out(out, arguments.results)), options, values, keywords)

@@ -218,6 +218,8 @@ def _taken_by(
         shape = shapes.get(name, ()) if array is None else array.shape
         if name == "dbias":
             strides[name] = contiguous_score_strides(shape) if is_new else score_strides(name, array)
+        elif in_kernel in ("bias_tangent", "sink_tangent"):
+            strides[in_kernel] = score_strides(in_kernel, array)
         if name not in TENSORS:
             continue
         if not shape:

@@ -171,7 +171,7 @@ def param_layout(
     fields = [field for field in front if field.kind != "counter"]
     kinds = {name: array.kind for name, array in arrays.items()}
     if "wide_bias" in features:
-        kinds["bias"] = "input_accum"
+        kinds |= {name: "input_accum" for name in ("bias", "bias_tangent") if name in kinds}
     elif "full_dbias" in features:
         kinds["dbias"] = "output"
     fields += [Field(name, kind) for name, kind in kinds.items()]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -147,10 +148,17 @@ def decode_specs(
 def second_order_specs(
     call: str, device: DeviceInfo, dtype: str, head_dim: int, causal: bool = False, *, features: Sequence[str] = ()
 ) -> list[KernelSpec]:
-    """The kernels of ``"jvp"``, ``"backward_jvp"`` or ``"double_backward"``. `features` are all combined."""
+    """The kernels of ``"jvp"``, ``"backward_jvp"`` or ``"double_backward"``.
+
+    `features` are all combined; tangents of a bias and of a sink are among them by their names in kernels.
+    """
     plan_call = plan_jvp if call == "jvp" else plan_gradient_tangents
     specs: dict[KernelSpec, None] = {}
-    for problem, strides in _problems("backward", dtype, head_dim, head_dim, CallOptions(causal), features, {}):
+    moved: dict[str, Any] = {name: True for name in ("bias_tangent", "sink_tangent") if name in features}
+    others = [name for name in features if name not in moved]
+    for problem, strides in _problems("backward", dtype, head_dim, head_dim, CallOptions(causal), others, {}):
+        problem = problem.with_settings(dataclasses.replace(problem.settings, **moved))
+        strides |= {name: strides[name.removesuffix("_tangent")] for name in moved}
         plan = plan_call(problem, device, strides, choose(call, problem, device, strides, is_launched=False))
         specs.update(dict.fromkeys(stage.spec for stage in plan.stages))
     return list(specs)

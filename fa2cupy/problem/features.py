@@ -162,6 +162,8 @@ class FeatureSettings:
         True if the bias has the dtype of lse and q has another one.
     dlse : bool
         True if a backward has a gradient for lse.
+    bias_tangent, sink_tangent : bool
+        True if a call of second order has a tangent of the bias, or of the sink.
     dbias, dsink, dscore_args : bool
         True if a backward returns the gradient of the bias, of the sink, or of the arrays of `score_mod`.
     full_dbias : bool
@@ -189,6 +191,8 @@ class FeatureSettings:
     arrays: tuple[str, ...] = ()
     wide_bias: bool = False
     dlse: bool = False
+    bias_tangent: bool = False
+    sink_tangent: bool = False
     dbias: bool = False
     full_dbias: bool = False
     dsink: bool = False
@@ -426,6 +430,9 @@ FEATURES = {
     "wide_bias": Feature("kWideBias", lambda settings: settings.wide_bias, check=check_wide_bias, acts_on="scores"),
     "dbias": Feature("kDbias", lambda settings: settings.dbias, arrays={"dbias": FeatureArray("output_accum")}),
     "full_dbias": Feature("kFullDbias", lambda settings: settings.full_dbias),
+    "bias_tangent": Feature(
+        "kBiasTangent", lambda settings: settings.bias_tangent, arrays={"bias_tangent": FeatureArray("input")}
+    ),
     "dscore_args": Feature("kDscoreArgs", lambda settings: settings.dscore_args),
     "mask": Feature(
         "kMask",
@@ -490,6 +497,11 @@ FEATURES = {
         in_decode=True,
         example={"sink": (1,)},
         aliases=dict.fromkeys(("s_aux", "sinks", "learnable_sink", "attention_sink", "attention_sinks"), "sink"),
+    ),
+    "sink_tangent": Feature(
+        "kSinkTangent",
+        lambda settings: settings.sink_tangent,
+        arrays={"sink_tangent": FeatureArray("input_accum", axes={1: (1,)})},
     ),
     "dropout_p": Feature(
         "kDropout",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -48,6 +49,7 @@ def check_jvp(
     """Checks a call of `fa2cupy.jvp`: q, k and v by name, their tangents, its options and keywords of features."""
     request = check_forward(arrays, options, keywords)
     check_tangents(TANGENTS, tangents, arrays, keywords)
+    request = _with_tangents(request, tangents)
     o, lse = request.results
     return request._replace(results=(o, lse, o._replace(name="ot"), lse._replace(name="lset")))
 
@@ -60,6 +62,7 @@ def check_backward_jvp(
     check_tangents(TANGENTS, tangents, arrays, keywords)
     for name, like in (("ot", "o"), ("lset", "lse"), ("dot", "o"), ("dlset", "lse")):
         _check_like(name, arrays.get(name), like, arrays[like])
+    request = _with_tangents(request, tangents)
     return request._replace(results=tuple(one._replace(name=f"{one.name}t") for one in request.results))
 
 
@@ -69,6 +72,7 @@ def check_double_backward(
     """Checks a call of `fa2cupy.double_backward`: its arrays by name, without `cotangents`; dlse may be None."""
     request = check_backward(arrays, options, keywords)
     check_tangents(COTANGENTS, cotangents, arrays, keywords)
+    request = _with_tangents(request, cotangents)
     of_inputs = [one._replace(name=f"g{one.name.removeprefix('d')}") for one in request.results]
     given = [name for name in ("do", "dlse") if arrays.get(name) is not None]
     of_outputs = [Result(f"g{name}", arrays[name].shape, arrays[name].dtype) for name in given]
@@ -85,6 +89,17 @@ def check_tangents(
         if tangent is not None and like is None:
             raise ValueError(f"{name}: there is no {source}; pass that of the forward")
         _check_like(name, tangent, source, like)
+
+
+def _with_tangents(request: Request, tangents: Tangents) -> Request:
+    """The request with settings that say which features have tangents."""
+    if tangents.bias is None and tangents.sink is None:
+        return request
+    problem = request.problem
+    settings = dataclasses.replace(
+        problem.settings, bias_tangent=tangents.bias is not None, sink_tangent=tangents.sink is not None
+    )
+    return request._replace(problem=problem.with_settings(settings))
 
 
 def _check_like(name: str, array: Array | None, source: str, like: Any) -> None:

@@ -44,6 +44,13 @@ class ScoreArrays {
         return term;
     }
 
+    // The tangent of the bias, in the same way.
+    __device__ __forceinline__ auto bias_tangent_at(int32 query, int32 key) const {
+        const int32 last_key = Spec::kVarlen ? max_of(params_.seqlen_k - 1, 0) : params_.seqlen_k - 1;
+        const int32 row = existing(query), column = min_of(key, last_key);
+        return to_accum(params_.bias_tangent[params_.bias_tangent_strides.offset(batch_, head_, row, column)]);
+    }
+
     // True if every lane can load its keys in aligned pairs: unit stride, even row starts, and the last of a lane's
     // keys (key + kLastKey) inside the sequence. It is enough to test the first of a lane's two rows: the lanes' first
     // rows are eight consecutive ones, whose starts are all even only if the row stride is even or all are clamped to

@@ -5,7 +5,8 @@
 //   P = exp(S - lse)   dS = P o (dP - delta)           dS' = P o ((T - lse') o (dP - delta) + dP' - delta')
 //   dX = f'(X) o dS    dX' = f'(X) o dS' + f''(X) o X' o dS
 //
-// f is the caller's function and the cap. What features add to scores does not depend on q and k. Dropout multiplies P
+// f is the caller's function and the cap. Of what features add to scores, the bias may have a tangent, and T that of it
+// besides; the sink is a score without a value, and adds P_sink sink' to lse'. Dropout multiplies P
 // where it weighs V and dO, and dP and dP'.
 #pragma once
 #include "common/scores.cuh"
@@ -75,6 +76,7 @@ __device__ __forceinline__ void move_scores(Fragment& scores, Fragment& tangents
                 const Real bend = mod.second_derivative(capped) * slope * slope + of_cap * curvature;
                 slopes.set(i, j, of_cap * slope, bend * tangents(i, j));
                 tangents(i, j) *= of_cap * slope;
+                if constexpr (Spec::kBiasTangent) tangents(i, j) += mod.bias_tangent_at(at.query, at.key);
             } else {
                 scores(i, j) = rounded_product(scores(i, j), params.softmax_scale);
             }
@@ -88,6 +90,19 @@ __device__ __forceinline__ void weigh_tangents(Fragment& tangents, const Fragmen
     for (int i = 0; i < Fragment::kRows; ++i)
 #pragma unroll
         for (int j = 0; j < Fragment::kCols; ++j) tangents(i, j) = p(i, j) == 0 ? 0 : p(i, j) * tangents(i, j);
+}
+
+// The sink's part of lse', given lse.
+template <class Spec, class Record, class Real>
+__device__ __forceinline__ Real sink_tangent_of(const Record& params, int32 head, Real lse) {
+    if constexpr (Spec::kSinkTangent) {
+        const Real sink = sink_of<Real, Spec>(params, head, 0);
+        if (sink == -infinity<Real>()) return 0;
+        return exp_accurate(at_most_zero(sink - lse)) *
+               params.sink_tangent[params.sink_tangent_strides.offset(0, head, 0, 0)];
+    } else {
+        return 0;
+    }
 }
 
 // Replaces natural scores by P = exp(S - lse), with an lse for each row.

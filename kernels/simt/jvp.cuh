@@ -140,6 +140,7 @@ struct Jvp {
 #pragma unroll
         for (int i = 0; i < kRows; ++i) {
             lse_tangent[i] = common::row_sum<Scores::kLanesPerRow, Scores::kLaneStep>(lse_tangent[i]) * inverse_sum[i];
+            lse_tangent[i] += common::sink_tangent_of<Spec>(params, head, lse[i]);
             inverse_sum[i] *= common::kept_scale<Spec>(params);
             const int32 row = first_row + Scores::row(i, lane);
             if (lane_column(lane) != 0 || row >= params.seqlen_q) continue;

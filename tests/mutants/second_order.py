@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
+from support.feature_cases import numbers
 from support.second_order_calls import CURVED, Call
 from support.simulator import simulated_gpu
 
@@ -20,6 +21,8 @@ CALLS = {
     "causal": {"lengths": (37, 21), "causal": True},
     "dropout": {"dropout_p": 0.3, "seed": 5},
     "capped": {"softcap": 0.8},
+    "bias": {"bias": numbers((2, 21, 27), "float64")},
+    "sink": {"sink": np.array([0.3, -0.5])},
     "groups": {"heads": (4, 2)},
     "hidden": {"lengths": (20, 12), "causal": True},
     "hidden by bias": {"bias": np.where(np.arange(21) < 8, -np.inf, 0.0)[:, None]},
@@ -125,6 +128,34 @@ MUTANTS = (
         ("common::drop<Spec>(tangents, params, score_tile);",),
         call="dropout",
         check="check_double_backward",
+    ),
+    *(
+        mutant
+        for operation, check in (
+            ("jvp", "check_jvp"),
+            ("output_jvp", "check_double_backward"),
+            ("dq_jvp", "check_backward_jvp"),
+            ("dkdv_jvp", "check_backward_jvp"),
+        )
+        for mutant in dropped(
+            operation,
+            ("tangents(i, j) += mod.bias_tangent_at(at.query, at.key);", ";"),
+            ("params_.bias_tangent_strides.offset(batch_, head_,", "params_.bias_tangent_strides.offset(batch_, 0,"),
+            call="bias",
+            check=check,
+        )
+    ),
+    *(
+        mutant
+        for operation, check in (("jvp", "check_jvp"), ("output_jvp", "check_double_backward"))
+        for mutant in dropped(
+            operation,
+            ("lse_tangent[i] += common::sink_tangent_of<Spec>(params, head, lse[i]);",),
+            ("params.sink_tangent_strides.offset(0, head,", "params.sink_tangent_strides.offset(0, 0,"),
+            ("return exp_accurate(at_most_zero(sink - lse)) *", "return"),
+            call="sink",
+            check=check,
+        )
     ),
     *dropped(
         "delta_jvp",

@@ -110,7 +110,7 @@ class Launch:
             shape = (heads,) if name == "dsink" else (*parts, self.batch, heads, rows)
             return memory_at(self.pointers[name], shape, None, self._wide)
         dtype = np.dtype(ml_dtypes.bfloat16 if self.spec.dtype == "bfloat16" else self.spec.dtype)
-        if name in (*ARRAY_KEYWORDS, "dbias"):
+        if name in (*ARRAY_KEYWORDS, "dbias", "bias_tangent", "sink_tangent"):
             dtype = {"input": dtype, "output": dtype, "input_bool": np.dtype(bool)}.get(self._kinds[name], self._wide)
             strides = tuple(stride * dtype.itemsize for stride in self.values[f"{name}_strides"])
             sizes = (self.batch, heads, rows, self.values.get("seqlen_k"))

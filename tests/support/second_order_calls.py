@@ -64,8 +64,12 @@ class Call:
         for seed, given in enumerate((self.arrays, self.direction)):
             given["dlse"] = numbers(lse_shape, dtype, seed)
         self.options, self.tile = options, tile
+        for name in ("bias", "sink"):
+            if name in options:
+                self.direction[name] = numbers(options[name].shape, options[name].dtype, 3)
 
     def jvp(self, library=fake_gpu, **more) -> tuple:
+        more |= self._of_features("{}_tangent")
         return self._call("jvp", library, *self._of_qkv(self.arrays), *self._of_qkv(self.direction), **more)
 
     def check_jvp(self) -> None:
@@ -76,11 +80,12 @@ class Call:
         x, y = self.arrays, self.direction
         of_outputs = self._moved_outputs
         given = (*self._of_qkv(x), *of_outputs[:2], x["do"], *self._of_qkv(y), *of_outputs[2:], y.get("do"))
+        more |= self._of_features("{}_tangent")
         return self._call("backward_jvp", library, *given, **self._of_lse(more, "dlset"))
 
     def double_backward(self, library=fake_gpu, **more) -> tuple:
         given = (*self._of_qkv(self.arrays), *self._moved_outputs[:2], self.arrays["do"])
-        more = self._of_lse(more)
+        more = self._of_lse(more) | self._of_features("gd{}")
         return self._call("double_backward", library, *given, *self._of_qkv(self.direction), **more)
 
     def check_backward_jvp(self) -> None:
@@ -113,6 +118,9 @@ class Call:
         dtype = self.arrays["q"].dtype
         return tuple(array.astype(dtype) for array in self.jvp(reference))
 
+    def _of_features(self, name: str) -> dict:
+        return {name.format(one): self.direction[one] for one in ("bias", "sink") if one in self.direction}
+
     def _of_lse(self, more: dict, *names: str) -> dict:
         given = {name: self.arrays[name] for name in ("dlse",) if name in self.arrays}
         given |= {name: self.direction["dlse"] for name in names if "dlse" in self.direction}
@@ -124,10 +132,13 @@ class Call:
         naive = SecondOrder(problem, self.options, self.arrays["q"], "float32", "float32")
         with np.errstate(divide="ignore"):  # rows without a key
             o, lse = naive.forward(*self._of_qkv(self.arrays))
-        arrays, tangents = self.arrays | {"o": o, "lse": lse}, Tangents(*self._of_qkv(self.direction), None, None)
+        arrays, tangents = self.arrays | {"o": o, "lse": lse}, self._tangents()
         ot, lset = naive.jvp(arrays, tangents)
         arrays |= {"ot": ot, "lset": lset, "dot": self.direction.get("do"), "dlset": self.direction.get("dlse")}
         return naive, arrays, tangents
+
+    def _tangents(self) -> Tangents:
+        return Tangents(*(self.direction.get(name) for name in Tangents._fields))
 
     @staticmethod
     def _of_qkv(arrays: dict) -> tuple:
