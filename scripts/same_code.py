@@ -136,7 +136,16 @@ def of_features(device: DeviceInfo, family: Family, dtype: str) -> Iterator[Kern
         yield from decode_specs(device, dtype, 64, features=OPERATIONS["decode"].features)
     for call in ("jvp", "double_backward"):
         if family.has_kernels(call):
-            features = ("bias", "sink", "softcap", "dropout_p", "bias_tangent", "sink_tangent")
+            features = (
+                "bias",
+                "sink",
+                "softcap",
+                "dropout_p",
+                "bias_tangent",
+                "sink_tangent",
+                "return_dbias",
+                "return_dsink",
+            )
             yield from second_order_specs(call, device, dtype, 64, causal=True, features=features)
 
 

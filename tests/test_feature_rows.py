@@ -78,7 +78,7 @@ KERNELS = {
     "full_dbias": {"common/dbias.cuh"},
     "dscore_args": {"common/dbias.cuh", "common/score_mod.cuh"},
     "bias_tangent": {"common/tangents.cuh"},
-    "sink_tangent": {"common/tangents.cuh"},
+    "sink_tangent": {"common/dsink.cuh", "common/tangents.cuh"},
     "mask": {"common/mask_tile.cuh", "common/score_arrays.cuh", "common/score_mod.cuh"},
     "key_padding_mask": {"common/score_arrays.cuh", "common/score_mod.cuh"},
     "mask_mod": {"common/mask_function.cuh", "common/score_mod.cuh"},

@@ -130,13 +130,6 @@ def test_what_is_not_there_yet_is_refused(launched, dtype, more, message):
         Call(dtype=dtype).jvp(**more)
 
 
-@pytest.mark.parametrize("name", ["backward_jvp", "double_backward"])
-@pytest.mark.parametrize("argument", ["return_dbias", "return_dsink"])
-def test_what_gradients_do_not_have_yet_is_refused(launched, name, argument):
-    with pytest.raises(fa2cupy.UnsupportedProblemError, match=f"^{argument}: not "):
-        getattr(Call(), name)(**{argument: True})
-
-
 @pytest.mark.sample(name=("k",))
 @pytest.mark.parametrize("name", "qkv")
 def test_tangents_with_strides_of_their_own(launched, name):

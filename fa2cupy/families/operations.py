@@ -91,7 +91,13 @@ OPERATIONS = _Operations(
             "output_jvp", (*_OF_SCORES, "sink", *_TANGENTS), owns="queries", has_config=False, is_second_order=True
         ),
         # The tangents of the gradients, in two passes.
-        Operation("dq_jvp", (*_OF_SCORES, "bias_tangent"), owns="queries", has_config=False, is_second_order=True),
+        Operation(
+            "dq_jvp",
+            (*_OF_SCORES, "bias_tangent", "dbias", "full_dbias"),
+            owns="queries",
+            has_config=False,
+            is_second_order=True,
+        ),
         Operation("dkdv_jvp", (*_OF_SCORES, "bias_tangent"), owns="keys", has_config=False, is_second_order=True),
         Operation(
             "delta_jvp",
@@ -180,6 +186,19 @@ OPERATIONS = _Operations(
             is_common=True,
             record=Record(
                 "lse:input_accum delta:input_accum dsink:output_accum", (), (), ("num_heads", "seqlen_q", "batch")
+            ),
+        ),
+        # Its tangent.
+        Operation(
+            "dsink_jvp",
+            ("sink", "sink_tangent"),
+            num_warps=8,
+            is_common=True,
+            record=Record(
+                "lse:input_accum delta:input_accum lset:input_accum deltat:input_accum dsink:output_accum",
+                (),
+                (),
+                ("num_heads", "seqlen_q", "batch"),
             ),
         ),
         # dQ, converted from its workspace: families whose blocks own keys sum it there.

@@ -6,7 +6,7 @@ import functools
 
 from ..problem.arguments import output_name
 
-__all__ = ["TENSORS", "Arguments", "arguments_of"]
+__all__ = ["IN_KERNELS", "TENSORS", "Arguments", "arguments_of"]
 
 #: The arrays with rows of head_dim or head_dim_v columns.
 TENSORS = frozenset(
@@ -15,10 +15,11 @@ TENSORS = frozenset(
         "dqt", "dkt", "dvt", "gdq", "gdk", "gdv", "gq", "gk", "gv", "gdo",
     )
 )  # fmt: skip
-#: Their names in kernels, where they differ. ``do`` is a C++ keyword; second derivatives are symmetric.
-_IN_KERNELS = {
+#: Names of arrays in kernels, where they differ. ``do`` is a C++ keyword; second derivatives are symmetric.
+IN_KERNELS = {
     "do": "dout", "gdq": "qt", "gdk": "kt", "gdv": "vt", "gq": "dqt", "gk": "dkt", "gv": "dvt", "gdo": "ot",
-    "gdlse": "lset", "gdbias": "bias_tangent", "gdsink": "sink_tangent",
+    "gdlse": "lset", "gdbias": "bias_tangent", "gdsink": "sink_tangent", "dbiast": "dbias", "gbias": "dbias",
+    "dsinkt": "dsink", "gsink": "dsink",
 }  # fmt: skip
 
 #: By call: its inputs, those inputs that may be None, and its results.
@@ -77,7 +78,7 @@ class Arguments:
         self.results = results
         self.names = (*inputs, *results)
         renamed = [name.replace("[", "").replace("]", "") for name in self.names]
-        self.kernel_names = tuple([_IN_KERNELS.get(name, name) for name in renamed])
+        self.kernel_names = tuple([IN_KERNELS.get(name, name) for name in renamed])
         self.seed = inputs.index("seed") if "seed" in inputs else None
         self.labels = {name: name if name in inputs else output_name(name) for name in self.names}
         self.may_be_none = frozenset((*optional, *results))

@@ -8,7 +8,6 @@ from typing import Any
 
 import cupy
 
-from ..errors import UnsupportedProblemError
 from ..problem.arguments import unpack_out
 from ..problem.block_mask import BlockMask, MapLayout
 from ..problem.feature_checks import extra_gradients, is_seed
@@ -111,15 +110,18 @@ def backward(
     if given_delta is not None and dlse is not None and _alike(given_delta, dlse):
         with cupy.cuda.Device(given_delta.data.device_id), temporaries():
             given_delta, dlse = given_delta - dlse, None
-    gradients: tuple[str, ...] = ()
-    if options.returns_more:
-        gradients = tuple(
-            extra_gradients(keywords, options.return_dbias, options.return_dsink, options.return_dscore_args)
-        )
+    gradients = _gradients_of_features(options, keywords)
     names, arrays, values = _split(keywords if dlse is None else {**keywords, "dlse": dlse})
     arguments = arguments_of("backward", names, gradients)
     results = unpack_out(out, arguments.results)
     return run(arguments, (q, k, v, o, lse, do, given_delta, *arrays, *results), options, values, keywords)
+
+
+def _gradients_of_features(options: CallOptions, keywords: Mapping[str, object]) -> tuple[str, ...]:
+    """The names of the gradients that a backward returns besides dq, dk and dv."""
+    if not options.returns_more:
+        return ()
+    return tuple(extra_gradients(keywords, options.return_dbias, options.return_dsink, options.return_dscore_args))
 
 
 def jvp(
@@ -153,7 +155,8 @@ def backward_jvp(
     keywords: Mapping[str, object],
 ) -> tuple[cupy.ndarray, ...]:
     """`fa2cupy.backward_jvp` on CuPy arrays; `results` are o, lse, their gradients, and tangents of all these."""
-    return _tangents_of_gradients("backward_jvp", inputs, results, tangents, (), out, options, keywords)
+    more = tuple([f"{name}t" for name in _gradients_of_features(options, keywords)])
+    return _tangents_of_gradients("backward_jvp", inputs, results, tangents, more, out, options, keywords)
 
 
 def double_backward(
@@ -165,7 +168,8 @@ def double_backward(
     keywords: Mapping[str, object],
 ) -> tuple[cupy.ndarray, ...]:
     """`fa2cupy.double_backward` on CuPy arrays; `results` are o, lse and their gradients."""
-    more = () if results["dlse"] is None else ("gdlse",)
+    of_dlse = () if results["dlse"] is None else ("gdlse",)
+    more = (*of_dlse, *[f"g{name.removeprefix('d')}" for name in _gradients_of_features(options, keywords)])
     return _tangents_of_gradients("double_backward", inputs, results, cotangents, more, out, options, keywords)
 
 
@@ -180,9 +184,6 @@ def _tangents_of_gradients(
     keywords: Mapping[str, object],
 ) -> tuple[cupy.ndarray, ...]:
     """The results of `backward_jvp` or `double_backward`, with those that `more` names."""
-    for name in ("return_dbias", "return_dsink"):
-        if getattr(options, name):
-            raise UnsupportedProblemError(f"{name}: not on GPUs yet; calls on NumPy arrays return it")
     dlse = results["dlse"]
     names, arrays, values = _split(keywords if dlse is None else {**keywords, "dlse": dlse})
     of_tangents = COTANGENTS if call == "double_backward" else TANGENTS

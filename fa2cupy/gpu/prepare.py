@@ -52,7 +52,7 @@ from ..problem.tangents import (
     check_double_backward,
     check_jvp,
 )
-from .arguments import TENSORS, Arguments
+from .arguments import IN_KERNELS, TENSORS, Arguments
 from .copies import CopyingCall
 from .prepared import KernelCall, overlap_check
 
@@ -67,6 +67,8 @@ _CONTIGUOUS = (
     "delta",
     "dlse",
     "dsink",
+    "dsinkt",
+    "gsink",
     "cache_seqlens",
     "block_table",
     *OFFSETS,
@@ -216,8 +218,8 @@ def _taken_by(
         array = named[name]
         is_new = array is None or name in copied
         shape = shapes.get(name, ()) if array is None else array.shape
-        if name == "dbias":
-            strides[name] = contiguous_score_strides(shape) if is_new else score_strides(name, array)
+        if in_kernel == "dbias":
+            strides[in_kernel] = contiguous_score_strides(shape) if is_new else score_strides(in_kernel, array)
         elif in_kernel in ("bias_tangent", "sink_tangent"):
             strides[in_kernel] = score_strides(in_kernel, array)
         if name not in TENSORS:
@@ -236,7 +238,8 @@ def _taken_by(
 
 def _is_summed(name: str, problem: AttentionProblem) -> bool:
     """True if kernels add a gradient up in the accumulators' dtype, so that it is rounded afterwards."""
-    return name.startswith("dscore_args") or (name == "dbias" and not problem.settings.full_dbias)
+    is_dbias = IN_KERNELS.get(name, name) == "dbias"
+    return name.startswith("dscore_args") or (is_dbias and not problem.settings.full_dbias)
 
 
 def _must_be_copied(name: str, array: cupy.ndarray | None, alignment: int) -> bool:

@@ -90,7 +90,10 @@ def plan_gradient_tangents(
     # delta' is made of the results of all kernels but the last two.
     lists, of_lists = layout.lists(choice.tiles)
     stages = [*lists, *tiled[:-2], delta, *tiled[-2:]]
-    return _plan(stages, [*workspaces, *of_lists], cleared if problem.is_packed else [])
+    if problem.settings.dsink:
+        stages.append(layout.stage("dsink_jvp", _tile_of("dsink_jvp"), problem.num_heads))
+    cleared = [*(cleared if problem.is_packed else []), *_cleared_dbias(problem)]
+    return _plan(stages, [*workspaces, *of_lists], cleared)
 
 
 def plan_delta(
@@ -150,10 +153,7 @@ def plan_backward(
     tiled: list[Stage] = []
     workspaces: list[Workspace] = []
     added: list[Workspace] = []  # to which kernels add
-    # A full dbias is stored by the blocks that own its rows; rows and keys beyond a packed sequence are nobody's, nor
-    # are tiles that a sparse map leaves out.
-    is_partial = problem.is_packed or settings.block_mask is not None
-    cleared = ["dbias"] if settings.dbias and (not settings.full_dbias or is_partial) else []
+    cleared = _cleared_dbias(problem)
     if settings.dscore_args:
         cleared += [name for function in settings.functions for name, _ in gradient_arrays(function)]
     for operation, tile in choice.tiles.items():
@@ -188,6 +188,15 @@ def plan_backward(
     stages += _clear_unused(layout, "clear_backward")
     lists, of_lists = layout.lists(choice.tiles)
     return _plan([*stages, *lists, *tiled], [*workspaces, *of_lists], cleared)
+
+
+def _cleared_dbias(problem: AttentionProblem) -> list[str]:
+    """The gradient of the bias, if it must be zero before kernels write it."""
+    settings = problem.settings
+    # A full dbias is stored by the blocks that own its rows; rows and keys beyond a packed sequence are nobody's, nor
+    # are tiles that a sparse map leaves out.
+    is_partial = problem.is_packed or settings.block_mask is not None
+    return ["dbias"] if settings.dbias and (not settings.full_dbias or is_partial) else []
 
 
 def _with_parts(layout: StageLayout, tiled: Sequence[Stage], choice: Choice) -> tuple[list[Stage], list[Workspace]]:

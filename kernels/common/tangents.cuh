@@ -23,19 +23,23 @@ struct Slopes {
         slope(i, j) = first;
         bend(i, j) = second;
     }
-    // dX and dX' from dS and dS'.
-    template <class Real>
-    __device__ void apply(int i, int j, Real& ds, Real& tangent) const {
-        tangent = slope(i, j) * tangent + bend(i, j) * ds;
-        ds *= slope(i, j);
+    // Replaces dS and dS' by dX and dX'. Where both are 0, a key is hidden or far away, and slopes need not be finite.
+    __device__ void apply(Fragment& ds, Fragment& tangents) const {
+#pragma unroll
+        for (int i = 0; i < Fragment::kRows; ++i)
+#pragma unroll
+            for (int j = 0; j < Fragment::kCols; ++j) {
+                if (ds(i, j) == 0 && tangents(i, j) == 0) continue;
+                tangents(i, j) = slope(i, j) * tangents(i, j) + bend(i, j) * ds(i, j);
+                ds(i, j) *= slope(i, j);
+            }
     }
 };
 template <class Spec, class Fragment>
 struct Slopes<Spec, Fragment, false> {
     template <class Real>
     __device__ void set(int, int, Real, Real) {}
-    template <class Real>
-    __device__ void apply(int, int, Real&, Real&) const {}
+    __device__ void apply(Fragment&, Fragment&) const {}
 };
 
 // Takes the place of slopes where they are not needed.
@@ -121,12 +125,14 @@ struct MovedRow {
 };
 
 // From products, p = Q K^T and ds = dP, and their tangents: replaces p by P and `tangents` by P o (T - lse'), both
-// after dropout without its factor, ds by dX and `ds_tangent` by dX', both without the factor scale. statistics(i, j) is
-// the MovedRow of the element's query, whose lse is +inf in rows past the end and in rows without a visible key.
+// after dropout without its factor, ds by dS and `ds_tangent` by dS'. statistics(i, j) is the MovedRow of the element's
+// query, whose lse is +inf in rows past the end and in rows without a visible key. Returns what makes dX and dX' of them.
 template <bool kTransposed, class Spec, class Fragment, class Mask, class Record, class Statistics>
-__device__ __forceinline__ void differentiate_twice(Fragment& p, Fragment& tangents, Fragment& ds, Fragment& ds_tangent,
-                                                    const Mask& mask, OutsideFull outside, const Record& params,
-                                                    const ScoreTile& tile, const Statistics& statistics) {
+__device__ __forceinline__ Slopes<Spec, Fragment> differentiate_twice(Fragment& p, Fragment& tangents, Fragment& ds,
+                                                                      Fragment& ds_tangent, const Mask& mask,
+                                                                      OutsideFull outside, const Record& params,
+                                                                      const ScoreTile& tile,
+                                                                      const Statistics& statistics) {
     using Real = typename ElementTraits<typename Spec::Element>::Accum;
     Slopes<Spec, Fragment> slopes;
     move_scores<kTransposed, Spec>(p, tangents, slopes, params, tile);
@@ -151,10 +157,10 @@ __device__ __forceinline__ void differentiate_twice(Fragment& p, Fragment& tange
             const Real from_tangent = factor * ds_tangent(i, j) - of_row.delta_tangent;
             ds(i, j) = probability * from_delta;
             ds_tangent(i, j) = change * from_delta + probability * from_tangent;
-            if (probability != 0) slopes.apply(i, j, ds(i, j), ds_tangent(i, j));
             p(i, j) = keep ? probability : Real(0);
             tangents(i, j) = keep ? change : Real(0);
         }
+    return slopes;
 }
 
 }  // namespace fa2::common

@@ -124,12 +124,13 @@ struct DkdvJvp {
 
             dot_moved<Warp>(p, tangents, k, own, q, lane);
             const common::OutsideFull outside{tiles.kLeftLimit && tile >= tiles.full_end, tile < tiles.full_begin};
-            common::differentiate_twice<true, Spec>(
+            const auto slopes = common::differentiate_twice<true, Spec>(
                 p, tangents, ds, ds_tangent, mask, outside, params, score_tile, [&](int, int j) {
                     const int32 row = Scores::col(j, lane);
                     return common::MovedRow<Real>{lse_tile[row], delta_tile[row], lset_tile[row], deltat_tile[row]};
                 });
 
+            slopes.apply(ds, ds_tangent);
             accumulate_moved<WarpV>(dv, p, tangents, posted, dout, lane);
             if (++tile == tiles.end) {
                 tile = tiles.begin;

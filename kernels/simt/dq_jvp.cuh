@@ -2,7 +2,7 @@
 // backward, common/tangents.cuh the formulas of dS and dS'.
 //
 //   S = scale Q K^T     T = scale (Q' K^T + Q K'^T)     dP = dO V^T     dP' = dO' V^T + dO V'^T
-//   dQ' = scale (dS' K + dS K')
+//   dQ' = scale (dS' K + dS K')                                 dbias' = dS', summed to the shape of the bias
 //
 //   block   owns B_r = kBr query rows of one head; loops over all key tiles of B_c = kBc keys that these rows see
 //   warp    owns kBr / kWarps of these rows
@@ -17,6 +17,7 @@
 //
 // The block synchronises as in the backward: before it reads V, and before it reads K.
 #pragma once
+#include "common/dbias.cuh"
 #include "common/params.cuh.j2"
 #include "common/sequence.cuh"
 #include "common/statistics.cuh"
@@ -84,6 +85,8 @@ struct DqJvp {
         dq.clear();
 
         const auto tiles = common::key_tiles<Spec>(params, where);
+        common::clear_skipped_dbias<Spec>(params, {batch, head, first_row, 0, lane}, Warp::kOwn, tiles.begin * kBc,
+                                          tiles.end * kBc);
         if (tiles.begin < tiles.end) {
             q.copy(where.tile, params.seqlen_q);
             dout.copy(where.tile, params.seqlen_q);
@@ -110,9 +113,11 @@ struct DqJvp {
             dot_moved<Warp>(p, tangents, q, own, k, lane);
             const common::OutsideFull outside{position >= tiles.full_end,
                                               tiles.kLeftLimit && position < tiles.full_begin};
-            common::differentiate_twice<false, Spec>(
+            const auto slopes = common::differentiate_twice<false, Spec>(
                 p, tangents, ds, ds_tangent, mask, outside, params, score_tile,
                 [&](int i, int) { return common::MovedRow<Real>{lse[i], delta[i], lse_tangent[i], delta_tangent[i]}; });
+            common::write_dbias<Spec>(ds_tangent, params, score_tile);
+            slopes.apply(ds, ds_tangent);
             accumulate_moved<Warp>(dq, ds, ds_tangent, posted, k, lane);
         }
         Warp::store(dq, params.softmax_scale, head_of(params.dqt, params.dqt_strides, batch, head),

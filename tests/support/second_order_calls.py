@@ -7,7 +7,7 @@ import functools
 import numpy as np
 from support import fake_gpu
 from support.fake_cupy import FakeArray, place
-from support.feature_cases import numbers
+from support.feature_cases import extras, numbers
 from support.traced_cases import on_gpu
 
 from fa2cupy import TileConfig, reference
@@ -80,24 +80,24 @@ class Call:
         x, y = self.arrays, self.direction
         of_outputs = self._moved_outputs
         given = (*self._of_qkv(x), *of_outputs[:2], x["do"], *self._of_qkv(y), *of_outputs[2:], y.get("do"))
-        more |= self._of_features("{}_tangent")
+        more |= self._of_features("{}_tangent") | self._switches
         return self._call("backward_jvp", library, *given, **self._of_lse(more, "dlset"))
 
     def double_backward(self, library=fake_gpu, **more) -> tuple:
         given = (*self._of_qkv(self.arrays), *self._moved_outputs[:2], self.arrays["do"])
-        more = self._of_lse(more) | self._of_features("gd{}")
+        more = self._of_lse(more) | self._of_features("gd{}") | self._switches
         return self._call("double_backward", library, *given, *self._of_qkv(self.direction), **more)
 
     def check_backward_jvp(self) -> None:
         naive, arrays, tangents = self._naive()
         exact = self.backward_jvp(reference)
-        self._check(self.backward_jvp(), exact, naive.backward_jvp(arrays, tangents, {}))
+        self._check(self.backward_jvp(), exact, naive.backward_jvp(arrays, tangents, self._extra))
 
     def check_double_backward(self) -> None:
         naive, arrays, tangents = self._naive()
         arrays = {name: array for name, array in arrays.items() if name not in ("dot", "dlset")}
         exact = self.double_backward(reference)
-        self._check(self.double_backward(), exact, naive.double_backward(arrays, tangents, {}))
+        self._check(self.double_backward(), exact, naive.double_backward(arrays, tangents, self._extra))
 
     def check_hidden_rows(self, name: str = "backward_jvp") -> None:
         """Checks that rows without a key contribute nothing, even if they have NaN: the first 8."""
@@ -136,6 +136,15 @@ class Call:
         ot, lset = naive.jvp(arrays, tangents)
         arrays |= {"ot": ot, "lset": lset, "dot": self.direction.get("do"), "dlset": self.direction.get("dlse")}
         return naive, arrays, tangents
+
+    @property
+    def _switches(self) -> dict:
+        return {name: True for name in extras(self.options) if name != "return_dscore_args"}
+
+    @property
+    def _extra(self) -> dict:
+        """The bias and the sink by their gradients' names."""
+        return {f"d{one}": self.options[one] for one in ("bias", "sink") if one in self.options}
 
     def _tangents(self) -> Tangents:
         return Tangents(*(self.direction.get(name) for name in Tangents._fields))
