@@ -19,7 +19,7 @@ from .jit.cache import cached_kernels
 from .jit.compiler import CompiledKernel
 from .jit.spec import KernelSpec
 from .plan.ranks import specs_of_ranks
-from .plan.specs import OF_BACKWARD, decode_specs, default_specs, merge_spec
+from .plan.specs import OF_BACKWARD, OF_TANGENTS, decode_specs, default_specs, merge_spec, second_order_specs
 from .problem.arguments import check_bool
 from .problem.array_types import AnyArray
 from .problem.choices import check_dtype, check_head_dim, check_jobs, check_method, feature_combinations, one_or_many
@@ -54,6 +54,7 @@ def precompile(
     config: TileConfig | Mapping[str, TileConfig] | None = None,
     family: str | None = None,
     decode: bool = True,
+    second_order: bool = False,
     distributed: bool = False,
     jobs: int | None = None,
     progress: bool = False,
@@ -71,9 +72,10 @@ def precompile(
     features : str, iterable of str, or iterable of those, optional
         Features of the calls, by keyword. ``("window", "softcap")`` are calls that have both;
         ``[(), ("window",), ("window", "sink")]`` are three kinds of calls, the first without features. The names are
-        the keywords of `forward`, ``"cu_seqlens"`` for packed sequences, and ``"dlse"``, ``"return_dbias"`` and
-        ``"return_dsink"`` of `backward`. Kernels do not depend on the features' values. ``"block_mask"`` is a map of
-        `mask_mod`, or without that function one that the caller gives directly.
+        the keywords of `forward`, ``"cu_seqlens"`` for packed sequences, ``"dlse"``, ``"return_dbias"`` and
+        ``"return_dsink"`` of `backward`, and ``"bias_tangent"`` and ``"sink_tangent"`` of `jvp`, which are the
+        cotangents of `double_backward`, too. Kernels do not depend on the features' values. ``"block_mask"`` is a map
+        of `mask_mod`, or without that function one that the caller gives directly.
     score_mod, mask_mod : callable, optional
         Functions that all the calls have, as for `forward`: their kernels depend on what the functions compute.
     score_args, mask_args : sequence of numpy.ndarray, optional
@@ -90,6 +92,9 @@ def precompile(
         False leaves out the kernels of `decode` and `merge`, as for training. Forwards of a few queries then wait for a
         compiler, too: they have the kernels of `decode`. There are two to six of these for each dtype, head_dim, mask
         and combination of features, and none for features that `decode` does not have, functions, `config` or `family`.
+    second_order : bool, optional
+        True adds the kernels of `jvp`, `backward_jvp` and `double_backward`. These calls have neither `config` nor
+        `family`.
     distributed : bool, optional
         True adds the kernels between the calls of several ranks: they copy matrices, and sum arrays of these dtypes and
         of that of lse.
@@ -140,6 +145,7 @@ def precompile(
     for masked in masks:
         check_bool("causal", masked)
     check_bool("decode", decode)
+    check_bool("second_order", second_order)
     check_bool("distributed", distributed)
     combinations, jobs = feature_combinations(features), check_jobs(jobs)
     functions: FeatureKeywords = {
@@ -169,6 +175,9 @@ def precompile(
                 specs |= dict.fromkeys(_of_few_queries(*kind, names, functions, columns_v))
         for device, dtype, columns in itertools.product(devices, dtypes, [columns_v] if columns_v else head_dims):
             specs[merge_spec(device, dtype, columns)] = None
+    if second_order:
+        kinds = itertools.product(devices, dtypes, head_dims, masks)
+        specs |= dict.fromkeys(_of_second_order(kinds, combinations, functions, columns_v))
     specs |= dict.fromkeys(_of_ranks(devices if distributed else (), dtypes))
     jobs = jobs or os.cpu_count() or 1
     if not progress:
@@ -193,7 +202,7 @@ def _of_few_queries(
     head_dim_v: int | None,
 ) -> list[KernelSpec]:
     """The kernels of `decode` with these features, none if it does not have them all or no tile fits the device."""
-    features = [name for name in names if name not in OF_BACKWARD]
+    features = [name for name in names if name not in (*OF_BACKWARD, *OF_TANGENTS)]
     known = OPERATIONS["decode"].features
     if not set(features) <= set(known) or any(functions.get(name) for name in ("score_mod", "mask_mod")):
         return []
@@ -202,6 +211,19 @@ def _of_few_queries(
         return decode_specs(device, dtype, *head_dims, causal, features=features)
     except UnsupportedProblemError:
         return []
+
+
+def _of_second_order(
+    kinds: Iterable[tuple[DeviceInfo, str, int, bool]],
+    combinations: Sequence[tuple[str, ...]],
+    functions: FeatureKeywords,
+    head_dim_v: int | None,
+) -> Iterator[KernelSpec]:
+    """Yields the kernels of `jvp`, `backward_jvp` and `double_backward`."""
+    for device, dtype, head_dim, causal in kinds:
+        for names, family in itertools.product(combinations, _families(device, dtype, None, None)):
+            call = (device, dtype, head_dim, causal, family)
+            yield from second_order_specs(*call, features=names, functions=functions, head_dim_v=head_dim_v)
 
 
 def _of_ranks(devices: Iterable[DeviceInfo], dtypes: Iterable[Any]) -> Iterator[KernelSpec]:

@@ -93,6 +93,9 @@ def _parser() -> argparse.ArgumentParser:
         action="store_true",
         help="leave out decode, merge and forwards of a few queries, as for training",
     )
+    ahead.add_argument(
+        "--second-order", action="store_true", help="add the kernels of jvp, backward_jvp and double_backward"
+    )
     ahead.add_argument("--distributed", action="store_true", help="add the kernels between the calls of several ranks")
     ahead.add_argument("--jobs", type=int, metavar="N", help="compilers at a time; one per CPU by default")
     ahead.set_defaults(run=_precompile)
@@ -118,7 +121,7 @@ def _info(_: argparse.Namespace) -> int:
 
 def _precompile(options: argparse.Namespace) -> int:
     calls = {"dtypes": options.dtypes, "head_dims": options.head_dims, "head_dim_v": options.head_dim_v}
-    calls |= {"decode": not options.no_decode, "distributed": options.distributed}
+    calls |= {"decode": not options.no_decode, "second_order": options.second_order, "distributed": options.distributed}
     try:
         kernels = precompile(
             options.archs or None, **calls, features=options.features or (), jobs=options.jobs, progress=True

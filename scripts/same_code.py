@@ -37,7 +37,7 @@ from fa2cupy.jit.compiler import compile_source
 from fa2cupy.jit.source import render_kernel
 from fa2cupy.jit.spec import KernelSpec
 from fa2cupy.plan.ranks import specs_of_ranks
-from fa2cupy.plan.specs import OF_BACKWARD, decode_specs, default_specs, merge_spec, second_order_specs
+from fa2cupy.plan.specs import OF_BACKWARD, OF_TANGENTS, decode_specs, default_specs, merge_spec, second_order_specs
 from fa2cupy.problem.choices import CALL_KEYWORDS
 from fa2cupy.problem.dtypes import DTYPES
 from fa2cupy.system.progress import progress
@@ -47,7 +47,7 @@ HEAD_DIMS, FEW_HEAD_DIMS = (40, 64, 96, 128, 256), (64,)
 OLDEST = 80  # architecture of families that run on older ones, too
 METHODS = (None, *OPERATIONS_OF)
 OF_RESULTS = tuple(name for name in CALL_KEYWORDS if name in OF_BACKWARD)
-OF_BOTH = tuple(name for name in CALL_KEYWORDS if name not in (*OF_RESULTS, "block_mask"))
+OF_BOTH = tuple(name for name in CALL_KEYWORDS if name not in (*OF_RESULTS, *OF_TANGENTS, "block_mask"))
 ACTED_UPON = (".text", ".nv.info", ".nv.constant", ".nv.shared")
 ADDRESSES = ".nv.constant4"  # of variables, among them each static constexpr member
 NO_BITS = 8  # SHT_NOBITS: a section with a size and without content
@@ -114,9 +114,8 @@ def of_family(device: DeviceInfo, family: Family, dtype: str, head_dims: Sequenc
         yield merge_spec(device, dtype, head_dim)
         if "decode" in family.operations:
             yield from decode_specs(device, dtype, head_dim)
-        for call in ("jvp", "double_backward"):
-            if family.has_kernels(call):
-                yield from second_order_specs(call, device, dtype, head_dim, causal=True)
+        if family.has_kernels("jvp"):
+            yield from second_order_specs(device, dtype, head_dim, causal=True)
 
 
 def of_features(device: DeviceInfo, family: Family, dtype: str) -> Iterator[KernelSpec]:
@@ -134,19 +133,9 @@ def of_features(device: DeviceInfo, family: Family, dtype: str) -> Iterator[Kern
             )
     if "decode" in family.operations:
         yield from decode_specs(device, dtype, 64, features=OPERATIONS["decode"].features)
-    for call in ("jvp", "double_backward"):
-        if family.has_kernels(call):
-            features = (
-                "bias",
-                "sink",
-                "softcap",
-                "dropout_p",
-                "bias_tangent",
-                "sink_tangent",
-                "return_dbias",
-                "return_dsink",
-            )
-            yield from second_order_specs(call, device, dtype, 64, causal=True, features=features)
+    if family.has_kernels("jvp"):
+        features = ("bias", "sink", "softcap", "dropout_p", *OF_TANGENTS, "return_dbias", "return_dsink")
+        yield from second_order_specs(device, dtype, 64, causal=True, features=features)
 
 
 def has_method(family: Family, method: str | None) -> bool:

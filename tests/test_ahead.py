@@ -19,6 +19,7 @@ from support.feature_cases import METHODS, accumulator, booleans, inputs_of, num
 
 import fa2cupy
 from fa2cupy import BlockMask, TileConfig, UnsupportedProblemError, ahead, cli
+from fa2cupy.families import float32_parts
 from fa2cupy.families.device import DeviceInfo
 from fa2cupy.families.sm80 import SM80
 from fa2cupy.jit import cache
@@ -53,10 +54,15 @@ KINDS = (
 )  # fmt: skip
 
 CALLS = (
-    (), *((name,) for name in CALL_KEYWORDS if not name.startswith("return")), ("bias", "return_dbias"),
-    ("sink", "return_dsink"), ("window", "softcap", "sink", "return_dsink", "cu_seqlens"),
+    (), *((name,) for name in CALL_KEYWORDS if not name.startswith("return") and not name.endswith("tangent")),
+    ("bias", "return_dbias"), ("sink", "return_dsink"), ("window", "softcap", "sink", "return_dsink", "cu_seqlens"),
     ("mask", "dropout_p", "dlse"), ("alibi_slopes", "key_padding_mask", "bias", "return_dbias", "cu_seqlens", "dlse"),
     CALL_KEYWORDS,
+)  # fmt: skip
+#: Further kinds of calls of second order.
+MOVED = (
+    ("bias", "bias_tangent"), ("sink", "sink_tangent"), ("bias", "sink", "bias_tangent", "return_dbias", "cu_seqlens"),
+    ("softcap", "sink", "sink_tangent", "return_dsink", "dropout_p"),
 )  # fmt: skip
 
 
@@ -95,10 +101,13 @@ def launched_by(
     head_dim: int,
     head_dim_v: int | None,
     functions: dict | None = None,
+    *,
+    second_order: bool = False,
 ) -> set[KernelSpec]:
     """Returns the kernels that calls with these features launch: causal or not, all methods, and each kind of bias.
 
-    If `functions` has keywords of functions, the calls have them, too, and return all gradients of their arrays.
+    If `functions` has keywords of functions, the calls have them, too, and return all gradients of their arrays. With
+    `second_order`, calls of second order are made besides.
     """
     pytest.importorskip("cupy", exc_type=ImportError)
     from support import fake_gpu
@@ -132,8 +141,24 @@ def launched_by(
                 o, lse = fake_gpu.forward(q, k, v, **shared)
                 for method in (None, *METHODS):
                     fake_gpu.backward(q, k, v, o, lse, do, method=method, **shared, **backward)
+            if second_order:
+                backward.pop("return_dscore_args", None)
+                call_second_order(q, k, v, do, names, {"causal": causal, **forward}, backward)
         specs |= {stage.spec for stage in launched}
     return specs
+
+
+def call_second_order(q, k, v, do, names: tuple[str, ...], forward: dict, backward: dict) -> None:
+    """Calls the functions of second order; the options are those of `call_options`. Each array is its own tangent."""
+    from support import fake_gpu
+
+    moved = {name: forward[name] for name in ("bias", "sink") if f"{name}_tangent" in names}
+    tangents, more = {f"{name}_tangent": array for name, array in moved.items()}, forward | backward
+    o, lse, ot, lset = fake_gpu.jvp(q, k, v, q, k, v, **forward, **tangents)
+    for dot, dlset in ((None, None), (do, lse)):
+        fake_gpu.backward_jvp(q, k, v, o, lse, do, q, k, v, ot, lset, dot, dlset=dlset, **more, **tangents)
+    cotangents = {f"gd{name}": array for name, array in moved.items()}
+    fake_gpu.double_backward(q, k, v, o, lse, do, q, k, v, **more, **cotangents)
 
 
 @pytest.mark.sample(kind=KINDS[:1], names=CALLS[:-1])
@@ -158,7 +183,8 @@ def test_kernels_for_v_of_its_own_head_dim_are_compiled_ahead(listed, monkeypatc
 def test_every_feature_of_calls_can_be_compiled_ahead():
     names = {"cu_seqlens" if name[:3] in ("cu_", "max") else name for name in FeatureKeywords.__annotations__}
     names -= {"seed", "score_mod", "score_args", "mask_mod", "mask_args"}  # kernels depend on functions
-    assert names | {"dlse", "return_dbias", "return_dsink"} == set(CALL_KEYWORDS)
+    others = {"dlse", "return_dbias", "return_dsink", "bias_tangent", "sink_tangent"}
+    assert names | others == set(CALL_KEYWORDS)
 
 
 @pytest.mark.parametrize("names", [(), ("window", "bias", "return_dbias", "cu_seqlens")], ids=("alone", "with more"))
@@ -183,6 +209,43 @@ def test_calls_with_functions_use_exactly_the_kernels_that_are_compiled_ahead(li
     own = functions((4, 5), (3, 60, 7), (3, 60))
     assert launched_by(monkeypatch, kind, names, 60, None, own) == ahead_of_calls
     assert any("dscore_args" in spec.features for spec in ahead_of_calls)
+
+
+@pytest.mark.sample(kind=(("sm_90", "float32", None),), names=((), *MOVED))
+@pytest.mark.parametrize("names", CALLS + MOVED, ids=lambda names: "+".join(names) or "plain")
+@pytest.mark.parametrize(
+    "kind",
+    [("sm_90", "float32", None), ("sm_75", "float32", None), ("sm_90", "float64", None)],
+    ids=lambda kind: "-".join(filter(None, kind)),
+)
+def test_calls_of_second_order_use_exactly_the_kernels_that_are_compiled_ahead(listed, monkeypatch, kind, names):
+    """Checks calls whose lse is computed again, and others: float32 on tensor cores takes the long ones by default."""
+    check_second_order(listed, monkeypatch, kind, names, 60, None)
+
+
+def test_kernels_of_second_order_for_functions_and_two_head_dims_are_compiled_ahead(listed, monkeypatch):
+    table = np.zeros((4, 5), "float32")
+    functions = {
+        "score_mod": lambda score, b, h, q, k, table: np.sin(score) * table[h, k % 5], "score_args": (table,),
+        "mask_mod": fa2cupy.mods.causal(),
+    }  # fmt: skip
+    check_second_order(listed, monkeypatch, ("sm_90", "float32", None), ("softcap",), 40, 64, functions)
+
+
+def check_second_order(listed, monkeypatch, kind, names, head_dim, head_dim_v, functions=None) -> None:
+    arch, dtype, _ = kind
+    given = {"dtypes": dtype, "head_dims": head_dim, "head_dim_v": head_dim_v, "features": names, "decode": False}
+    given |= {**functions, "return_dscore_args": True} if functions else {}
+    launched = set()
+    for shortest in (1, 1000):
+        with monkeypatch.context() as patch:
+            patch.setattr(float32_parts, "_SHORTEST", shortest)
+            launched |= launched_by(patch, kind, names, head_dim, head_dim_v, functions, second_order=True)
+    ahead_of_calls = listed(arch, **given, second_order=True)
+    assert launched <= ahead_of_calls
+    added = ahead_of_calls - listed(arch, **given)
+    assert added <= launched
+    assert {"jvp", "output_jvp", "delta_jvp", "dq_jvp", "dkdv_jvp"} <= {spec.operation for spec in added}
 
 
 # ---------------------------------------------------------------------------------- after it no drawn call compiles
@@ -356,6 +419,13 @@ WRONG = {
     "method": ("sm_80", {"methods": ["onepass"]}, ValueError, "^methods: expected 'single_pass' or .*, got 'onepass'"),
     "method None": ("sm_80", {"methods": None}, ValueError, "^methods: expected 'single_pass' or 'two_pass', got None"),
     "decode": ("sm_80", {"decode": 1}, TypeError, "^decode: expected a bool, got int; write decode=True"),
+    "second_order": ("sm_80", {"second_order": 1}, TypeError, "^second_order: expected a bool, got int; write sec"),
+    "second order of 16 bits": (
+        "sm_80",
+        {"second_order": True},
+        UnsupportedProblemError,
+        "^q: jvp takes float32 or float64 on GPUs, got float16",
+    ),
     "jobs negative": ("sm_80", {"jobs": -1}, ValueError, "^jobs: expected at least 1, or None for one per CPU, got -1"),
     "jobs float": ("sm_80", {"jobs": 2.0}, TypeError, "^jobs: expected an int or None, got float"),
     "feature": ("sm_80", {"features": "dropout"}, ValueError, "^features: expected .* did you mean 'dropout_p'"),
@@ -363,6 +433,7 @@ WRONG = {
     "feature number": ("sm_80", {"features": 3}, TypeError, "^features: expected a str, got int"),
     "features mixed": ("sm_80", {"features": ["sink", ("mask",)]}, TypeError, "^features: expected names for one call"),
     "gradient alone": ("sm_80", {"features": "return_dsink"}, ValueError, "^features: 'return_dsink' needs 'sink'"),
+    "tangent alone": ("sm_80", {"features": "bias_tangent"}, ValueError, "^features: 'bias_tangent' needs 'bias' be"),
     "gradient of no function": (
         "sm_80",
         {"return_dscore_args": True},
@@ -540,8 +611,9 @@ def test_options_of_the_command_line(monkeypatch):
     asked = command_line(monkeypatch, "sm_80 sm_90 --dtypes float32 --head-dims 64 96 --head-dim-v 32 --jobs 3")
     assert asked == {
         "archs": ["sm_80", "sm_90"], "dtypes": ["float32"], "head_dims": [64, 96], "head_dim_v": 32, "features": (),
-        "decode": True, "distributed": False, "jobs": 3, "progress": True,
+        "decode": True, "second_order": False, "distributed": False, "jobs": 3, "progress": True,
     }  # fmt: skip
+    assert command_line(monkeypatch, "sm_80 --second-order")["second_order"] is True
     assert command_line(monkeypatch, "sm_80 --no-decode")["decode"] is False
     asked = command_line(monkeypatch, "sm_80 --features window softcap --features --features sink")
     assert asked["features"] == [["window", "softcap"], [], ["sink"]]

@@ -796,9 +796,11 @@ precompile("sm_90", methods="fast")
     methods: expected 'single_pass' or 'two_pass', got 'fast'
 precompile("sm_90", features="windows")
     features: expected window, softcap, alibi_slopes, bias, mask, key_padding_mask, block_mask, sink, dropout_p,
-    cu_seqlens, dlse, return_dbias or return_dsink, got 'windows'; did you mean 'window'?
+    cu_seqlens, dlse, return_dbias, return_dsink, bias_tangent or sink_tangent, got 'windows'; did you mean 'window'?
 precompile("sm_90", features="return_dbias")
     features: 'return_dbias' needs 'bias' beside it, got ('return_dbias',)
+precompile("sm_90", features="sink_tangent")
+    features: 'sink_tangent' needs 'sink' beside it, got ('sink_tangent',)
 precompile("sm_90", return_dscore_args=True)
     return_dscore_args: there is no score_mod; pass that of the forward
 precompile("sm_90", jobs=0)
@@ -1002,7 +1004,8 @@ command("precompile", "sm_80", "--dtypes", "fp16")
     fa2cupy: dtype: expected float16, bfloat16, float32 or float64, got 'fp16'; did you mean 'float16'?
 command("precompile", "sm_80", "--features", "windows")
     fa2cupy: features: expected window, softcap, alibi_slopes, bias, mask, key_padding_mask, block_mask, sink,
-    dropout_p, cu_seqlens, dlse, return_dbias or return_dsink, got 'windows'; did you mean 'window'?
+    dropout_p, cu_seqlens, dlse, return_dbias, return_dsink, bias_tangent or sink_tangent, got 'windows'; did you mean
+    'window'?
 command("precompile", "sm_80", "--jobs", "0")
     fa2cupy: jobs: expected at least 1, or None for one per CPU, got 0
 command("scaleout", "--ranks", "0")

@@ -145,11 +145,13 @@ def test_the_commands_that_compile_ahead_are_understood(monkeypatch):
     monkeypatch.setattr(cli, "precompile", lambda archs, **options: asked.append((archs, options)) or [])
     for command in re.findall(r"^python -m fa2cupy (precompile[^#\n]*)", text_of("docs/cache.md"), re.MULTILINE):
         assert cli.main(command.split()) == 0
-    assert [(archs, *map(options.get, ("features", "decode", "distributed"))) for archs, options in asked] == [
-        (["sm_80", "sm_90"], (), True, False),
-        (["sm_90"], (), False, False),
-        (["sm_90"], [["window", "sink"], ["cu_seqlens", "dlse"]], True, False),
-        (["sm_90"], (), True, True),
+    switches = ("features", "decode", "second_order", "distributed")
+    assert [(archs, *map(options.get, switches)) for archs, options in asked] == [
+        (["sm_80", "sm_90"], (), True, False, False),
+        (["sm_90"], (), False, False, False),
+        (["sm_90"], [["window", "sink"], ["cu_seqlens", "dlse"]], True, False, False),
+        (["sm_90"], (), True, True, False),
+        (["sm_90"], (), True, False, True),
     ]
 
 

@@ -30,11 +30,21 @@ from .decode import plan_decode
 from .layout import StageLayout
 from .plans import plan_backward, plan_forward, plan_gradient_tangents, plan_jvp, plan_merge, plan_tile_states
 
-__all__ = ["OF_BACKWARD", "decode_specs", "default_specs", "layout_of_kernel", "merge_spec", "second_order_specs"]
+__all__ = [
+    "OF_BACKWARD",
+    "OF_TANGENTS",
+    "decode_specs",
+    "default_specs",
+    "layout_of_kernel",
+    "merge_spec",
+    "second_order_specs",
+]
 
 _ROWS = EXAMPLE_ROWS
 #: Features of the backward only: an array, and options.
 OF_BACKWARD = ("dlse", "return_dbias", "return_dsink", "return_dscore_args")
+#: Features of calls of second order only.
+OF_TANGENTS = ("bias_tangent", "sink_tangent")
 _NO_FUNCTIONS: FeatureKeywords = {}
 
 
@@ -146,21 +156,34 @@ def decode_specs(
 
 
 def second_order_specs(
-    call: str, device: DeviceInfo, dtype: str, head_dim: int, causal: bool = False, *, features: Sequence[str] = ()
+    device: DeviceInfo,
+    dtype: str,
+    head_dim: int,
+    causal: bool = False,
+    family: str | None = None,
+    *,
+    features: Sequence[str] = (),
+    functions: FeatureKeywords = _NO_FUNCTIONS,
+    head_dim_v: int | None = None,
 ) -> list[KernelSpec]:
-    """The kernels of ``"jvp"``, ``"backward_jvp"`` or ``"double_backward"``.
+    """The kernels of `fa2cupy.jvp`, `backward_jvp` and `double_backward`.
 
-    `features` are all combined; tangents of a bias and of a sink are among them by their names in kernels.
+    Parameters are those of `default_specs`. The calls have no choice of a family: one of IEEE arithmetic stands for
+    those whose lse needs not be computed again.
     """
-    plan_call = plan_jvp if call == "jvp" else plan_gradient_tangents
+    head_dims = choose_family("jvp", dtype, device, family).head_dims(head_dim, head_dim_v or head_dim)
+    options = CallOptions(causal, family=family)
+    moved: dict[str, Any] = {name: True for name in OF_TANGENTS if name in features}
+    others = [name for name in features if name not in (*OF_TANGENTS, "return_dscore_args")]
     specs: dict[KernelSpec, None] = {}
-    moved: dict[str, Any] = {name: True for name in ("bias_tangent", "sink_tangent") if name in features}
-    others = [name for name in features if name not in moved]
-    for problem, strides in _problems("backward", dtype, head_dim, head_dim, CallOptions(causal), others, {}):
+    for problem, strides in _problems("backward", dtype, *head_dims, options, others, functions):
         problem = problem.with_settings(dataclasses.replace(problem.settings, **moved))
         strides |= {name: strides[name.removesuffix("_tangent")] for name in moved}
-        plan = plan_call(problem, device, strides, choose(call, problem, device, strides, is_launched=False))
-        specs.update(dict.fromkeys(stage.spec for stage in plan.stages))
+        # The kernels of backward_jvp are among those of double_backward.
+        for call, plan_call in (("jvp", plan_jvp), ("double_backward", plan_gradient_tangents)):
+            choice = choose(call, problem, device, strides, options, is_launched=False)
+            plan = plan_call(problem, device, strides, choice)
+            specs.update(dict.fromkeys(stage.spec for stage in plan.stages))
     return list(specs)
 
 

@@ -32,6 +32,8 @@ CALL_KEYWORDS = (
     "dlse",
     "return_dbias",
     "return_dsink",
+    "bias_tangent",
+    "sink_tangent",
 )
 
 
@@ -99,10 +101,10 @@ def feature_combinations(features: Any) -> list[tuple[str, ...]]:
             hint = f"; did you mean {close!r}?" if close else ""
             raise ValueError(f"features: expected {_listed(CALL_KEYWORDS)}, got {name!r}{hint}")
     for names in calls:
-        for gradient in (name for name in names if name.startswith("return_d")):
-            source = gradient.removeprefix("return_d")
+        for name in names:
+            source = name.removeprefix("return_d").removesuffix("_tangent")
             if source not in names:
-                raise ValueError(f"features: {gradient!r} needs {source!r} beside it, got {names}")
+                raise ValueError(f"features: {name!r} needs {source!r} beside it, got {names}")
     return calls
 
 
