@@ -104,3 +104,13 @@ def test_gradients_are_central_differences(names):
                 losses.append(loss())
             array[index] = value
             assert gradient[index] == pytest.approx((losses[0] - losses[1]) / (2 * step), abs=2e-8)
+
+
+def test_the_baseline_of_float32_rounds_distances_like_a_bias():
+    """Positions are int64: beside them NumPy would compute float32 scores in float64."""
+    q, k, v, _ = make_inputs("float32", seqlen_q=9, seqlen_k=40, num_heads=1, head_dim=8)
+    slope = np.float32(0.3)
+    bias = -slope * abs(np.arange(9)[:, None] + 31 - np.arange(40)).astype("float32")
+    wanted = reference.baseline_forward(q, k, v, bias=bias)
+    for one, other in zip(reference.baseline_forward(q, k, v, alibi_slopes=np.array([slope])), wanted, strict=True):
+        np.testing.assert_array_equal(one, other)

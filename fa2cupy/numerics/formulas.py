@@ -225,7 +225,7 @@ class Formulas:
             bend = -2 / settings.softcap * tanh * slope
         if "alibi_slopes" in arrays:
             slopes = self._of_head("alibi_slopes", part).astype(self.work)
-            s = s - slopes * abs(query + part.sequence.diagonal - key)
+            s = s - slopes * abs(query + part.sequence.diagonal - key).astype(self.work)
         if "bias" in arrays:
             s = s + self._of_head("bias", part).astype(self.work)
         visible = self._visible(query, key, part)
