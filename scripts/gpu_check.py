@@ -74,7 +74,7 @@ SECONDS_FOR_A_TOOL = 240
 #: Parts of tests/support/sanitized_calls.py. They run in parallel: a tool uses little of the GPU and one CPU.
 SANITIZED_PARTS = (
     "plain", "features", "functions", "packed", "sparse", "float32-59", "float32-128", "float32-250",
-    "float32-96-64", "float64", "decode", "copies",
+    "float32-96-64", "float64", "decode", "second-order", "copies",
 )  # fmt: skip
 # Sections of the benchmark that check a change. The others only compare with peers, and would take the check beyond ten
 # minutes.

@@ -20,6 +20,7 @@ import cupy
 import numpy as np
 from support.decode_cases import Case
 from support.feature_cases import extras, options_of
+from support.second_order_calls import CURVED
 from support.traced_cases import on_gpu, ready_made
 
 import fa2cupy
@@ -46,8 +47,9 @@ KINDS = (
 FEATURES = (("window", "softcap", "alibi by batch", "sink"), ("mask of rows", "padding", "dropout"), ("bias of heads",))
 FEATURE_KINDS = (("float16", 64), ("bfloat16", 128), ("float16", 256), ("float32", 64))
 PAIR = ("bfloat16", 192, 128)
-#: head_dim, or head_dim and that of v, of float64: one and two warps for the gradients of a key, padded, wide, a pair.
-OF_FLOAT64 = ((64,), (128,), (50,), (256,), (40, 72))
+#: head_dim, or head_dim and that of v, of float64, and of tangents: one and two warps for the gradients of a key in
+# float64, padded, wide, a pair.
+COLUMNS = ((64,), (128,), (50,), (256,), (40, 72))
 
 
 def columns_of(head_dim: int, head_dim_v: int | None = None) -> dict[str, int | None]:
@@ -84,7 +86,7 @@ def of_float64() -> None:
     """Calls float64 on tensor cores, where the GPU has them for it, and on CUDA cores: plain, with features, packed."""
     sizes = {"batch": 2, "num_heads": 2, "seqlen_q": 150, "seqlen_k": 130}
     offsets = dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), cupy.asarray(np.array([3, 90, 90, 130], np.int32)))
-    for columns in OF_FLOAT64:
+    for columns in COLUMNS:
         q, k, v, do = make_inputs("float64", **sizes, num_heads_kv=1, **columns_of(*columns), xp=cupy)
         for family, causal in ((None, False), (None, True), ("simt", True)):
             check_calls(q, k, v, do, "float64", {"causal": causal}, family)
@@ -179,6 +181,35 @@ def sparse() -> None:
         check_calls(q, k, v, do, dtype, {"block_mask": given, "causal": True})
 
 
+def second_order() -> None:
+    """Calls forward mode and second derivatives: plain, with tangents of features, with functions and a map, packed."""
+    sizes = {"num_heads": 2, "seqlen_q": 150, "seqlen_k": 130}
+    offsets = dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), cupy.asarray(np.array([3, 90, 90, 130], np.int32)))
+    mask = fa2cupy.mods.causal()
+    made = fa2cupy.block_mask(mask, (), 1, 1, 150, 130, tile=(64, 64), like=offsets["cu_seqlens_q"])
+    for dtype in ("float32", "float64"):
+        for columns in COLUMNS:
+            inputs = make_inputs(dtype, **sizes, num_heads_kv=1, **columns_of(*columns), xp=cupy)
+            check_tangents(*inputs, {"causal": True})
+        inputs = make_inputs(dtype, **sizes, batch=2, num_heads_kv=1, head_dim=64, xp=cupy)
+        for names in FEATURES:
+            given = {k: x for name in names for k, x in options_of(name, dtype, sizes | {"batch": 2}).items()}
+            check_tangents(*inputs, on_gpu(given, cupy.asarray))
+        check_tangents(*inputs, {**on_gpu(CURVED, cupy.asarray), "mask_mod": mask, "block_mask": made})
+        check_tangents(*(x[0] for x in inputs), {**offsets, "causal": True})
+
+
+def check_tangents(q, k, v, do, options: dict) -> None:
+    """Calls the three functions. Each array is its own tangent."""
+    moved = {name: options[name] for name in ("bias", "sink") if name in options}
+    tangents = {f"{name}_tangent": x for name, x in moved.items()}
+    more = {name: True for name in extras(options) if name != "return_dscore_args"}
+    o, lse, ot, lset = fa2cupy.jvp(q, k, v, q, k, v, **options, **tangents)
+    given = (q, k, v, o, lse, do)
+    fa2cupy.backward_jvp(*given, q, k, v, ot, lset, do, dlse=lse, dlset=lset, **options, **more, **tangents)
+    fa2cupy.double_backward(*given, q, k, v, **options, **more, **{f"gd{name}": x for name, x in moved.items()})
+
+
 def copied() -> None:
     """Copies matrices of rows of 37 words, of each size, and sums arrays by words of several elements and of one."""
     for word in (16, 8, 4, 2, 1):
@@ -202,7 +233,7 @@ PARTS = {
     "plain": plain, "features": with_settings, "functions": with_functions, "packed": packed, "sparse": sparse,
     "float32-59": functools.partial(of_parts, 59), "float32-128": functools.partial(of_parts, 128),
     "float32-250": functools.partial(of_parts, 250), "float32-96-64": functools.partial(of_parts, 96, 64),
-    "float64": of_float64, "decode": decoding, "copies": copied,
+    "float64": of_float64, "decode": decoding, "second-order": second_order, "copies": copied,
 }  # fmt: skip
 
 if __name__ == "__main__":
