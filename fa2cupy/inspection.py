@@ -15,7 +15,7 @@ from ._version import __version__
 from .errors import KernelCompileError
 from .families.device import DeviceInfo, current_device
 from .families.family import Family, Kernel
-from .families.operations import METHODS, TILED
+from .families.operations import METHODS, OPERATIONS, SEVERAL, TILED
 from .families.registry import FAMILIES, family_of_kernel
 from .families.tile import TileConfig
 from .families.tile_choice import candidate_tiles, check_tile, is_promising
@@ -109,6 +109,8 @@ def _checked(
         hints = {**METHODS, "fwd": ("forward",), "bwd": METHODS["single_pass"]}
         meant = hints.get(operation, ()) if isinstance(operation, str) else ()
         hint = f"; {operation!r} is {' and '.join(map(repr, meant))}" if meant else ""
+        if isinstance(operation, str) and operation in {*OPERATIONS, *SEVERAL}:
+            hint = "; its tiles are no choice, and fa2cupy.precompile returns what the compiler makes of them"
         raise ValueError(f"operation: expected one of {list(TILED)}, got {operation!r}{hint}")
     device = current_device("arch='sm_90'") if arch is None else DeviceInfo.named(arch)
     columns_v = None if head_dim_v is None else check_head_dim(head_dim_v, "head_dim_v")

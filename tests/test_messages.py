@@ -753,7 +753,11 @@ legal_configs("two_pass")
     operation: expected one of ['forward', 'backward', 'backward_dq', 'backward_dkdv'], got 'two_pass'; 'two_pass' is
     'backward_dq' and 'backward_dkdv'
 legal_configs("decode")
-    operation: expected one of ['forward', 'backward', 'backward_dq', 'backward_dkdv'], got 'decode'
+    operation: expected one of ['forward', 'backward', 'backward_dq', 'backward_dkdv'], got 'decode'; its tiles are no
+    choice, and fa2cupy.precompile returns what the compiler makes of them
+legal_configs("backward_jvp")
+    operation: expected one of ['forward', 'backward', 'backward_dq', 'backward_dkdv'], got 'backward_jvp'; its tiles
+    are no choice, and fa2cupy.precompile returns what the compiler makes of them
 legal_configs("forward", arch="sm90")
     arch: 'sm90' is not known; ... ; did you mean 'sm_90'?
 legal_configs("forward", arch="H100")
