@@ -267,7 +267,8 @@ forward(half, half, half, precision="split")
 forward(q, k, v, method="two_pass")
     unexpected keyword argument 'method': it is one of fa2cupy.backward and fa2cupy.attention.
 forward(q, k, v, deterministic=True)
-    unexpected keyword argument 'deterministic': it is one of fa2cupy.backward and fa2cupy.attention.
+    unexpected keyword argument 'deterministic': it is one of fa2cupy.backward, fa2cupy.attention, fa2cupy.backward_jvp
+    and fa2cupy.double_backward.
 forward(q, k, v, return_lse=True)
     unexpected keyword argument 'return_lse'; write o, lse = fa2cupy.forward(...), which always gives both.
 forward(q, k, v, enable_gqa=True)
@@ -570,7 +571,8 @@ attention(q, k, v, return_lse=1)
 attention(q, k, v, return_softmax_lse=True)
     unexpected keyword argument 'return_softmax_lse'; did you mean 'return_lse'?
 attention(q, k, v, out=(None, None))
-    unexpected keyword argument 'out': it is one of fa2cupy.forward and fa2cupy.backward.
+    unexpected keyword argument 'out': it is one of fa2cupy.forward, fa2cupy.backward, fa2cupy.jvp, fa2cupy.backward_jvp
+    and fa2cupy.double_backward.
 attention(q, k, v, method="single_pass", deterministic=True)
     method: 'single_pass' adds atomically on GPUs, so that it cannot be deterministic; use 'two_pass' or None
 attention(q, k, v)[1](do[:, :2])
@@ -617,11 +619,14 @@ decode(q, k_cache, v_cache, n.astype("int64"))
 decode(q, k_cache, v_cache, n[:1])
     cache_seqlens: expected shape (2,) to match q, got (1,)
 decode(q, k_cache, v_cache, n, dropout_p=0.1)
-    unexpected keyword argument 'dropout_p': it is one of fa2cupy.forward, fa2cupy.backward and fa2cupy.attention.
+    unexpected keyword argument 'dropout_p': it is one of fa2cupy.forward, fa2cupy.backward, fa2cupy.attention,
+    fa2cupy.jvp, fa2cupy.backward_jvp and fa2cupy.double_backward.
 decode(q, k_cache, v_cache, n, mask=ones(8, 8, dtype=bool))
-    unexpected keyword argument 'mask': it is one of fa2cupy.forward, fa2cupy.backward and fa2cupy.attention.
+    unexpected keyword argument 'mask': it is one of fa2cupy.forward, fa2cupy.backward, fa2cupy.attention,
+    fa2cupy.jvp, fa2cupy.backward_jvp and fa2cupy.double_backward.
 decode(q, k_cache, v_cache, n, score_mod=score)
-    unexpected keyword argument 'score_mod': it is one of fa2cupy.forward, fa2cupy.backward and fa2cupy.attention.
+    unexpected keyword argument 'score_mod': it is one of fa2cupy.forward, fa2cupy.backward, fa2cupy.attention,
+    fa2cupy.jvp, fa2cupy.backward_jvp and fa2cupy.double_backward.
 decode(q, k_cache, v_cache, n, config=TileConfig(8, 8, 1))
     unexpected keyword argument 'config': it is one of fa2cupy.forward, fa2cupy.backward and fa2cupy.attention.
 decode(q, k_cache, v_cache, n, window_size=(3, -1))
