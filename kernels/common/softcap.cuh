@@ -67,11 +67,15 @@ class Softcap {
             return 1;
         }
     }
-    // The second derivative with respect to the scaled product, of float and double.
+    // The second derivative with respect to the scaled product.
     __device__ __forceinline__ Real second_derivative(Real capped) const {
         if constexpr (Spec::kSoftcap) {
-            static_assert(!kFast);
-            return -2 * capped * derivative(capped) * (Real(kLog2e) / params_.softcap_log2);
+            Real unit, cap_log2;  // of `capped`: the factors to tanh, and to the score in base 2
+            if constexpr (kFast)
+                unit = params_.tanh_unit, cap_log2 = params_.capped_log2 / unit;
+            else
+                unit = 1, cap_log2 = params_.softcap_log2;
+            return -2 * unit * capped * derivative(capped) * (Real(kLog2e) / cap_log2);
         } else {
             return 0;
         }

@@ -109,10 +109,10 @@ struct Jvp {
             if (masked) common::hide_scores<false, Spec>(p, mask, params, score_tile, -common::infinity<Real>());
             Real rescale[kRows];
             if constexpr (kGiven)
-                common::take_exponentials(p, lse);
+                common::take_exponentials<Spec>(p, params, [&](int i, int) { return lse[i]; });
             else
                 softmax.update(p, rescale);
-            common::weigh_tangents(tangents, p);
+            common::weigh_tangents<Spec>(tangents, p, params);
 #pragma unroll
             for (int i = 0; i < kRows; ++i) {
                 Real share = 0;
