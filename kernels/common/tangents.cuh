@@ -102,7 +102,7 @@ __device__ __forceinline__ void move_scores(Fragment& scores, Fragment& tangents
                 tangents(i, j) *= of_cap * slope;
                 if constexpr (Spec::kBiasTangent) tangents(i, j) += mod.bias_tangent_at(query, key);
             } else {
-                scores(i, j) = rounded_product(scores(i, j), params.softmax_scale);
+                scores(i, j) = rounded_product(scores(i, j), natural_scale<Spec>(params));
             }
         }
 }
