@@ -420,12 +420,6 @@ WRONG = {
     "method None": ("sm_80", {"methods": None}, ValueError, "^methods: expected 'single_pass' or 'two_pass', got None"),
     "decode": ("sm_80", {"decode": 1}, TypeError, "^decode: expected a bool, got int; write decode=True"),
     "second_order": ("sm_80", {"second_order": 1}, TypeError, "^second_order: expected a bool, got int; write sec"),
-    "second order of 16 bits": (
-        "sm_80",
-        {"second_order": True},
-        UnsupportedProblemError,
-        "^q: jvp takes float32 or float64 on GPUs, got float16",
-    ),
     "jobs negative": ("sm_80", {"jobs": -1}, ValueError, "^jobs: expected at least 1, or None for one per CPU, got -1"),
     "jobs float": ("sm_80", {"jobs": 2.0}, TypeError, "^jobs: expected an int or None, got float"),
     "feature": ("sm_80", {"features": "dropout"}, ValueError, "^features: expected .* did you mean 'dropout_p'"),

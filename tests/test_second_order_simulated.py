@@ -14,7 +14,7 @@ from mutants import second_order
 from mutants.mutant import CATCHES
 from support.fake_cupy import place
 from support.feature_cases import numbers, options_of
-from support.second_order_calls import CURVED, Call, packed_call
+from support.second_order_calls import CURVED, FAMILIES, Call, packed_call
 from support.simulator import simulated_gpu
 from support.strided_arrays import gapped, packed
 
@@ -22,6 +22,7 @@ import fa2cupy
 from fa2cupy import mods
 from fa2cupy.families import choice, float32_parts
 from fa2cupy.families.simt import SIMT
+from fa2cupy.families.sm80 import SM80
 
 pytestmark = pytest.mark.simulated
 
@@ -36,21 +37,41 @@ SIZES = (
     {"lengths": (3, 0)},
 )
 of_both_masks = pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+#: Further dtypes of families.
+of_other_dtypes = pytest.mark.parametrize(("family", "dtype"), [("simt", "float32"), ("sm80", "float16")])
 of_all_sizes = pytest.mark.parametrize("sizes", SIZES, ids=str)
 
 
+@pytest.fixture(params=FAMILIES)
+def family(request) -> str:
+    return request.param
+
+
 @pytest.fixture
-def launched(monkeypatch):
-    with simulated_gpu(monkeypatch) as stages:
+def dtype(family) -> str:
+    return FAMILIES[family][0]
+
+
+@pytest.fixture
+def launched(monkeypatch, family):
+    with simulated_gpu(monkeypatch, FAMILIES[family][1]) as stages:
         yield stages
+        assert all(stage.spec.family in (None, ALL[family]) for stage in stages if "jvp" in stage.spec.operation)
+
+
+#: Families by name.
+ALL = {one.name: one for one in (SIMT, SM80)}
 
 
 def rows_of_the_table(operation: str) -> list:
-    """Returns (operation, head_dim, dtype, tile) of each default tile."""
+    """Returns (family, operation, head_dim, dtype, tile) of each default tile."""
     return [
-        pytest.param(operation, row.head_dim, dtype, row.tile, id=f"{operation}-{dtype}-{row.head_dim}-{row.tile}")
-        for row in SIMT.tiles[operation]
-        for dtype in row.dtypes
+        pytest.param(
+            family, operation, row.head_dim, dtype, row.tile, id=f"{operation}-{dtype}-{row.head_dim}-{row.tile}"
+        )
+        for family in FAMILIES
+        for row in ALL[family].tiles[operation]
+        for dtype in row.dtypes or ALL[family].dtypes[:1]
     ]
 
 
@@ -60,26 +81,28 @@ def rows_of_the_table(operation: str) -> list:
 @pytest.mark.sample(sizes=SIZES[2:4], causal=(True,))
 @of_both_masks
 @of_all_sizes
-def test_jvp(launched, sizes, causal):
-    Call(**sizes, causal=causal).check_jvp()
+def test_jvp(launched, dtype, sizes, causal):
+    Call(**sizes, dtype=dtype, causal=causal).check_jvp()
 
 
-def test_jvp_of_packed_sequences(launched):
-    packed_call(bias=numbers((3, 1, 1, 52), "float64"), sink=np.array([0.3, -np.inf, 0.1, 0.2])).check_jvp()
+def test_jvp_of_packed_sequences(launched, dtype):
+    options = {"bias": numbers((3, 1, 1, 52), "float64"), "sink": np.array([0.3, -np.inf, 0.1, 0.2])}
+    packed_call(dtype=dtype, **options).check_jvp()
 
 
-@pytest.mark.sample(causal=(True,))
+@pytest.mark.sample(causal=(True,), dtype=("float32",))
 @of_both_masks
-def test_errors_of_jvp_are_bounded_by_those_of_the_formulas_in_the_same_precision(launched, causal):
-    Call((45, 61), (4, 2), 24, dtype="float32", causal=causal, softcap=2.0).check_jvp()
+@of_other_dtypes
+def test_errors_of_jvp_are_bounded_by_those_of_the_formulas_in_the_same_precision(launched, dtype, causal):
+    Call((45, 61), (4, 2), 24, dtype=dtype, causal=causal, softcap=2.0).check_jvp()
 
 
 @pytest.mark.matrix
 @pytest.mark.parametrize(
-    ("operation", "head_dim", "dtype", "tile"),
+    ("family", "operation", "head_dim", "dtype", "tile"),
     [case for operation in ("jvp", "output_jvp", "dq_jvp", "dkdv_jvp") for case in rows_of_the_table(operation)],
 )
-def test_every_default_tile(launched, monkeypatch, operation, head_dim, dtype, tile):
+def test_every_default_tile(launched, monkeypatch, family, operation, head_dim, dtype, tile):
     call = Call((tile.b_r + 3, 2 * tile.b_c + 5), (1, 1), head_dim, dtype=dtype, causal=True)
     call.tile = None
     chosen = choice.choose_tile
@@ -88,16 +111,16 @@ def test_every_default_tile(launched, monkeypatch, operation, head_dim, dtype, t
     assert tile in [stage.spec.tile for stage in launched if stage.spec.operation == operation]
 
 
-@pytest.mark.sample(given=("q",))
+@pytest.mark.sample(given=("q",), family=("simt",))
 @pytest.mark.parametrize("given", ["q", "k", "v", ""])
-def test_a_missing_tangent_counts_as_zeros(launched, given):
-    call = Call()
+def test_a_missing_tangent_counts_as_zeros(launched, dtype, given):
+    call = Call(dtype=dtype)
     call.direction = {name: array for name, array in call.direction.items() if name == given}
     call.check_jvp()
 
 
-def test_rows_without_keys_have_zeros_even_if_they_have_nan(launched):
-    call = Call((20, 12), causal=True)
+def test_rows_without_keys_have_zeros_even_if_they_have_nan(launched, dtype):
+    call = Call((20, 12), dtype=dtype, causal=True)
     for arrays in (call.arrays, call.direction):
         arrays["q"][:, :8] = np.nan
     _, _, ot, lset = call.jvp()
@@ -105,12 +128,12 @@ def test_rows_without_keys_have_zeros_even_if_they_have_nan(launched):
     assert np.isfinite(ot).all() and np.isfinite(lset).all()
 
 
-@pytest.mark.sample(name=("ot",))
+@pytest.mark.sample(name=("ot",), family=("simt",))
 @pytest.mark.parametrize("name", ["o", "lse", "ot", "lset"])
-def test_results_in_arrays_of_the_caller(launched, name):
-    call, names = Call(), ("o", "lse", "ot", "lset")
+def test_results_in_arrays_of_the_caller(launched, dtype, name):
+    call, names = Call(dtype=dtype), ("o", "lse", "ot", "lset")
     wanted = dict(zip(names, call.jvp(), strict=True))
-    out = {one: place(np.full(array.shape, np.nan)) for one, array in wanted.items()}
+    out = {one: place(np.full(array.shape, np.nan, array.dtype)) for one, array in wanted.items()}
     out[name] = gapped(out[name])
     found = dict(zip(names, call.jvp(out=tuple(out.values())), strict=True))
     for one, array in found.items():
@@ -118,22 +141,10 @@ def test_results_in_arrays_of_the_caller(launched, name):
         np.testing.assert_array_equal(array, wanted[one])
 
 
-@pytest.mark.parametrize(
-    ("dtype", "more", "message"),
-    [
-        ("float16", {}, "q: jvp takes float32 or float64 on GPUs, got float16"),
-    ],
-    ids=str,
-)
-def test_what_is_not_there_yet_is_refused(launched, dtype, more, message):
-    with pytest.raises(fa2cupy.UnsupportedProblemError, match=f"^{message}"):
-        Call(dtype=dtype).jvp(**more)
-
-
-@pytest.mark.sample(name=("k",))
+@pytest.mark.sample(name=("k",), family=("simt",))
 @pytest.mark.parametrize("name", "qkv")
-def test_tangents_with_strides_of_their_own(launched, name):
-    call = Call(head_dim=12, causal=True)
+def test_tangents_with_strides_of_their_own(launched, dtype, name):
+    call = Call(head_dim=16, dtype=dtype, causal=True)
     wanted = call.jvp()
     call.direction[name] = packed(call.direction[name])
     for one, other in zip(call.jvp(), wanted, strict=True):
@@ -154,19 +165,21 @@ of_both_backwards = pytest.mark.parametrize("check", BACKWARDS)
 @of_both_masks
 @of_all_sizes
 @of_both_backwards
-def test_tangents_of_gradients(launched, sizes, causal, check):
-    getattr(Call(**sizes, causal=causal), check)()
+def test_tangents_of_gradients(launched, dtype, sizes, causal, check):
+    getattr(Call(**sizes, dtype=dtype, causal=causal), check)()
 
 
-@pytest.mark.sample(causal=(True,), check=("check_double_backward",))
+@pytest.mark.sample(causal=(True,), check=("check_double_backward",), dtype=("float32",))
 @of_both_masks
 @of_both_backwards
-def test_errors_of_tangents_of_gradients_are_bounded(launched, check, causal):
-    getattr(Call((45, 61), (4, 2), 24, dtype="float32", causal=causal, softcap=2.0), check)()
+@of_other_dtypes
+def test_errors_of_tangents_of_gradients_are_bounded(launched, dtype, check, causal):
+    getattr(Call((45, 61), (4, 2), 24, dtype=dtype, causal=causal, softcap=2.0), check)()
     assert [stage.spec.operation for stage in launched] == STAGES[check]
 
 
 @pytest.mark.sample(check=("check_double_backward",))
+@pytest.mark.parametrize("family", ["simt"])
 @of_both_backwards
 def test_lse_of_kernels_that_multiply_parts_is_computed_again(launched, monkeypatch, check):
     """Checks float32 on Hopper."""
@@ -178,25 +191,25 @@ def test_lse_of_kernels_that_multiply_parts_is_computed_again(launched, monkeypa
 @pytest.mark.sample(given=("v",), check=("check_double_backward",))
 @pytest.mark.parametrize("given", ["q", "k", "v", "do", "dlse", ""])
 @of_both_backwards
-def test_a_missing_tangent_counts_as_zeros_in_gradients(launched, check, given):
-    call = Call()
+def test_a_missing_tangent_counts_as_zeros_in_gradients(launched, dtype, check, given):
+    call = Call(dtype=dtype)
     call.direction = {name: array for name, array in call.direction.items() if name == given}
     getattr(call, check)()
 
 
-@pytest.mark.sample(check=("check_double_backward",))
+@pytest.mark.sample(check=("check_double_backward",), family=("simt",))
 @of_both_backwards
-def test_gradients_of_lse_may_be_missing(launched, check):
-    call = Call()
+def test_gradients_of_lse_may_be_missing(launched, dtype, check):
+    call = Call(dtype=dtype)
     del call.arrays["dlse"]
     getattr(call, check)()
 
 
 @pytest.mark.sample(name=("double_backward",))
 @pytest.mark.parametrize("name", ["backward_jvp", "double_backward"])
-def test_rows_without_keys_contribute_nothing_even_if_they_have_nan(launched, name):
-    Call((20, 12), causal=True).check_hidden_rows(name)
-    Call((20, 12), bias=np.where(np.arange(20) < 8, -np.inf, 0.0)[:, None]).check_hidden_rows(name)
+def test_rows_without_keys_contribute_nothing_even_if_they_have_nan(launched, dtype, name):
+    Call((20, 12), dtype=dtype, causal=True).check_hidden_rows(name)
+    Call((20, 12), dtype=dtype, bias=np.where(np.arange(20) < 8, -np.inf, 0.0)[:, None]).check_hidden_rows(name)
 
 
 # ---------------------------------------------------------------------------------------------------------- features
@@ -210,27 +223,27 @@ FEATURES = {
 
 
 @pytest.fixture(params=FEATURES)
-def featured(request) -> Call:
+def featured(request, dtype) -> Call:
     sizes = {"batch": 2, "num_heads": 2, "seqlen_q": 19, "seqlen_k": 27}
     options: dict = {}
     for row in FEATURES[request.param]:
-        options |= options_of(row, "float64", sizes)
-    return Call((19, 27), batch=2, **options)
+        options |= options_of(row, dtype, sizes)
+    return Call((19, 27), batch=2, dtype=dtype, **options)
 
 
 @pytest.fixture(params=[False, True], ids=["", "map"])
-def with_functions(request) -> Call:
+def with_functions(request, dtype) -> Call:
     mask = mods.causal(6)
     options = CURVED | {"mask_mod": mask}
     if request.param:
         options["block_mask"] = fa2cupy.block_mask(mask, (), 1, 1, 21, 27, tile=(16, 16))
-    return Call(**options)
+    return Call(dtype=dtype, **options)
 
 
-@pytest.mark.sample(name=("double_backward",))
+@pytest.mark.sample(name=("double_backward",), family=("simt",))
 @pytest.mark.parametrize("name", ["jvp", "backward_jvp", "double_backward"])
-def test_tangents_of_a_bias_are_ignored_for_hidden_keys_even_if_they_are_nan(launched, name):
-    call = Call(causal=True, bias=np.zeros((21, 27)))
+def test_tangents_of_a_bias_are_ignored_for_hidden_keys_even_if_they_are_nan(launched, dtype, name):
+    call = Call(dtype=dtype, causal=True, bias=np.zeros((21, 27)))
     hidden = np.arange(27) > np.arange(21)[:, None] + 6
     wanted = getattr(call, name)()
     call.direction["bias"][hidden] = np.nan
@@ -238,10 +251,10 @@ def test_tangents_of_a_bias_are_ignored_for_hidden_keys_even_if_they_are_nan(lau
         np.testing.assert_array_equal(one, other)
 
 
-@pytest.mark.sample(check=("check_double_backward",))
+@pytest.mark.sample(check=("check_double_backward",), family=("simt",))
 @of_both_backwards
-def test_tangents_of_a_bias_and_a_sink_of_packed_sequences(launched, check):
-    call = packed_call(bias=numbers((3, 1, 1, 52), "float64"), sink=np.array([0.3, -np.inf, 0.1, 0.2]))
+def test_tangents_of_a_bias_and_a_sink_of_packed_sequences(launched, dtype, check):
+    call = packed_call(dtype=dtype, bias=numbers((3, 1, 1, 52), "float64"), sink=np.array([0.3, -np.inf, 0.1, 0.2]))
     getattr(call, check)()
 
 

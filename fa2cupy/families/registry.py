@@ -128,9 +128,6 @@ def _why_none(
     wanted = f"family {family!r}" if family else "no kernel family"
     if not rows:
         return f"{wanted} has no kernels for {dtype}{'' if precision is None else f' with precision={precision!r}'}"
-    dtypes = dict.fromkeys(each for one in FAMILIES if one.has_kernels(operation) for each in one.dtypes)
-    if dtype not in dtypes:
-        return f"q: {operation} takes {' or '.join(dtypes)} on GPUs, got {dtype}; NumPy arrays can have any dtype"
     place = f"{device.name} ({device.arch})"
     if not any(one.supports_call(operation, dtype, device) for one in rows):
         if family:

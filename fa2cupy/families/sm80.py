@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from .estimate import BlockCost, Costs
 from .family import Family, Kernel, TileRow, register_shortage, why_no_decode
 from .records import POINTER_RECORDS, Record
@@ -40,7 +42,7 @@ class Sm80(Family):
     """Kernels of ``mma.sync``, ``ldmatrix`` and ``cp.async``, whose blocks own key tiles in ``backward``."""
 
     name = "sm80"
-    operations = (*Family.operations, "decode")
+    operations = (*Family.operations, "decode", "jvp", "output_jvp", "dq_jvp", "dkdv_jvp")
     dtypes = ("float16", "bfloat16")
     min_compute_capability = 80
     row_alignment = 16
@@ -79,6 +81,42 @@ class Sm80(Family):
             TileRow(256, TileConfig(16, 64, 4, 3)),
             TileRow(256, TileConfig(16, 64, 4, 2)),
             TileRow(256, TileConfig(16, 32, 2, 2)),
+        ),
+        "jvp": (
+            TileRow(64, TileConfig(64, 64, 4, 2, 2)),
+            TileRow(64, TileConfig(64, 32, 4, 2, 2)),
+            TileRow(128, TileConfig(64, 32, 4, 2, 2)),
+            TileRow(128, TileConfig(64, 32, 4, 2)),
+            TileRow(128, TileConfig(64, 32, 4)),
+            TileRow(256, TileConfig(64, 32, 8)),
+            TileRow(256, TileConfig(64, 32, 4)),
+            TileRow(256, TileConfig(32, 16, 4)),
+            TileRow(256, TileConfig(32, 16, 2)),
+        ),
+        "output_jvp": (
+            TileRow(64, TileConfig(64, 64, 4, 2, 2)),
+            TileRow(64, TileConfig(64, 32, 4, 2, 2)),
+            TileRow(128, TileConfig(64, 32, 4, 2, 2)),
+            TileRow(128, TileConfig(64, 32, 4, 2)),
+            TileRow(128, TileConfig(64, 32, 4)),
+            TileRow(256, TileConfig(64, 32, 4)),
+            TileRow(256, TileConfig(32, 16, 2)),
+        ),
+        "dq_jvp": (
+            TileRow(64, TileConfig(64, 32, 4, 2, 2)),
+            TileRow(64, TileConfig(64, 32, 4)),
+            TileRow(128, TileConfig(64, 32, 4, 2)),
+            TileRow(128, TileConfig(64, 32, 4)),
+            TileRow(256, TileConfig(64, 16, 4)),
+            TileRow(256, TileConfig(32, 16, 2)),
+        ),
+        "dkdv_jvp": (
+            TileRow(64, TileConfig(32, 64, 4, 2, 2)),
+            TileRow(64, TileConfig(32, 64, 4)),
+            TileRow(128, TileConfig(16, 64, 4, 2)),
+            TileRow(128, TileConfig(16, 64, 4)),
+            TileRow(256, TileConfig(16, 64, 8)),
+            TileRow(256, TileConfig(16, 32, 4)),
         ),
         "backward": (
             TileRow(32, TileConfig(64, 128, 8, 2, 2), _H100),
@@ -136,12 +174,18 @@ class Sm80(Family):
             is_shared, tiles = head_dim_v > _WIDE, b_r * row + tile.num_stages * b_c * both
             # O is staged where Q and keys have been, but not where rows are exchanged.
             return max(tiles + is_shared * scores, b_r * row_v) + is_shared * 8 * b_r
+        if operation in ("jvp", "output_jvp"):
+            return max(2 * b_r * row + 2 * tile.num_stages * b_c * both, b_r * row_v)
+        if operation == "dq_jvp":
+            return 2 * (b_r * both + tile.num_stages * b_c * both)
         if operation == "backward_dq":
             return b_r * both + tile.num_stages * b_c * both
         if operation == "decode":
             keys = b_c // tile.num_warps
             slot = max(keys * both, 2 * 16 * row_v)  # K and V, or 16 rows of O
             return 2 * b_r * row + tile.num_stages * tile.num_warps * slot + 4 * tile.num_warps * b_r
+        if operation == "dkdv_jvp":
+            return 2 * (b_c * both + tile.num_stages * b_r * both) + 2 * 16 * b_r
         by_keys = b_c * both + tile.num_stages * b_r * both + scores + 4 * b_r * 4
         return {"backward": by_keys + 2 * scores, "backward_dkdv": by_keys}[operation]
 
@@ -149,12 +193,16 @@ class Sm80(Family):
         operation, _, head_dim, head_dim_v = kernel
         if operation == "forward":
             return _why_no_forward(tile, head_dim_v)
-        if operation == "backward_dq":
-            return _why_no_query_rows(tile, head_dim, 2)
+        if operation in ("jvp", "output_jvp"):
+            return _why_no_jvp(tile, head_dim_v, with_output=operation == "jvp")
+        if operation in ("backward_dq", "dq_jvp"):
+            return _why_no_query_rows(tile, head_dim, 2 if operation == "backward_dq" else 4)
         if operation == "decode":
             keys = tile.b_c // tile.num_warps
             why_not = why_no_decode(tile, (16, 32), (16, 32))
             return why_not or register_shortage(tile.b_r // 16 * (head_dim_v + keys) // 2, 40, tile)
+        if operation == "dkdv_jvp":
+            return _why_no_dkdv_jvp(tile, head_dim, head_dim_v)
         with_dq = {"backward": True, "backward_dkdv": False}[operation]
         return _why_no_key_rows(tile, head_dim, head_dim_v, with_dq=with_dq)
 
@@ -170,6 +218,14 @@ def _why_no_forward(tile: TileConfig, head_dim_v: int) -> str | None:
     if tile.num_stages > 4:
         return f"num_stages={tile.num_stages} is more than 4"
     return register_shortage(tile.b_r // pairs // 16 * (head_dim_v + tile.b_c) // 4, 40, tile)
+
+
+def _why_no_jvp(tile: TileConfig, head_dim_v: int, *, with_output: bool) -> str | None:
+    parts = 2 if with_output and head_dim_v > _WIDE else 1  # warps that share rows
+    if tile.num_warps % parts:
+        return f"num_warps={tile.num_warps} is not even"
+    columns = 2 * head_dim_v // parts if with_output else head_dim_v
+    return _why_no_query_rows(replace(tile, num_warps=tile.num_warps // parts), columns, 2)
 
 
 def _why_no_query_rows(tile: TileConfig, columns: int, score_fragments: int) -> str | None:
@@ -200,6 +256,21 @@ def _why_no_key_rows(tile: TileConfig, head_dim: int, head_dim_v: int, *, with_d
     fragments = tile.b_c // pairs // 16
     # One warp of a pair has dV, the other dK.
     return register_shortage(fragments * (max(head_dim, head_dim_v) + tile.b_r) // 2, 32, tile)
+
+
+def _why_no_dkdv_jvp(tile: TileConfig, head_dim: int, head_dim_v: int) -> str | None:
+    roles = 2 if max(head_dim, head_dim_v) > _WIDE else 1  # of warps that share keys
+    owners = tile.num_warps // roles
+    if tile.num_warps % roles:
+        return f"num_warps={tile.num_warps} is not even"
+    if tile.b_c % (16 * owners) or tile.b_c // owners not in (16, 32):
+        return f"b_c={tile.b_c} does not give each of {tile.num_warps} warps 16 or 32 keys"
+    if tile.b_r % 16 or tile.b_r > tile.num_threads:
+        return f"b_r={tile.b_r} is not a multiple of 16 with a thread a row"
+    if tile.num_stages > 2:
+        return f"num_stages={tile.num_stages} is more than 2"
+    columns = head_dim + head_dim_v if roles == 1 else max(head_dim, head_dim_v)
+    return register_shortage(tile.b_c // owners // 16 * (columns + 4 * tile.b_r) // 2, 32, tile)
 
 
 def _dq_divides(tile: TileConfig, head_dim: int) -> bool:

@@ -199,11 +199,19 @@ struct MovedRow {
     Real lse, delta, lse_tangent, delta_tangent;
 };
 
+// The same for accumulators of dP and dP' that start from -delta and -delta' unless dropout rules that out.
+template <class Spec, class Real>
+__device__ __forceinline__ MovedRow<Real> without_delta(const MovedRow<Real>& row) {
+    if constexpr (kProductsFromDelta<Spec>)
+        return {row.lse, 0, row.lse_tangent, 0};
+    else
+        return row;
+}
+
 // From products, p = Q K^T and ds = dP, and their tangents: replaces p by P and `tangents` by P o (T - lse'), both
 // after dropout without its factor, ds by dS and `ds_tangent` by dS'. statistics(i, j) is the MovedRow of the element's
 // query, whose lse is +inf in rows past the end and in rows without a visible key; products of these rows must be finite.
-// Accumulators of dP and dP' that start from -delta and -delta' come with a delta and delta' of 0. Returns what makes dX
-// and dX' of the results.
+// Returns what makes dX and dX' of the results.
 template <bool kTransposed, class Spec, class Fragment, class Mask, class Record, class Statistics>
 __device__ __forceinline__ Slopes<Spec, Fragment> differentiate_twice(Fragment& p, Fragment& tangents, Fragment& ds,
                                                                       Fragment& ds_tangent, const Mask& mask,

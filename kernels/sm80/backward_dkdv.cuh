@@ -46,6 +46,7 @@
 #include "common/tile_lists.cuh"
 #include "common/weights.cuh"
 #include "sm80/dq_workspace.cuh"
+#include "sm80/hidden_rows.cuh"
 #include "sm80/multiply.cuh"
 
 namespace fa2::sm80 {
@@ -167,27 +168,6 @@ struct BackwardDkdv {
     }
     __device__ void store_row_stat(float x, int32 parity) const {
         if (thread < 2 * kBr) store_shared(smem + kRowStats + parity * kRowStatsBytes + thread * 4, x);
-    }
-
-    // The barrier behind which a query tile is there, with zeros in the rows of Q and dO that see no key. By position
-    // there are such rows only in the first tile of a head.
-    __device__ void query_tile_barrier(int32 slot, int32 parity, bool is_first) const {
-        const auto is_hidden = [&](int32 thread) {  // by the number that this thread has stored
-            const uint32 lse = smem + kRowStats + parity * kRowStatsBytes + thread * 4;
-            return thread < kBr && load_shared<float>(lse) == common::infinity<float>();
-        };
-        if constexpr (Spec::kMayHideRows) {
-            if (barrier_all(0, kThreads, !is_hidden(threadIdx.x))) return;
-        } else {
-            block_barrier();
-            if (!is_first || common::end_of_hidden_rows<Spec>(params) <= 0) return;
-        }
-        const int32 row = threadIdx.x;
-        if (is_hidden(row)) {
-            clear_row<QTile>(smem + kQ + slot * kStageBytes, row);
-            clear_row<DoTile>(smem + kDo + slot * kStageBytes, row);
-        }
-        block_barrier();
     }
 
     __device__ uint32 exchange_address(int m, int s) const {
@@ -363,7 +343,16 @@ struct BackwardDkdv {
                 cp_async_commit();
             }
             cp_async_wait<0>();
-            query_tile_barrier(slot, t % 2, step.tile == tiles.begin);
+            query_tile_barrier<Spec, kThreads>(
+                params, step.tile == tiles.begin,
+                [&](int32 row) {  // by the number that this thread has stored
+                    const uint32 lse = smem + kRowStats + t % 2 * kRowStatsBytes + row * 4;
+                    return row < kBr && load_shared<float>(lse) == common::infinity<float>();
+                },
+                [&](int32 row) {
+                    clear_row<QTile>(smem + kQ + slot * kStageBytes, row);
+                    clear_row<DoTile>(smem + kDo + slot * kStageBytes, row);
+                });
             if constexpr (kStages > 1) {
                 if (more) load_query_tile(following, (t + 1) % kStages);
                 cp_async_commit();

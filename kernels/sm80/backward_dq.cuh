@@ -25,6 +25,7 @@
 #include "common/statistics.cuh"
 #include "common/tile_lists.cuh"
 #include "common/weights.cuh"
+#include "sm80/hidden_rows.cuh"
 #include "sm80/key_ring.cuh"
 #include "sm80/multiply.cuh"
 
@@ -114,7 +115,11 @@ struct BackwardDq {
             const uint32 slot = ring.acquire(position);
             int32 tile = position;
             if constexpr (common::kListsTiles<Spec>) tile = tiles.at(position);
-            if (Spec::kMayHideRows && position == tiles.end - 1) clear_hidden_rows(smem, warp_row, lse, lane);
+            if (Spec::kMayHideRows && position == tiles.end - 1)
+                clear_hidden_rows(warp_row, lse, lane, [&](int32 row) {
+                    clear_row<QTile, 4>(smem + kQ, row, lane % 4);
+                    clear_row<DoTile, 4>(smem + kDo, row, lane % 4);
+                });
             const LaneAddress<KTile, MatrixOrder::kChunksFirst> k_rows(slot, 0, lane);
             const LaneAddress<VTile, MatrixOrder::kChunksFirst> v_rows(slot + KTile::kBytes, 0, lane);
             const LaneAddress<KTile, MatrixOrder::kRowsFirst> k_columns(slot, 0, lane);
@@ -190,22 +195,6 @@ struct BackwardDq {
         store_rows<QTile, kM16, kHeadDim>(smem + kQ, warp_row, 0, dq,
                                           params.dq + params.dq_strides.offset(where.batch, 0, where.head),
                                           params.dq_strides.row, first_row + warp_row, params.seqlen_q, lane);
-    }
-
-  private:
-    // Stores zeros to this warp's rows of Q and dO whose lse is +inf. The lanes of a quad share two rows.
-    __device__ __forceinline__ static void clear_hidden_rows(uint32 smem, int32 warp_row, const float (&lse)[kM16][2],
-                                                             int32 lane) {
-#pragma unroll
-        for (int m = 0; m < kM16; ++m)
-#pragma unroll
-            for (int i = 0; i < 2; ++i)
-                if (lse[m][i] == common::infinity<float>()) {
-                    const int32 row = warp_row + 16 * m + Scores::row(i, lane);
-                    clear_row<QTile, 4>(smem + kQ, row, lane % 4);
-                    clear_row<DoTile, 4>(smem + kDo, row, lane % 4);
-                }
-        __syncwarp();
     }
 };
 

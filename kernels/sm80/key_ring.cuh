@@ -1,17 +1,25 @@
-// A ring of kStages slots in shared memory, through which a block streams its K and V tiles, from last to first, with
-// cp.async.
+// A ring of kStages slots in shared memory, through which a block streams its K and V tiles, and others of the same keys,
+// from last to first, with cp.async.
 #pragma once
 #include "common/tile_lists.cuh"
 #include "sm80/smem_tile.cuh"
 
 namespace fa2::sm80 {
 
+// No further tiles.
+struct NoOthers {
+    static constexpr int kBytes = 0;
+    __device__ void load(uint32, int32, int32, int32) const {}
+};
+
 // Tiles: a range of key tiles (common/tile_lists.cuh). The ring's tiles are numbered by their positions in it.
-template <class Tiles, class Element, int kBc, int kStages, int kThreads, int kHeadDim, int kHeadDimV>
+template <class Tiles, class Element, int kBc, int kStages, int kThreads, int kHeadDim, int kHeadDimV,
+          class Others = NoOthers>
 struct KeyRing {
     using KTile = SmemTile<kBc, padded_head_dim(kHeadDim)>;
     using VTile = SmemTile<kBc, padded_head_dim(kHeadDimV)>;
-    static constexpr int kSlotBytes = KTile::kBytes + VTile::kBytes;  // K, then V
+    static constexpr int kOthers = KTile::kBytes + VTile::kBytes;
+    static constexpr int kSlotBytes = kOthers + Others::kBytes;  // K, V, then the others
     static constexpr int kBytes = kStages * kSlotBytes;
 
     uint32 smem;
@@ -19,6 +27,7 @@ struct KeyRing {
     int64 k_stride, v_stride;
     int32 seqlen_k, begin, end, thread;
     Tiles tiles;
+    Others others;
 
     // Starts the copies of the first tiles. Copies that the caller committed before have landed by the first acquire.
     __device__ void start() const {
@@ -51,6 +60,7 @@ struct KeyRing {
             load_tile_async<KTile, kThreads, kHeadDim>(slot(position), k, k_stride, tile * kBc, seqlen_k, thread);
             load_tile_async<VTile, kThreads, kHeadDimV>(slot(position) + KTile::kBytes, v, v_stride, tile * kBc,
                                                         seqlen_k, thread);
+            others.load(slot(position) + kOthers, tile * kBc, seqlen_k, thread);
         }
         cp_async_commit();
     }

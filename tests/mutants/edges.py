@@ -102,8 +102,8 @@ MUTANTS = (
     Mutant(
         "a tile is read before rows without a key are cleared",
         "backward",
-        "kStageBytes, row);\n        }\n        block_barrier();",
-        "kStageBytes, row);\n        }",
+        "if (is_hidden(row)) clear(row);\n    block_barrier();",
+        "if (is_hidden(row)) clear(row);",
         "race",
         without_keys(),
     ),
