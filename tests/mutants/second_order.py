@@ -8,9 +8,10 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 from support.feature_cases import numbers
-from support.second_order_calls import CURVED, Call
+from support.second_order_calls import CURVED, FAMILIES, Call
 from support.simulator import simulated_gpu
 
+from fa2cupy import TileConfig
 from fa2cupy.jit.spec import KernelSpec
 
 from .mutant import replace_once
@@ -28,12 +29,17 @@ CALLS = {
     "hidden": {"lengths": (20, 12), "causal": True},
     "hidden by bias": {"bias": np.where(np.arange(21) < 8, -np.inf, 0.0)[:, None]},
     "curved": CURVED,
+    "warps": {"lengths": (70, 90), "tile": TileConfig(32, 32, 2, 2)},
+    "one stage": {"lengths": (70, 90), "tile": TileConfig(32, 32, 2)},
 }
 
 
 @dataclass(frozen=True)
 class Mutant:
-    """A kernel, a change of its source, the error that must catch it, a key of `CALLS`, and a check of `Call`."""
+    """A kernel, a change of its source, the error that must catch it, a key of `CALLS`, and a check of `Call`.
+
+    `family` is a key of `FAMILIES`.
+    """
 
     name: str
     operation: str
@@ -42,26 +48,29 @@ class Mutant:
     caught_by: str = "numbers"
     call: str = "plain"
     check: str = "check_jvp"
+    family: str = "simt"
 
     def __call__(self, spec: KernelSpec, text: str) -> str:
         """Returns the source, patched if it is this kernel's."""
         return replace_once(spec, text, self.old, self.new) if spec.operation == self.operation else text
 
 
-def run(call: str, check: str, patch: Mutant | None = None) -> None:
+def run(family: str, call: str, check: str, patch: Mutant | None = None) -> None:
     """Makes a call and checks its results."""
-    with pytest.MonkeyPatch.context() as monkeypatch, simulated_gpu(monkeypatch, patch=patch):
-        getattr(Call(**CALLS[call]), check)()
+    dtype, device = FAMILIES[family]
+    with pytest.MonkeyPatch.context() as monkeypatch, simulated_gpu(monkeypatch, device, patch=patch):
+        getattr(Call(**CALLS[call], dtype=dtype), check)()
 
 
 @functools.lru_cache(maxsize=None)
-def check_unbroken(call: str, check: str) -> None:
-    run(call, check)
+def check_unbroken(family: str, call: str, check: str) -> None:
+    run(family, call, check)
 
 
-def dropped(operation: str, *terms: tuple[str, ...], **how: str) -> list[Mutant]:
+def dropped(operation: str, *terms: tuple[str, ...], family: str = "simt", **how: str) -> list[Mutant]:
     """Returns a mutant for each text to leave out, or to replace by a second one."""
-    return [Mutant(f"{operation}: {old}", operation, old, *(new or ("",)), **how) for old, *new in terms]
+    name = f"{operation} of {family}" if family != "simt" else operation
+    return [Mutant(f"{name}: {old}", operation, old, *(new or ("",)), family=family, **how) for old, *new in terms]
 
 
 #: The kernels of tangents of gradients.
@@ -87,6 +96,180 @@ SHARED_TERMS = (
     ("change * from_delta + probability * from_tangent", "change * from_delta"),
     ("Tile::accumulate(sums, posted, y.rows, lane);",),
     ("Tile::accumulate(sums, posted, y.tangent(), lane);",),
+)
+
+#: Terms of the formulas in kernels of the sm80 family, whose scores stay products.
+SM80 = (
+    *(
+        mutant
+        for operation, check in (("jvp", "check_jvp"), ("output_jvp", "check_double_backward"))
+        for mutant in (
+            *dropped(
+                operation,
+                ("if (moves_x)", "if (false)"),
+                ("if (moves_y)", "if (false)"),
+                (
+                    "const auto natural = kMovesProducts<Spec> ? scale * tangents(i, j)",
+                    "const auto natural = kMovesProducts<Spec> ? tangents(i, j)",
+                ),
+                ("lse_tangent[m][i] += share;",),
+                ("lse_tangent[m][i] += share;", "lse_tangent[m][i] = share;"),
+                ("moved[m](i, j) -= lse_tangent[m][i] * output[m](i, j);", ";"),
+                ("if (moved_keys.v != nullptr) accumulate<VTile>(moved, packed, v_moved, first_c16, lane);",),
+                check=check,
+                family="sm80",
+            ),
+            *dropped(
+                operation,
+                ("common::drop<Spec>(packed[m], params, score_tile);",),
+                ("common::drop<Spec>(packed_tangents[m], params, score_tile);",),
+                ("inverse_sum[m][i] *= common::kept_scale<Spec>(params);",),
+                call="dropout",
+                check=check,
+                family="sm80",
+            ),
+            *dropped(
+                operation,
+                ("change += common::sink_tangent_of<Spec>(params, head, lse[m][i]);",),
+                call="sink",
+                check=check,
+                family="sm80",
+            ),
+            Mutant(
+                f"{operation} of sm80: no barrier",
+                operation,
+                "cp_async_wait<kStages - 2>();\n        }\n        __syncthreads();",
+                "cp_async_wait<kStages - 2>();\n        }",
+                "race",
+                "warps",
+                check,
+                "sm80",
+            ),
+        )
+    ),
+    *dropped(
+        "jvp",
+        ("scale(moved[m], rescale);",),
+        ("lse_tangent[m][i] *= rescale[i];", ";"),
+        ("common::row_sum<4>(change) * inverse_sum[m][i]", "common::row_sum<4>(change)"),
+        ("scale(moved[m], inverse_sum[m]);",),
+        family="sm80",
+    ),
+    *dropped(
+        "output_jvp",
+        ("fma(scores(i, j), score_scale<Spec>(params), -lse(i, j))", "scores(i, j) * score_scale<Spec>(params)"),
+        check="check_double_backward",
+        family="sm80",
+    ),
+    *(
+        mutant
+        for operation in GRADIENTS
+        for mutant in (
+            *dropped(
+                operation,
+                ("if (moves_x)", "if (false)"),
+                ("if (moves_y)", "if (false)"),
+                ("fma(tangents(i, j), scale, -of_row.lse_tangent)", "scale * tangents(i, j)"),
+                ("fma(tangents(i, j), scale, -of_row.lse_tangent)", "tangents(i, j) - of_row.lse_tangent"),
+                ("change * from_delta + probability * from_tangent", "probability * from_tangent"),
+                ("change * from_delta + probability * from_tangent", "change * from_delta"),
+                check="check_backward_jvp",
+                family="sm80",
+            ),
+            *dropped(
+                operation,
+                ("factor * ds(i, j) - of_row.delta;", "factor * ds(i, j);"),
+                ("factor * ds_tangent(i, j) - of_row.delta_tangent;", "factor * ds_tangent(i, j);"),
+                call="dropout",
+                check="check_backward_jvp",
+                family="sm80",
+            ),
+        )
+    ),
+    *dropped(
+        "dq_jvp",
+        ("? -rows[m][i].delta : 0.0f", "? 0.0f : 0.0f"),
+        ("? -rows[m][i].delta_tangent : 0.0f", "? 0.0f : 0.0f"),
+        ("accumulate<KTile>(dq, packed_tangents, k, 0, lane);",),
+        ("if (moved_keys.k != nullptr) accumulate<KTile>(dq, packed, k_moved, 0, lane);",),
+        ("dq[m].value[n][e] *= params.softmax_scale;", ";"),
+        check="check_backward_jvp",
+        family="sm80",
+    ),
+    *dropped(
+        "dq_jvp",
+        ("write_dbias<Spec>(ds_tangent[m],", "write_dbias<Spec>(ds[m],"),
+        call="bias",
+        check="check_backward_jvp",
+        family="sm80",
+    ),
+    *dropped(
+        "dq_jvp",
+        ("clear_row<QTile, 4>(smem + kQ, row, lane % 4);",),
+        ("clear_row<DoTile, 4>(smem + kDo, row, lane % 4);",),
+        ("clear_row<DoTile, 4>(smem + kDoMoved, row, lane % 4);",),
+        call="hidden by bias",
+        check="check_hidden_rows",
+        family="sm80",
+    ),
+    *dropped(
+        "output_jvp",
+        ("clear_row<QTile, 4>(smem, row, lane % 4);",),
+        call="hidden by bias",
+        check="check_hidden_rows_twice",
+        family="sm80",
+    ),
+    *dropped(
+        "dkdv_jvp",
+        ("? -row.delta : 0.0f", "? 0.0f : 0.0f"),
+        ("? -row.delta_tangent : 0.0f", "? 0.0f : 0.0f"),
+        ("accumulate<DoTile>(dv, packed_tangents, dout, 0, lane);",),
+        ("if (params.dot != nullptr) accumulate<DoTile>(dv, packed, dout_moved, 0, lane);",),
+        ("accumulate<QTile>(dk, packed_ds_tangents, q, 0, lane);",),
+        ("if (params.qt != nullptr) accumulate<QTile>(dk, packed_ds, q_moved, 0, lane);",),
+        ("dk, params.softmax_scale, params.dkt", "dk, 1.0f, params.dkt"),
+        check="check_backward_jvp",
+        family="sm80",
+    ),
+    *dropped(
+        "dkdv_jvp",
+        ("p(i, j) = keep ? probability : Real(0);", "p(i, j) = probability;"),
+        ("tangents(i, j) = keep ? change : Real(0);", "tangents(i, j) = change;"),
+        ("dv, common::kept_scale<Spec>(params),", "dv, 1.0f,"),
+        call="dropout",
+        check="check_backward_jvp",
+        family="sm80",
+    ),
+    *dropped(
+        "dkdv_jvp",
+        ("where.head * params.heads_per_group, tiles.begin", "where.head, tiles.begin"),
+        call="groups",
+        check="check_backward_jvp",
+        family="sm80",
+    ),
+    *dropped(
+        "dkdv_jvp",
+        ("clear_row<QTile>(slot + kQ, row);",),
+        ("clear_row<QTile>(slot + kQMoved, row);",),
+        ("clear_row<DoTile>(slot + kDo, row);",),
+        ("clear_row<DoTile>(slot + kDoMoved, row);",),
+        call="hidden",
+        check="check_hidden_rows",
+        family="sm80",
+    ),
+    *(
+        Mutant(f"dkdv_jvp of sm80: no {what}", "dkdv_jvp", old, new, "race", call, "check_backward_jvp", "sm80")
+        for what, old, new, call in (
+            ("wait", "cp_async_wait<0>();\n            const Row* rows", "const Row* rows", "warps"),
+            ("barrier", "    } else {\n        block_barrier();", "    } else {", "warps"),
+            (
+                "barrier before the only slot is filled",
+                "block_barrier();\n                load_queries(step, slot);",
+                "load_queries(step, slot);",
+                "one stage",
+            ),
+        )
+    ),
 )
 
 MUTANTS = (
@@ -138,12 +321,14 @@ MUTANTS = (
             ("dq_jvp", "check_backward_jvp"),
             ("dkdv_jvp", "check_backward_jvp"),
         )
+        for family in FAMILIES
         for mutant in dropped(
             operation,
             ("tangents(i, j) += mod.bias_tangent_at(query, key);", ";"),
             ("params_.bias_tangent_strides.offset(batch_, head_,", "params_.bias_tangent_strides.offset(batch_, 0,"),
             call="bias",
             check=check,
+            family=family,
         )
     ),
     *(
@@ -195,14 +380,15 @@ MUTANTS = (
     *(
         mutant
         for operation in GRADIENTS
+        for family in FAMILIES
         for mutant in (
-            *dropped(operation, *SHARED_TERMS, check="check_backward_jvp"),
             *dropped(
                 operation,
                 ("keep ? kept_scale<Spec>(params) : Real(0)", "kept_scale<Spec>(params)"),
                 ("keep ? kept_scale<Spec>(params) : Real(0)", "keep ? Real(1) : Real(0)"),
                 call="dropout",
                 check="check_backward_jvp",
+                family=family,
             ),
             *dropped(
                 operation,
@@ -213,6 +399,7 @@ MUTANTS = (
                 ("-2 * unit * capped * derivative(capped) *", "-2 * unit * capped *"),
                 call="capped",
                 check="check_backward_jvp",
+                family=family,
             ),
             *dropped(
                 operation,
@@ -221,7 +408,15 @@ MUTANTS = (
                 ("mod.second_derivative(capped) * slope * slope +",),
                 call="curved",
                 check="check_backward_jvp",
+                family=family,
             ),
+        )
+    ),
+    *(
+        mutant
+        for operation in GRADIENTS
+        for mutant in (
+            *dropped(operation, *SHARED_TERMS, check="check_backward_jvp"),
             Mutant(
                 f"{operation}: scale",
                 operation,
@@ -288,4 +483,5 @@ MUTANTS = (
             ("barrier", f"__syncthreads();  // {comment}", f"// {comment}"),
         )
     ),
+    *SM80,
 )

@@ -212,7 +212,8 @@ class Call:
             elif one.size:
                 error, allowed = (abs(x.astype("float64") - other).max() for x in (one, formula))
                 of_largest = 1e-6 if self.arrays["q"].itemsize > 2 else 1e-5
-                assert error <= 3 * allowed + of_largest * abs(other).max() + noise
+                bound = 3 * allowed + of_largest * abs(other).max() + noise
+                assert error <= bound, f"an error of {error:.3g} exceeds the bound of {bound:.3g}"
 
 
 def packed_call(**options) -> Call:
