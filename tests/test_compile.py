@@ -182,7 +182,10 @@ def selected_specs() -> tuple[KernelSpec, ...]:
         specs.update(dict.fromkeys(decode_specs(device, dtype, head_dim)))
         specs[merge_spec(device, dtype, head_dim)] = None
     specs.update(dict.fromkeys(decode_specs(H100, "float16", 128, features=OF_DECODE)))
-    of_second_order = itertools.product((H100,), ("float32", "float64"), (64, 128, 256), (False, True))
+    of_second_order = (
+        *itertools.product((H100,), ("float32", "float64"), (64, 128, 256), (False, True)),
+        *itertools.product(map(DeviceInfo.named, ("sm_80", "sm_86")), ("bfloat16",), (64, 128, 256), (False, True)),
+    )
     specs.update(dict.fromkeys(itertools.chain(*itertools.starmap(second_order_specs, of_second_order))))
     specs.update(dict.fromkeys(specs_of_ranks("sm_90", DTYPES)))
     for archs, dtypes, family, head_dims in EVERY_TILE:
@@ -476,6 +479,7 @@ def test_every_file_of_kernels_is_used_by_some_kernel():
         specs += default_specs(DeviceInfo.named("sm_90"), "float64", 64, True, method, "sm80")
     specs += [merge_spec(H100, "float16", 64), *decode_specs(H100, "float16", 64), *decode_specs(H100, "float32", 64)]
     specs += [*specs_of_ranks("sm_90", ["float16"]), *second_order_specs(H100, "float32", 64)]
+    specs += second_order_specs(DeviceInfo.named("sm_80"), "float16", 64)
     specs += second_order_specs(H100, "float32", 64, features=("sink", "return_dsink"))
     functions = {"mask_mod": mods.causal(), "score_mod": lambda score, b, h, q, k: 2 * score}
     for family, method in itertools.product(("sm90", "sm80"), (None, "two_pass")):

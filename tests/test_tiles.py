@@ -172,6 +172,7 @@ STAGES = {
     "sm90": {"forward": (2, 4), "backward": (2, 4), "backward_dq": (2, 4), "backward_dkdv": (2, 4)},
     "sm80": {
         "forward": (1, 4), "backward": (1, 2), "backward_dq": (1, 4), "backward_dkdv": (1, 2), "decode": (2, 8),
+        "jvp": (1, 4), "output_jvp": (1, 4), "dq_jvp": (1, 4), "dkdv_jvp": (1, 2),
     },
     "sm90_float32": {"forward": (1, 4), "backward": (1, 4), "backward_dq": (1, 4), "backward_dkdv": (1, 4)},
     "sm80_float32": {"forward": (1, 1), "backward_dq": (1, 2), "backward_dkdv": (1, 2)},
@@ -408,7 +409,7 @@ def chosen_rows() -> set[int]:
                 continue
             has_own_tiles = any(entry.features for entry in row.tiles[operation])
             own = [(entry.head_dim, entry.head_dim_v) for entry in row.tiles[operation] if entry.head_dim_v]
-            pairs = [*own, (64, 128), (192, 64), (240, 16)] if operation != "decode" else own
+            pairs = [*own, (64, 128), (192, 64), (240, 16), (256, 128)] if operation != "decode" else own
             for (head_dim, head_dim_v), causal, features, batch in itertools.product(
                 [*((head_dim, None) for head_dim in head_dims_of(dtype)), *pairs],
                 (False, True),

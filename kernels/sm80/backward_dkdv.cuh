@@ -170,6 +170,20 @@ struct BackwardDkdv {
         if (thread < 2 * kBr) store_shared(smem + kRowStats + parity * kRowStatsBytes + thread * 4, x);
     }
 
+    // The barrier behind which a query tile is there, with zeros in the rows of Q and dO that see no key.
+    __device__ void query_tile_barrier(int32 slot, int32 parity, bool is_first) const {
+        clear_hidden_tile<Spec, kThreads>(
+            params, is_first,
+            [&](int32 thread) {  // by the number that this thread has stored
+                const uint32 lse = smem + kRowStats + parity * kRowStatsBytes + thread * 4;
+                return thread < kBr && load_shared<float>(lse) == common::infinity<float>();
+            },
+            [&](int32 row) {
+                clear_row<QTile>(smem + kQ + slot * kStageBytes, row);
+                clear_row<DoTile>(smem + kDo + slot * kStageBytes, row);
+            });
+    }
+
     __device__ uint32 exchange_address(int m, int s) const {
         return smem + kP + (((pair * kM16 + m) * (kBr / 16) + s) * 32 + lane) * 16;
     }
@@ -343,16 +357,7 @@ struct BackwardDkdv {
                 cp_async_commit();
             }
             cp_async_wait<0>();
-            query_tile_barrier<Spec, kThreads>(
-                params, step.tile == tiles.begin,
-                [&](int32 row) {  // by the number that this thread has stored
-                    const uint32 lse = smem + kRowStats + t % 2 * kRowStatsBytes + row * 4;
-                    return row < kBr && load_shared<float>(lse) == common::infinity<float>();
-                },
-                [&](int32 row) {
-                    clear_row<QTile>(smem + kQ + slot * kStageBytes, row);
-                    clear_row<DoTile>(smem + kDo + slot * kStageBytes, row);
-                });
+            query_tile_barrier(slot, t % 2, step.tile == tiles.begin);
             if constexpr (kStages > 1) {
                 if (more) load_query_tile(following, (t + 1) % kStages);
                 cp_async_commit();

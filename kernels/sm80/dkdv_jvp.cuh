@@ -19,7 +19,7 @@
 //
 // At the end dK' and dV' are staged at the places of K and V.
 //
-// Barriers: query_tile_barrier at the top of an iteration guarantees that query tile and statistics are there, and that
+// Barriers: clear_hidden_tile at the top of an iteration guarantees that query tile and statistics are there, and that
 // the slots read by the previous iteration are free. With one stage, another one before it protects the only slot from
 // the next copy.
 #pragma once
@@ -209,7 +209,7 @@ struct DkdvJvp {
             }
             cp_async_wait<0>();
             const Row* rows = rows_of(t % 2);
-            query_tile_barrier<Spec, kThreads>(
+            clear_hidden_tile<Spec, kThreads>(
                 params, step.tile == tiles.begin,
                 [&](int32 row) { return row < kBr && rows[row].lse == common::infinity<float>(); },
                 [&](int32 row) {

@@ -23,8 +23,8 @@ __device__ __forceinline__ void clear_hidden_rows(int32 warp_row, const float (&
 // The barrier behind which a query tile is there, with zeros in its rows that see no key: is_hidden(row) says which, and
 // clear(row) stores the zeros. By position there are such rows only in the first tile of a head.
 template <class Spec, int kThreads, class Record, class IsHidden, class Clear>
-__device__ __forceinline__ void query_tile_barrier(const Record& params, bool is_first, const IsHidden& is_hidden,
-                                                   const Clear& clear) {
+__device__ __forceinline__ void clear_hidden_tile(const Record& params, bool is_first, const IsHidden& is_hidden,
+                                                  const Clear& clear) {
     if constexpr (Spec::kMayHideRows) {
         if (barrier_all(0, kThreads, !is_hidden(threadIdx.x))) return;
     } else {

@@ -187,7 +187,7 @@ def second_order() -> None:
     offsets = dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), cupy.asarray(np.array([3, 90, 90, 130], np.int32)))
     mask = fa2cupy.mods.causal()
     made = fa2cupy.block_mask(mask, (), 1, 1, 150, 130, tile=(64, 64), like=offsets["cu_seqlens_q"])
-    for dtype in ("float32", "float64"):
+    for dtype in ("float32", "float64", "bfloat16"):
         for columns in COLUMNS:
             inputs = make_inputs(dtype, **sizes, num_heads_kv=1, **columns_of(*columns), xp=cupy)
             check_tangents(*inputs, {"causal": True})
