@@ -215,7 +215,7 @@ def test_calls_with_functions_use_exactly_the_kernels_that_are_compiled_ahead(li
 @pytest.mark.parametrize("names", CALLS + MOVED, ids=lambda names: "+".join(names) or "plain")
 @pytest.mark.parametrize(
     "kind",
-    [("sm_90", "float32", None), ("sm_75", "float32", None), ("sm_90", "float64", None)],
+    [("sm_90", "float32", None), ("sm_75", "float32", None), ("sm_90", "float64", None), ("sm_80", "bfloat16", None)],
     ids=lambda kind: "-".join(filter(None, kind)),
 )
 def test_calls_of_second_order_use_exactly_the_kernels_that_are_compiled_ahead(listed, monkeypatch, kind, names):
