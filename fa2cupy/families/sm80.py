@@ -12,7 +12,7 @@ from .tile import TileConfig
 __all__ = ["SM80", "Sm80"]
 
 _H100, _H200 = "NVIDIA H100 80GB HBM3, 2026-11-21", "NVIDIA H200, 2026-11-24"
-_H100_LATER = "NVIDIA H100 80GB HBM3, 2026-11-25"
+_H100_LATER, _H100_LAST = "NVIDIA H100 80GB HBM3, 2026-11-25", "NVIDIA H100 80GB HBM3, 2026-11-27"
 #: Fitted like those of sm90. Only the number of splits follows from them.
 _COSTS = Costs(
     blocks={
@@ -94,8 +94,7 @@ class Sm80(Family):
             TileRow(256, TileConfig(32, 16, 2)),
         ),
         "output_jvp": (
-            TileRow(64, TileConfig(64, 64, 4, 2, 2)),
-            TileRow(64, TileConfig(64, 32, 4, 2, 2)),
+            TileRow(64, TileConfig(128, 32, 4, 2), _H100_LAST),
             TileRow(128, TileConfig(64, 32, 4, 2, 2)),
             TileRow(128, TileConfig(64, 32, 4, 1, 2)),
             TileRow(128, TileConfig(64, 32, 4, 2)),
@@ -103,8 +102,7 @@ class Sm80(Family):
             TileRow(256, TileConfig(32, 16, 2)),
         ),
         "dq_jvp": (
-            TileRow(64, TileConfig(64, 32, 4, 2, 2)),
-            TileRow(64, TileConfig(64, 32, 4)),
+            TileRow(64, TileConfig(64, 64, 4, 2), _H100_LAST),
             TileRow(128, TileConfig(64, 32, 4, 1, 2)),
             TileRow(128, TileConfig(64, 16, 4, 1, 2)),
             TileRow(128, TileConfig(64, 32, 4)),
@@ -114,8 +112,7 @@ class Sm80(Family):
         "dkdv_jvp": (
             TileRow(64, TileConfig(32, 64, 4, 2, 2)),
             TileRow(64, TileConfig(32, 64, 4)),
-            TileRow(128, TileConfig(16, 64, 4, 2, 2)),
-            TileRow(128, TileConfig(16, 64, 4, 1, 2)),
+            TileRow(128, TileConfig(32, 128, 8), _H100_LAST),
             TileRow(128, TileConfig(16, 64, 4, 2)),
             TileRow(256, TileConfig(16, 64, 8)),
             TileRow(256, TileConfig(16, 32, 4)),

@@ -211,9 +211,8 @@ class Call:
                 np.testing.assert_allclose(one, other, rtol=1e-11, atol=1e-11)
             elif one.size:
                 error, allowed = (abs(x.astype("float64") - other).max() for x in (one, formula))
-                largest = abs(other).max()
-                # Where terms cancel, as with a single key, errors are those of float32.
-                rounding = 1e-6 * largest if self.arrays["q"].itemsize > 2 else 1e-5 * max(largest, 1.0)
+                # Where terms cancel, as with a single key, errors are those of sums of numbers of the size of 1.
+                rounding = (1e-6 if self.arrays["q"].itemsize > 2 else 1e-5) * max(abs(other).max(), 1.0)
                 bound = 3 * allowed + rounding + noise
                 assert error <= bound, f"an error of {error:.3g} exceeds the bound of {bound:.3g}"
 
