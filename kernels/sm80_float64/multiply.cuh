@@ -56,14 +56,15 @@ __device__ __forceinline__ void multiply_step(Fragment<kN8>& output, const doubl
         mma_m16n8k8(output.value[n], a, b);
     }
 }
-// O += P V over the 8 * kSteps columns of P, the first of which is column 8 * `first_step` of all of P.
+// O += P V over the 8 * kSteps columns of P, the first of which is column 8 * `first_step` of all of P, in kN8 tiles of 8
+// columns of O from `first8` on.
 template <int kSteps, int kN8, class Right>
 __device__ __forceinline__ void multiply_columns(Fragment<kN8>& output, const Fragment<kSteps>& p, const Right& right,
-                                                 int32 first_step) {
+                                                 int32 first_step, int first8 = 0) {
 #pragma unroll
     for (int k = 0; k < kSteps; ++k) {
         const double a[4] = {p.value[k][0], p.value[k][2], p.value[k][1], p.value[k][3]};
-        multiply_step(output, a, first_step + k, right);
+        multiply_step(output, a, first_step + k, right, first8);
     }
 }
 // The same with sums of their own for these products, which are then added: one accumulator for all keys would have the
@@ -75,11 +76,7 @@ __device__ __forceinline__ void add_columns(Fragment<kN8>& output, const Fragmen
     for (int n = 0; n < kN8; n += kGroup) {
         Fragment<kGroup> sums;
         sums.fill(0.0);
-#pragma unroll
-        for (int k = 0; k < kSteps; ++k) {
-            const double a[4] = {p.value[k][0], p.value[k][2], p.value[k][1], p.value[k][3]};
-            multiply_step(sums, a, k, right, n);
-        }
+        multiply_columns(sums, p, right, 0, n);
 #pragma unroll
         for (int m = 0; m < kGroup; ++m)
 #pragma unroll
