@@ -137,14 +137,7 @@ class Sharers {
         } else {
             All whole;
 #pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                Scores part;
-                load(slots_ + half * kSlotBytes, part);
-#pragma unroll
-                for (int n = 0; n < kN8; ++n)
-#pragma unroll
-                    for (int e = 0; e < 4; ++e) whole.value[half * kN8 + n][e] = part.value[n][e];
-            }
+            for (int half = 0; half < 2; ++half) load(slots_ + half * kSlotBytes, whole, half * kN8);
             sm80_float64::add_columns(output, whole, right);
         }
     }
@@ -190,15 +183,17 @@ class Sharers {
                 store_shared(slot + (2 * n + i) * 512, pair);
             }
     }
-    __device__ __forceinline__ static void load(uint32 slot, Scores& x) {
+    // A slot into the scores of a fragment from column 8 * `first8` on.
+    template <int kColumns8>
+    __device__ __forceinline__ static void load(uint32 slot, Fragment<kColumns8>& x, int first8 = 0) {
 #pragma unroll
         for (int n = 0; n < kN8; ++n)
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
                 double pair[2];
                 load_shared(slot + (2 * n + i) * 512, pair);
-                x.value[n][2 * i] = pair[0];
-                x.value[n][2 * i + 1] = pair[1];
+                x.value[first8 + n][2 * i] = pair[0];
+                x.value[first8 + n][2 * i + 1] = pair[1];
             }
     }
 };
