@@ -50,13 +50,13 @@ class Sharers {
     __device__ __forceinline__ AlongRows<Tile> along_rows(uint32 tile, int32 first_row) const {
         return {tile + half_ * (Tile::kRowBytes / kWarps), first_row, lane_};
     }
-    // Those of a right operand of `multiply_columns`.
+    // Those of a right operand of `multiply_columns` and `add_columns`.
     template <class Tile>
     __device__ __forceinline__ AcrossRows<Tile> across_rows(uint32 tile) const {
         return {tile + half_ * (Tile::kRowBytes / kWarps), lane_};
     }
 
-    // This warp's scores. Two warps must have passed a barrier since their last `multiply_columns`.
+    // This warp's scores. Two warps must have passed a barrier since their last `multiply_columns` or `add_columns`.
     template <class Left, class Right>
     __device__ __forceinline__ Scores products(const AlongRows<Left>& left, const AlongRows<Right>& right) const {
         constexpr int kEnd = Left::kCols / 8 / kWarps;
@@ -93,7 +93,7 @@ class Sharers {
         return kWarps == 1 ? holds : barrier_all(barrier_, 64, holds);
     }
     // Combines a statistic of each row, which all lanes of a quad have, with that of the other warp. Both must have passed
-    // a barrier since their last `products` or `multiply_columns`.
+    // a barrier since they last read a slot, as all functions do that multiply.
     template <class Combine>
     __device__ __forceinline__ void combine(double (&x)[2], const Combine& combined) const {
         if constexpr (kWarps == 2) {
@@ -106,7 +106,7 @@ class Sharers {
         }
     }
 
-    // Gives this warp's half of P to both, for `multiply_columns` behind `wait` or another barrier.
+    // Gives this warp's half of P to both, for `multiply_columns` or `add_columns` behind `wait` or another barrier.
     __device__ __forceinline__ void give(const Scores& p) const {
         if constexpr (kWarps == 2) store(own_slot(), p);
     }
