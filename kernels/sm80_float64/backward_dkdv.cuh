@@ -43,7 +43,7 @@ template <class Spec, bool kWithDq = false>
 struct BackwardDkdv {
     static constexpr bool kByKeys = true, kFindsSequences = false;
     static constexpr int kBr = Spec::kBr, kBc = Spec::kBc, kWarps = Spec::kWarps, kThreads = 32 * kWarps;
-    static constexpr int kOfRows = common::max_of(Spec::kHeadDim, Spec::kHeadDimV) > 128 ? 2 : 1;  // that share rows
+    static constexpr int kOfRows = kIsWide<Spec> ? 2 : 1;  // that share rows
     using RowWarps = Sharers<kOfRows, kBr>;
     static constexpr int kStages = Spec::kStages, kOwners = kBc / 16 * kOfRows;
     static constexpr bool kInPairs = kWarps == 2 * kOwners;

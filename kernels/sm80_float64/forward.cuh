@@ -42,11 +42,11 @@ struct Forward {
     static constexpr bool kByKeys = false, kFindsSequences = false;
     static constexpr int kBr = Spec::kBr, kBc = Spec::kBc, kThreads = 32 * Spec::kWarps;
     static constexpr int kHeadDim = Spec::kHeadDim, kHeadDimV = Spec::kHeadDimV;
-    static constexpr int kSharers = 16 * Spec::kWarps / kBr;
+    static constexpr int kSharers = sharers_of_queries<Spec>();
     using RowWarps = Sharers<kSharers, kBc>;
     static constexpr int kD = common::round_up(kHeadDim, 16 * kSharers);
     static constexpr int kDv = common::round_up(kHeadDimV, 16 * kSharers);
-    static_assert(kBr * kSharers == 16 * Spec::kWarps && Spec::kStages == 1);
+    static_assert(Spec::kStages == 1);
 
     using QTile = Tile<kBr, kD>;
     using KTile = Tile<kBc, kD>;

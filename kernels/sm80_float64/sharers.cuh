@@ -25,6 +25,19 @@
 namespace fa2::sm80_float64 {
 
 inline constexpr int kNarrow = 64;
+// True if a warp has no registers for a result of all columns: two share rows in all kernels of the call.
+template <class Spec>
+inline constexpr bool kIsWide = common::max_of(Spec::kHeadDim, Spec::kHeadDimV) > 128;
+
+// The warps that share 16 of the query rows that a block owns. families/sm80_float64.py must know which columns are too
+// few for two, or a call's kernels would not have the same scores.
+template <class Spec>
+__host__ __device__ constexpr int sharers_of_queries() {
+    constexpr int kSharers = 16 * Spec::kWarps / Spec::kBr;
+    static_assert(kSharers * Spec::kBr == 16 * Spec::kWarps);
+    static_assert(kSharers == 1 || kIsWide<Spec> || Spec::kHeadDim > kNarrow);
+    return kSharers;
+}
 
 // kScores: the scores of a row in a tile.
 template <int kWarps, int kScores>
