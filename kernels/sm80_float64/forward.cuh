@@ -109,6 +109,7 @@ struct Forward {
                 common::hide_scores<false, Spec>(scores, mask, params, score_tile, -common::infinity<double>());
             if (sharers.all(softmax.keeps_row_shift(scores))) {
                 softmax.keep_row_shift(scores);
+                sharers.wait();  // the barrier of the other branch
             } else {
                 double highest[2], rescale[2];
                 softmax.maximum_of(scores, highest);
