@@ -46,9 +46,12 @@ def results_of(inputs: tuple, precision: str | None, *, own: dict, names: tuple 
     return bits(result[0] for result in results)
 
 
-@pytest.mark.parametrize(("dtype", "precision"), ARITHMETIC)
-@pytest.mark.parametrize("head_dim", (64, 128))
+@pytest.mark.parametrize(
+    ("head_dim", "dtype", "precision"),
+    [*((head_dim, *arithmetic) for head_dim in (64, 128) for arithmetic in ARITHMETIC), (256, "float64", None)],
+)
 def test_from_run_to_run(head_dim, dtype, precision):
+    """Checks rows of float64 that two warps share, too: those of 256 columns."""
     inputs = draw(dtype, 2, head_dim)
     single = {"method": "single_pass", "names": of_single_pass(dtype, precision)}
     for own, options in (({}, DETERMINISTIC), (ALONE, DETERMINISTIC), (ALONE, single)):
