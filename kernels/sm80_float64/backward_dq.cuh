@@ -106,7 +106,7 @@ struct BackwardDq {
             __syncthreads();  // Q, dO and V are there, K is free
             copy_k(tile);
             if (common::may_hide_rows<Spec>(params) && position == tiles.begin) {
-                clear_hidden_rows(smem, warp_row, lse, half, lane);
+                sharers.template clear_hidden_rows<QTile, DoTile>(warp_row, lse, smem, smem + kDo);
                 sharers.wait();
             }
 
@@ -136,20 +136,6 @@ struct BackwardDq {
         store_rows<kHeadDim, kD>(dq, params.dq + params.dq_strides.offset(where.batch, 0, where.head),
                                  params.dq_strides.row, first_row + warp_row, params.seqlen_q, half * (kD / kSharers),
                                  lane);
-    }
-
-  private:
-    // Stores zeros to this warp's share of its rows of Q and dO whose lse is +inf. The lanes of a quad share two rows.
-    __device__ __forceinline__ static void clear_hidden_rows(uint32 smem, int32 warp_row, const double (&lse)[2],
-                                                             int32 half, int32 lane) {
-#pragma unroll
-        for (int i = 0; i < 2; ++i)
-            if (lse[i] == common::infinity<double>()) {
-                const int32 row = warp_row + Scores::row(i, lane);
-                clear_row<QTile, 4 * kSharers>(smem, row, 4 * half + lane % 4);
-                clear_row<DoTile, 4 * kSharers>(smem + kDo, row, 4 * half + lane % 4);
-            }
-        __syncwarp();
     }
 };
 

@@ -25,15 +25,13 @@
 // natural: P of a row that one score dominates is then exactly 1.
 #pragma once
 #include "common/mask.cuh"
-#include "common/online_softmax.cuh"
 #include "common/params.cuh.j2"
 #include "common/schedule.cuh"
 #include "common/scores.cuh"
 #include "common/sequence.cuh"
 #include "common/statistics.cuh"
 #include "common/tile_lists.cuh"
-#include "sm80_float64/exponential.cuh"
-#include "sm80_float64/sharers.cuh"
+#include "sm80_float64/softmax.cuh"
 
 namespace fa2::sm80_float64 {
 
@@ -56,8 +54,8 @@ struct Forward {
     static_assert(kSlots + kBr / 16 * RowWarps::kBytes == Spec::kSharedBytes);
 
     using Scores = typename RowWarps::Scores;
-    using Output = Fragment<kDv / kSharers / 8>;
-    using Softmax = common::OnlineSoftmax<double, 2, 4, exp_by_table, true>;
+    static constexpr int kN8 = kDv / kSharers / 8, kGroup = kN8 <= 8 ? kN8 : kN8 % 4 == 0 ? 4 : 2;
+    using Output = Fragment<kN8>;
 
     __device__ static void run(const Params& params, char* dynamic_smem) {
         const uint32 smem = shared_address(dynamic_smem);
@@ -107,30 +105,23 @@ struct Forward {
             common::natural_scores<Spec>(scores, params, score_tile);
             if (position >= tiles.full_end || (tiles.kLeftLimit && position < tiles.full_begin))
                 common::hide_scores<false, Spec>(scores, mask, params, score_tile, -common::infinity<double>());
-            if (sharers.all(softmax.keeps_row_shift(scores))) {
-                softmax.keep_row_shift(scores);
-                sharers.wait();  // the barrier of the other branch
-            } else {
-                double highest[2], rescale[2];
-                softmax.maximum_of(scores, highest);
-                sharers.combine(highest, [](double x, double y) { return common::maximum(x, y); });
-                softmax.move_row_shift(highest, scores, rescale);
-                scale_rows(output, rescale);
-            }
+            take_softmax(softmax, sharers, scores,
+                         [&](const double (&factors)[2]) { scale_rows(output, factors); });
             common::drop<Spec>(scores, params, score_tile);
             sharers.give(scores);
 
             common::cp_async_wait_all();
             __syncthreads();  // V and P are there, K is free
             if (position > tiles.begin) copy_k(tiles.at(position - 1));
-            sharers.add_columns(output, scores, v_rows);
+            const auto p = sharers.whole(scores);
+            add_sums<kGroup>(output, [&](Fragment<kGroup>& sums, int first8) {
+                multiply_columns(sums, p, v_rows, 0, first8);
+            });
         }
 
-        double total[2], inverse_sum[2], row_lse[2];
-#pragma unroll
-        for (int i = 0; i < 2; ++i) total[i] = common::row_sum<4>(softmax.sum[i]);
+        double total[2] = {softmax.sum[0], softmax.sum[1]}, inverse_sum[2], row_lse[2];
         sharers.wait();  // P has been read
-        sharers.combine(total, [](double x, double y) { return x + y; });
+        total_of(sharers, total);
         common::finish_rows<Spec>(softmax, params, where.head, 0, inverse_sum, row_lse, total);
         scale_rows(output, inverse_sum);
         double* lse = params.lse + common::first_statistic<Spec>(params, where.batch, where.head);

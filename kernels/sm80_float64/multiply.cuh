@@ -26,11 +26,12 @@ __device__ __forceinline__ void mma_m16n8k8(double (&d)[4], const double (&a)[4]
 #endif
 }
 
-// S += Q K^T over columns 8 * kFirst to 8 * kEnd. Few steps are unrolled: their left operands take registers.
-template <int kFirst, int kEnd, int kN8, class Left, class Right>
-__device__ __forceinline__ void multiply_rows(Fragment<kN8>& scores, const Left& left, const Right& right) {
+// S += Q K^T over columns 8 * `first` to 8 * `end`. Few steps are unrolled: their left operands take registers.
+template <int kN8, class Left, class Right>
+__device__ __forceinline__ void multiply_rows(Fragment<kN8>& scores, const Left& left, const Right& right, int first,
+                                              int end) {
 #pragma unroll 1
-    for (int k = kFirst; k < kEnd; k += 2)
+    for (int k = first; k < end; k += 2)
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
             double a[4];
@@ -67,23 +68,7 @@ __device__ __forceinline__ void multiply_columns(Fragment<kN8>& output, const Fr
         multiply_step(output, a, first_step + k, right, first8);
     }
 }
-// The same with sums of their own for these products, which are then added: one accumulator for all keys would have the
-// rounding errors of a chain as long as they are. Groups of columns take turns, for want of registers.
-template <int kSteps, int kN8, class Right>
-__device__ __forceinline__ void add_columns(Fragment<kN8>& output, const Fragment<kSteps>& p, const Right& right) {
-    constexpr int kGroup = kN8 <= 8 ? kN8 : kN8 % 4 == 0 ? 4 : 2;
-#pragma unroll
-    for (int n = 0; n < kN8; n += kGroup) {
-        Fragment<kGroup> sums;
-        sums.fill(0.0);
-        multiply_columns(sums, p, right, 0, n);
-#pragma unroll
-        for (int m = 0; m < kGroup; ++m)
-#pragma unroll
-            for (int e = 0; e < 4; ++e) output.value[n + m][e] += sums.value[m][e];
-    }
-}
-// The same with P^T in shared memory, for 16 of its columns.
+// O += P V with P^T in shared memory, for 16 of its columns.
 template <int kSteps, int kN8, class Left, class Right>
 __device__ __forceinline__ void multiply_transposed(Fragment<kN8>& output, const Left& p_transposed,
                                                     const Right& right) {
@@ -93,6 +78,24 @@ __device__ __forceinline__ void multiply_transposed(Fragment<kN8>& output, const
         p_transposed.load(0, k, a[0], a[2]);
         p_transposed.load(1, k, a[1], a[3]);
         multiply_step(output, a, k, right);
+    }
+}
+
+// Adds to O what `multiply` adds to sums of its own, which get the 8 * kGroup columns from tile `first8` on: one
+// accumulator for all keys would have the rounding errors of a chain as long as they are. Groups of columns take turns, for
+// want of registers.
+template <int kGroup, int kN8, class Multiply>
+__device__ __forceinline__ void add_sums(Fragment<kN8>& output, const Multiply& multiply) {
+    static_assert(kN8 % kGroup == 0);
+#pragma unroll
+    for (int first8 = 0; first8 < kN8; first8 += kGroup) {
+        Fragment<kGroup> sums;
+        sums.fill(0.0);
+        multiply(sums, first8);
+#pragma unroll
+        for (int n = 0; n < kGroup; ++n)
+#pragma unroll
+            for (int e = 0; e < 4; ++e) output.value[first8 + n][e] += sums.value[n][e];
     }
 }
 
@@ -120,6 +123,24 @@ __device__ __forceinline__ void store_rows(const Fragment<kN8>& x, double* gmem,
             if (kColumns == kPadded || column < kColumns)
                 *reinterpret_cast<double2*>(gmem + row * row_stride + column) =
                     make_double2(x.value[n][2 * i], x.value[n][2 * i + 1]);
+        }
+    }
+}
+// Loads such a fragment, with zeros in the place of rows for which `exists` is false, and of columns past the array's.
+template <int kColumns, int kPadded, int kN8, class Exists>
+__device__ __forceinline__ void load_rows(Fragment<kN8>& x, const double* gmem, int64 row_stride, int32 first_row,
+                                          int32 first_column, int32 lane, const Exists& exists) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        const int32 row = first_row + Fragment<kN8>::row(i, lane);
+#pragma unroll
+        for (int n = 0; n < kN8; ++n) {
+            const int32 column = first_column + Fragment<kN8>::col(2 * n, lane);
+            double2 pair = make_double2(0.0, 0.0);
+            if (exists(i) && (kColumns == kPadded || column < kColumns))
+                pair = *reinterpret_cast<const double2*>(gmem + row * row_stride + column);
+            x.value[n][2 * i] = pair.x;
+            x.value[n][2 * i + 1] = pair.y;
         }
     }
 }

@@ -45,10 +45,10 @@ class Sharers {
     static_assert(kWarps == 1 || kWarps == 2);
     static constexpr int kN8 = kScores / 8 / kWarps, kSlotBytes = kN8 * 2 * 32 * 16;
     static_assert(kScores % (8 * kWarps) == 0);
-    using All = Fragment<kScores / 8>;
 
   public:
-    using Scores = Fragment<kN8>;
+    using Scores = Fragment<kN8>;       // of this warp
+    using All = Fragment<kScores / 8>;  // of all
     static constexpr int kBytes = kWarps == 1 ? 0 : kWarps * kSlotBytes;  // of shared memory
 
     // `half`: which of the warps this is. `barrier`: a named one that no other warps use.
@@ -63,20 +63,26 @@ class Sharers {
     __device__ __forceinline__ AlongRows<Tile> along_rows(uint32 tile, int32 first_row) const {
         return {tile + half_ * (Tile::kRowBytes / kWarps), first_row, lane_};
     }
-    // Those of a right operand of `multiply_columns` and `add_columns`.
+    // Those of a right operand that P multiplies.
     template <class Tile>
     __device__ __forceinline__ AcrossRows<Tile> across_rows(uint32 tile) const {
         return {tile + half_ * (Tile::kRowBytes / kWarps), lane_};
     }
 
-    // This warp's scores. Two warps must have passed a barrier since their last `multiply_columns` or `add_columns`.
+    // This warp's scores. Two warps must have passed a barrier since they last read a slot.
     template <class Left, class Right>
     __device__ __forceinline__ Scores products(const AlongRows<Left>& left, const AlongRows<Right>& right) const {
-        constexpr int kEnd = Left::kCols / 8 / kWarps;
-        constexpr int kHalf = kWarps == 1 && Left::kCols > kNarrow ? common::round_up(Left::kCols, 32) / 16 : kEnd;
+        return sum_over<Left::kCols>(
+            [&](All& sums, int first, int end) { multiply_rows(sums, left, right, first, end); });
+    }
+    // The same of what multiply(sums, first, end) adds up, over columns 8 * first to 8 * end of kColumns.
+    template <int kColumns, class Multiply>
+    __device__ __forceinline__ Scores sum_over(const Multiply& multiply) const {
+        constexpr int kEnd = kColumns / 8 / kWarps;
+        constexpr int kHalf = kWarps == 1 && kColumns > kNarrow ? common::round_up(kColumns, 32) / 16 : kEnd;
         All all;
         all.fill(0.0);
-        multiply_rows<0, kHalf>(all, left, right);
+        multiply(all, 0, kHalf);
         if constexpr (kWarps == 2) {
             return sum(all);
         } else if constexpr (kHalf == kEnd) {
@@ -84,17 +90,17 @@ class Sharers {
         } else {
             All second;
             second.fill(0.0);
-            multiply_rows<kHalf, kEnd>(second, left, right);
+            multiply(second, kHalf, kEnd);
             add(all, second);
             return all;
         }
     }
-    // The same, added to `start`.
+    // This warp's scores, added to `start`.
     template <class Left, class Right>
     __device__ __forceinline__ Scores products(const AlongRows<Left>& left, const AlongRows<Right>& right,
                                                Scores start) const {
         if constexpr (kWarps == 1) {
-            multiply_rows<0, Left::kCols / 8>(start, left, right);
+            multiply_rows(start, left, right, 0, Left::kCols / 8);
         } else {
             add(start, products(left, right));
         }
@@ -106,7 +112,7 @@ class Sharers {
         return kWarps == 1 ? holds : barrier_all(barrier_, 64, holds);
     }
     // Combines a statistic of each row, which all lanes of a quad have, with that of the other warp. Both must have passed
-    // a barrier since they last read a slot, as all functions do that multiply.
+    // a barrier since they last read a slot.
     template <class Combine>
     __device__ __forceinline__ void combine(double (&x)[2], const Combine& combined) const {
         if constexpr (kWarps == 2) {
@@ -119,7 +125,7 @@ class Sharers {
         }
     }
 
-    // Gives this warp's half of P to both, for `multiply_columns` or `add_columns` behind `wait` or another barrier.
+    // Gives this warp's half of P to both, for `multiply_columns` or `whole` behind `wait` or another barrier.
     __device__ __forceinline__ void give(const Scores& p) const {
         if constexpr (kWarps == 2) store(own_slot(), p);
     }
@@ -141,18 +147,30 @@ class Sharers {
             }
         }
     }
-    // The same with sums of their own for these products.
-    template <class Right, int kOutputN8>
-    __device__ __forceinline__ void add_columns(Fragment<kOutputN8>& output, const Scores& p,
-                                                const AcrossRows<Right>& right) const {
+    // P of all keys, from this warp's half, which it has given.
+    __device__ __forceinline__ All whole(const Scores& p) const {
         if constexpr (kWarps == 1) {
-            sm80_float64::add_columns(output, p, right);
+            return p;
         } else {
-            All whole;
+            All all;
 #pragma unroll
-            for (int half = 0; half < 2; ++half) load(slots_ + half * kSlotBytes, whole, half * kN8);
-            sm80_float64::add_columns(output, whole, right);
+            for (int half = 0; half < 2; ++half) load(slots_ + half * kSlotBytes, all, half * kN8);
+            return all;
         }
+    }
+
+    // Stores zeros to this warp's share of the rows of tiles from `first_row` on whose lse is +inf. The lanes of a quad share
+    // two rows.
+    template <class... Tiles, class... Addresses>
+    __device__ __forceinline__ void clear_hidden_rows(int32 first_row, const double (&lse)[2],
+                                                      Addresses... tiles) const {
+#pragma unroll
+        for (int i = 0; i < 2; ++i)
+            if (lse[i] == common::infinity<double>()) {
+                const int32 row = first_row + Scores::row(i, lane_);
+                (clear_row<Tiles, 4 * kWarps>(tiles, row, 4 * half_ + lane_ % 4), ...);
+            }
+        __syncwarp();
     }
 
   private:

@@ -94,8 +94,8 @@ MUTANTS = (
     Mutant(
         "doubles: O keeps its row shift",
         "forward",
-        "softmax.move_row_shift(highest, scores, rescale);\n                scale_rows(output, rescale);\n",
-        "softmax.move_row_shift(highest, scores, rescale);\n",
+        "softmax.move_row_shift(highest, scores, factors);\n        rescale(factors);\n",
+        "softmax.move_row_shift(highest, scores, factors);\n",
         "numbers",
         GROWING_DOUBLES,
     ),
@@ -118,8 +118,8 @@ MUTANTS = (
     Mutant(
         "doubles: half of the columns of Q",
         "forward",
-        "kEnd = Left::kCols / 8 / kWarps;",
-        "kEnd = Left::kCols / 16;",
+        "kEnd = kColumns / 8 / kWarps;",
+        "kEnd = kColumns / 16;",
         "numbers",
         DOUBLES_OF_PAIR,
     ),
@@ -326,7 +326,7 @@ MUTANTS = (
     Mutant(
         "doubles: row sums of half of the keys",
         "forward",
-        "        sharers.combine(total, [](double x, double y) { return x + y; });\n",
+        "    sharers.combine(sum, [](double x, double y) { return x + y; });\n",
         "",
         "numbers",
         WIDE_DOUBLES,
@@ -334,8 +334,8 @@ MUTANTS = (
     Mutant(
         "doubles: both warps store the first half of the columns",
         "forward",
-        "first_column + Fragment<kN8>::col(2 * n, lane)",
-        "Fragment<kN8>::col(2 * n, lane)",
+        "first_column + Fragment<kN8>::col(2 * n, lane);\n            if (kColumns",
+        "Fragment<kN8>::col(2 * n, lane);\n            if (kColumns",
         "unwritten",
         WIDE_DOUBLES,
     ),
@@ -350,8 +350,8 @@ MUTANTS = (
     Mutant(
         "doubles: hidden rows before the other warp has cleared its share",
         "backward_dq",
-        "                clear_hidden_rows(smem, warp_row, lse, half, lane);\n                sharers.wait();\n",
-        "                clear_hidden_rows(smem, warp_row, lse, half, lane);\n",
+        "(warp_row, lse, smem, smem + kDo);\n                sharers.wait();\n",
+        "(warp_row, lse, smem, smem + kDo);\n",
         "race",
         WIDE_DOUBLES_WITHOUT_KEYS,
     ),
