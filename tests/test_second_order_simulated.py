@@ -19,10 +19,13 @@ from support.simulator import simulated_gpu
 from support.strided_arrays import gapped, packed
 
 import fa2cupy
-from fa2cupy import mods
+from fa2cupy import TileConfig, mods
 from fa2cupy.families import choice, float32_parts
+from fa2cupy.families.device import DeviceInfo
 from fa2cupy.families.simt import SIMT
 from fa2cupy.families.sm80 import SM80
+from fa2cupy.families.sm80_float64 import SM80_FLOAT64
+from fa2cupy.plan.specs import second_order_specs
 
 pytestmark = pytest.mark.simulated
 
@@ -36,6 +39,8 @@ SIZES = (
     {"lengths": (0, 3)},
     {"lengths": (3, 0)},
 )
+#: The families of everyday tests of what all families have from the same code.
+OTHERS = ("simt", "sm80")
 of_both_masks = pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 #: Further dtypes of families.
 of_other_dtypes = pytest.mark.parametrize(("family", "dtype"), [("simt", "float32"), ("sm80", "float16")])
@@ -60,7 +65,7 @@ def launched(monkeypatch, family):
 
 
 #: Families by name.
-ALL = {one.name: one for one in (SIMT, SM80)}
+ALL = {one.name: one for one in (SIMT, SM80, SM80_FLOAT64)}
 
 
 def rows_of_the_table(operation: str) -> list:
@@ -85,6 +90,7 @@ def test_jvp(launched, dtype, sizes, causal):
     Call(**sizes, dtype=dtype, causal=causal).check_jvp()
 
 
+@pytest.mark.sample(family=OTHERS)
 def test_jvp_of_packed_sequences(launched, dtype):
     options = {"bias": numbers((3, 1, 1, 52), "float64"), "sink": np.array([0.3, -np.inf, 0.1, 0.2])}
     packed_call(dtype=dtype, **options).check_jvp()
@@ -119,6 +125,7 @@ def test_a_missing_tangent_counts_as_zeros(launched, dtype, given):
     call.check_jvp()
 
 
+@pytest.mark.sample(family=OTHERS)
 def test_rows_without_keys_have_zeros_even_if_they_have_nan(launched, dtype):
     call = Call((20, 12), dtype=dtype, causal=True)
     for arrays in (call.arrays, call.direction):
@@ -179,16 +186,16 @@ def test_errors_of_tangents_of_gradients_are_bounded(launched, dtype, check, cau
 
 
 @pytest.mark.sample(check=("check_double_backward",))
-@pytest.mark.parametrize("family", ["simt"])
 @of_both_backwards
-def test_lse_of_kernels_that_multiply_parts_is_computed_again(launched, monkeypatch, check):
+def test_lse_of_kernels_that_multiply_parts_is_computed_again(monkeypatch, check):
     """Checks float32 on Hopper."""
     monkeypatch.setattr(float32_parts, "_SHORTEST", 1)
-    getattr(Call(dtype="float32"), check)()
+    with simulated_gpu(monkeypatch) as launched:
+        getattr(Call(dtype="float32"), check)()
     assert [stage.spec.operation for stage in launched] == ["forward", *STAGES[check]]
 
 
-@pytest.mark.sample(given=("v",), check=("check_double_backward",))
+@pytest.mark.sample(given=("v",), check=("check_double_backward",), family=OTHERS)
 @pytest.mark.parametrize("given", ["q", "k", "v", "do", "dlse", ""])
 @of_both_backwards
 def test_a_missing_tangent_counts_as_zeros_in_gradients(launched, dtype, check, given):
@@ -205,7 +212,7 @@ def test_gradients_of_lse_may_be_missing(launched, dtype, check):
     getattr(call, check)()
 
 
-@pytest.mark.sample(name=("double_backward",))
+@pytest.mark.sample(name=("double_backward",), family=OTHERS)
 @pytest.mark.parametrize("name", ["backward_jvp", "double_backward"])
 def test_rows_without_keys_contribute_nothing_even_if_they_have_nan(launched, dtype, name):
     Call((20, 12), dtype=dtype, causal=True).check_hidden_rows(name)
@@ -269,15 +276,44 @@ def test_tangents_of_gradients_with_features(launched, featured, check):
     getattr(featured, check)()
 
 
-@pytest.mark.sample(with_functions=(True,))
+@pytest.mark.sample(with_functions=(True,), family=OTHERS)
 def test_jvp_with_functions(launched, with_functions):
     with_functions.check_jvp()
 
 
-@pytest.mark.sample(with_functions=(True,), check=("check_double_backward",))
+@pytest.mark.sample(with_functions=(True,), check=("check_double_backward",), family=OTHERS)
 @of_both_backwards
 def test_tangents_of_gradients_with_functions(launched, with_functions, check):
     getattr(with_functions, check)()
+
+
+# ------------------------------------------------------------------------------------------------ float64's own tiles
+
+#: Two warps of a block, two that share rows of more than 64 columns, sums in two halves, and row shifts that move.
+TILES_64 = {
+    "warps": {"lengths": (40, 70), "tile": TileConfig(32, 32, 2)},
+    "sharers": {"lengths": (20, 37), "head_dim": 72, "head_dim_v": 24, "tile": TileConfig(16, 16, 2)},
+    "halves": {"lengths": (20, 27), "head_dim": 72, "head_dim_v": 8},
+    "large scores": {"lengths": (20, 70), "softmax_scale": 4.0},
+}
+
+
+@pytest.mark.sample(tiles=("sharers",), check=("check_double_backward",))
+@pytest.mark.parametrize("family", ["sm80_float64"])
+@pytest.mark.parametrize("tiles", TILES_64)
+@pytest.mark.parametrize("check", ["check_jvp", *BACKWARDS])
+def test_warps_of_float64(launched, tiles, check):
+    getattr(Call(**TILES_64[tiles], causal=True), check)()
+
+
+@pytest.mark.parametrize(
+    ("pair", "family"),
+    [((136, 8), SIMT), ((8, 136), SIMT), ((8, 88), SIMT), ((8, 80), SM80_FLOAT64), ((128, 128), SM80_FLOAT64)],
+    ids=str,
+)
+def test_columns_that_warps_of_float64_do_not_hold_are_left_to_cuda_cores(pair, family):
+    specs = second_order_specs(DeviceInfo.named("sm_90"), "float64", pair[0], head_dim_v=pair[1])
+    assert {spec.family for spec in specs} == {None, family}
 
 
 # ----------------------------------------------------------------------------------------------------------- mutants

@@ -18,7 +18,7 @@ from fa2cupy.families import tuning
 from fa2cupy.families.choice import choose
 from fa2cupy.families.device import ARCHITECTURES, DeviceInfo
 from fa2cupy.families.family import Kernel
-from fa2cupy.families.operations import TILED
+from fa2cupy.families.operations import OPERATIONS, TILED
 from fa2cupy.families.registry import FAMILIES, choose_family, family_of_kernel
 from fa2cupy.families.tile_choice import choose_tile as choose_tile_of
 from fa2cupy.jit.compiler import compile_source
@@ -176,7 +176,10 @@ STAGES = {
     },
     "sm90_float32": {"forward": (1, 4), "backward": (1, 4), "backward_dq": (1, 4), "backward_dkdv": (1, 4)},
     "sm80_float32": {"forward": (1, 1), "backward_dq": (1, 2), "backward_dkdv": (1, 2)},
-    "sm80_float64": {"forward": (1, 1), "backward": (1, 2), "backward_dq": (1, 1), "backward_dkdv": (1, 2)},
+    "sm80_float64": {
+        "forward": (1, 1), "backward": (1, 2), "backward_dq": (1, 1), "backward_dkdv": (1, 2),
+        "jvp": (1, 1), "output_jvp": (1, 1), "dq_jvp": (1, 1), "dkdv_jvp": (1, 1),
+    },
     "simt": {
         "forward": (1, 1), "backward": (1, 1), "backward_dq": (1, 1), "backward_dkdv": (1, 1), "decode": (2, 8),
         "jvp": (1, 1), "output_jvp": (1, 1), "dq_jvp": (1, 1), "dkdv_jvp": (1, 1),
@@ -196,7 +199,8 @@ def test_every_kernel_has_the_stages_that_its_main_loop_knows():
             rows = (row.tile for row in family.tiles[operation] if row.head_dim >= padded)
             tile = next((tile for tile in rows if not family.why_not_shape(kernel, tile)), None)
             if tile is None:
-                assert head_dim > 128 and (family.multiplies_parts or family.why_not_columns(padded, padded))
+                has_fewer = family.multiplies_parts or OPERATIONS[operation].is_second_order
+                assert head_dim > 128 and (has_fewer or family.why_not_columns(padded, padded))
                 continue
             for number in range(1, 10):
                 reason = family.why_not_shape(kernel, dataclasses.replace(tile, num_stages=number))
@@ -418,6 +422,8 @@ def chosen_rows() -> set[int]:
             ):
                 call = problem(dtype, head_dim, causal, batch).with_settings(features)
                 call = row.padded(dataclasses.replace(call, head_dim_v=head_dim_v))
+                if row.name == "sm80_float64" and row.why_not(operation, call, {}):
+                    continue  # tangents of wide rows
                 try:
                     tile = choose_tile_of(operation, row, call, device)
                 except UnsupportedProblemError:
@@ -434,6 +440,8 @@ def chosen_rows() -> set[int]:
                     )
                     # Rows with tangents are twice as many.
                     if operation in ("dq_jvp", "dkdv_jvp") and device == P100 and head_dim > 96:
+                        continue
+                    if is_small and OPERATIONS[operation].is_second_order and head_dim > 64:
                         continue
                     assert head_dim > 128 and ((is_small and dtype == "float64") or too_wide)
                     continue
@@ -467,12 +475,19 @@ def test_rows_of_pairs_serve_no_equal_head_dims(monkeypatch):
         for head_dim in head_dims_of(family.dtypes[0])
         for features in (NO_SETTINGS, DROPPED, OF_A_FUNCTION)
     ]
-    chosen = [choose_tile_of(*call) for call in calls]
+
+    def tile_of(*call) -> TileConfig | None:
+        try:
+            return choose_tile_of(*call)
+        except UnsupportedProblemError:  # wide rows with tangents
+            return None
+
+    chosen = [tile_of(*call) for call in calls]
     for family in FAMILIES:
         rest = {name: tuple(row for row in rows if not row.head_dim_v) for name, rows in family.tiles.items()}
         monkeypatch.setattr(type(family), "tiles", rest)
-    assert calls
-    assert [choose_tile_of(*call) for call in calls] == chosen
+    assert any(chosen)
+    assert [tile_of(*call) for call in calls] == chosen
 
 
 def test_measured_rows_name_the_gpu_and_the_date():

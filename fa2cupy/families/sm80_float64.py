@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
+from ..problem.attention import AttentionProblem
+from ..problem.strides import AnyStrides
 from .device import DeviceInfo
 from .estimate import BlockCost, Costs
 from .family import Family, Kernel, TileRow, register_shortage
+from .operations import OPERATIONS
 from .records import POINTER_RECORDS, Record
 from .tile import TileConfig
 
@@ -16,6 +21,7 @@ _POWERS_BYTES = 512  # a table of the exponential
 _BARRIERS = 15  # for some of the warps
 _WIDE = 128  # with more columns of q or v, two warps hold a result of 16 rows
 _NARROW = 64  # scores of so few columns are one sum in all kernels, which two warps cannot divide
+_NARROW_V = 80  # of so many columns of v, one warp holds the sums of o and of its tangent
 _BY_KEYS = ("backward", "backward_dkdv")
 _MEASURED = "H200, 2026-11-27"
 #: A multiprocessor of the H200 does 0.16 million multiply-adds in a microsecond, in either method; what else takes time
@@ -34,6 +40,7 @@ class Sm80Float64(Family):
     """Kernels of ``mma.sync`` and ``cp.async``, whose warps own 16 rows of queries or keys, alone or with others."""
 
     name = "sm80_float64"
+    operations = (*Family.operations, "jvp", "output_jvp", "dq_jvp", "dkdv_jvp")
     dtypes = ("float64",)
     min_compute_capability = 80
     row_alignment = 16
@@ -59,6 +66,37 @@ class Sm80Float64(Family):
             TileRow(256, TileConfig(64, 16, 8), _MEASURED),
             TileRow(256, TileConfig(32, 16, 4), _MEASURED),
             TileRow(256, TileConfig(16, 16, 2)),
+        ),
+        # Of tangents: where q has more than _NARROW columns, two warps share rows. Rows that no other tile serves are
+        # those of a wider v beside a q of fewer.
+        "jvp": (
+            TileRow(64, TileConfig(128, 16, 8)),
+            TileRow(64, TileConfig(64, 16, 4)),
+            TileRow(128, TileConfig(64, 16, 8)),
+            TileRow(128, TileConfig(32, 16, 4)),
+            TileRow(64, TileConfig(32, 16, 2), head_dim_v=_NARROW_V),
+        ),
+        "output_jvp": (
+            TileRow(64, TileConfig(128, 16, 8)),
+            TileRow(64, TileConfig(64, 16, 4)),
+            TileRow(128, TileConfig(64, 16, 8)),
+            TileRow(128, TileConfig(32, 16, 4)),
+            TileRow(64, TileConfig(32, 16, 2), head_dim_v=_NARROW_V),
+        ),
+        "dq_jvp": (
+            TileRow(64, TileConfig(64, 16, 4)),
+            TileRow(64, TileConfig(32, 16, 2)),
+            TileRow(128, TileConfig(32, 16, 4)),
+            TileRow(128, TileConfig(16, 16, 2)),
+            TileRow(64, TileConfig(32, 16, 2), head_dim_v=_NARROW_V),
+            TileRow(64, TileConfig(16, 16, 1), head_dim_v=_NARROW_V),
+        ),
+        "dkdv_jvp": (
+            TileRow(64, TileConfig(16, 64, 4)),
+            TileRow(64, TileConfig(16, 32, 2)),
+            TileRow(128, TileConfig(16, 32, 4)),
+            TileRow(128, TileConfig(16, 16, 2)),
+            TileRow(64, TileConfig(8, 32, 2), head_dim_v=_NARROW_V),
         ),
         "backward": (
             TileRow(64, TileConfig(32, 64, 8, 2), _MEASURED, features=Family.features),
@@ -106,6 +144,16 @@ class Sm80Float64(Family):
         name = "backward_to_workspace" if operation == "backward" else operation
         return POINTER_RECORDS[name]._replace(reals=("softmax_scale",))  # there are no scores in base 2
 
+    def why_not(self, operation: str, problem: AttentionProblem, strides: Mapping[str, AnyStrides]) -> str | None:
+        if not OPERATIONS[operation].is_second_order:
+            return None
+        kernel = Kernel.of(operation, problem)
+        if _is_wide(kernel):
+            return f"kernels of tangents have up to {_WIDE} columns"
+        if kernel.head_dim <= _NARROW and kernel.head_dim_v > _NARROW_V:
+            return f"beside up to {_NARROW} columns of q, kernels of tangents have up to {_NARROW_V} of v"
+        return None
+
     def shared_memory_bytes(self, kernel: Kernel, tile: TileConfig) -> int:
         sharers, columns, columns_v = _on_chip(kernel, tile)
         row, row_v, b_r, b_c = 8 * columns, 8 * columns_v, tile.b_r, tile.b_c
@@ -113,8 +161,13 @@ class Sm80Float64(Family):
         slots = scores if sharers > 1 else 0
         by_keys = (b_c + tile.num_stages * b_r) * (row + row_v) + 4 * 8 * b_r + 2 * slots
         by_keys += scores if _is_in_pairs(tile, sharers) else 0
+        moved = 2 * ((b_r + b_c) * row + b_c * row_v + slots)
         return {
             "forward": _POWERS_BYTES + (b_r + b_c) * row + b_c * row_v + slots,
+            "jvp": _POWERS_BYTES + moved,
+            "output_jvp": moved,
+            "dq_jvp": moved + 2 * b_r * row_v,
+            "dkdv_jvp": moved + 2 * b_r * row_v + 4 * 8 * b_r,
             "backward": by_keys + tile.num_stages * scores,
             "backward_dq": (b_r + b_c) * (row + row_v) + slots,
             "backward_dkdv": by_keys,
@@ -124,19 +177,25 @@ class Sm80Float64(Family):
         if kernel.operation in _BY_KEYS:
             return _why_no_keys(kernel, tile)
         sharers, columns, columns_v = _on_chip(kernel, tile)
+        names = ("b_c", "b_r") if kernel.operation == "dkdv_jvp" else ("b_r", "b_c")
+        own, other = (getattr(tile, name) for name in names)
         few = 1 + _is_wide(kernel)
         most = 2 if kernel.head_dim > _NARROW else few
-        if not few <= sharers <= most or sharers * tile.b_r != _ROWS * tile.num_warps:
+        if not few <= sharers <= most or sharers * own != _ROWS * tile.num_warps:
             of_whom = "each" if most == 1 else "each two" if few == 2 else "each, or each two,"
-            return f"b_r={tile.b_r} does not give {of_whom} of {tile.num_warps} warps {_ROWS} rows"
-        if sharers > 1 and tile.b_r > _ROWS * _BARRIERS:
-            return f"b_r={tile.b_r} takes more than {_BARRIERS} barriers"
-        if tile.b_c % (8 * sharers):
-            return f"b_c={tile.b_c} is not a multiple of {8 * sharers}"
+            return f"{names[0]}={own} does not give {of_whom} of {tile.num_warps} warps {_ROWS} rows"
+        if sharers > 1 and own > _ROWS * _BARRIERS:
+            return f"{names[0]}={own} takes more than {_BARRIERS} barriers"
+        if other % (8 * sharers):
+            return f"{names[1]}={other} is not a multiple of {8 * sharers}"
         if tile.num_stages > 1:
             return f"num_stages={tile.num_stages} is more than 1"
         accumulators = {
             "forward": columns_v // sharers + tile.b_c,
+            "jvp": 2 * columns_v // sharers + 2 * tile.b_c,
+            "output_jvp": columns_v // sharers + 2 * tile.b_c,
+            "dq_jvp": columns // sharers + 4 * tile.b_c // sharers,
+            "dkdv_jvp": (columns + columns_v) // sharers + 4 * tile.b_r // sharers,
             "backward_dq": columns // sharers + 2 * tile.b_c,
         }[kernel.operation]
         return register_shortage(accumulators, _OPERANDS, tile)
@@ -148,8 +207,9 @@ def _is_wide(kernel: Kernel) -> bool:
 
 def _on_chip(kernel: Kernel, tile: TileConfig) -> tuple[int, int, int]:
     """The warps that share rows, and the columns of q and of v, which these warps divide evenly."""
+    owned = tile.b_c if kernel.operation == "dkdv_jvp" else tile.b_r
     by_keys = kernel.operation in _BY_KEYS
-    sharers = 1 + _is_wide(kernel) if by_keys else max(1, _ROWS * tile.num_warps // tile.b_r)
+    sharers = 1 + _is_wide(kernel) if by_keys else max(1, _ROWS * tile.num_warps // owned)
     step = 16 * sharers
     return sharers, -(-kernel.head_dim // step) * step, -(-kernel.head_dim_v // step) * step
 

@@ -11,8 +11,11 @@ inline constexpr int kPowers = 64, kPowersBytes = 8 * kPowers;
 // Writes the table, for all threads of the block.
 template <int kThreads>
 __device__ __forceinline__ void store_powers(uint32 smem, int32 thread) {
-    static_assert(kThreads >= kPowers);
-    if (thread < kPowers) common::store_shared(smem + 8 * thread, exp2(thread / double(kPowers)));
+#pragma unroll
+    for (int n = 0; n < common::ceil_div(kPowers, kThreads); ++n) {
+        const int32 j = thread + n * kThreads;
+        if (j < kPowers) common::store_shared(smem + 8 * j, exp2(j / double(kPowers)));
+    }
     __syncthreads();
 }
 

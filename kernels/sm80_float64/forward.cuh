@@ -40,7 +40,7 @@ struct Forward {
     static constexpr bool kByKeys = false, kFindsSequences = false;
     static constexpr int kBr = Spec::kBr, kBc = Spec::kBc, kThreads = 32 * Spec::kWarps;
     static constexpr int kHeadDim = Spec::kHeadDim, kHeadDimV = Spec::kHeadDimV;
-    static constexpr int kSharers = sharers_of_queries<Spec>();
+    static constexpr int kSharers = sharers_of_rows<Spec, kBr>();
     using RowWarps = Sharers<kSharers, kBc>;
     static constexpr int kD = common::round_up(kHeadDim, 16 * kSharers);
     static constexpr int kDv = common::round_up(kHeadDimV, 16 * kSharers);

@@ -29,12 +29,12 @@ inline constexpr int kNarrow = 64;
 template <class Spec>
 inline constexpr bool kIsWide = common::max_of(Spec::kHeadDim, Spec::kHeadDimV) > 128;
 
-// The warps that share 16 of the query rows that a block owns. families/sm80_float64.py must know which columns are too
-// few for two, or a call's kernels would not have the same scores.
-template <class Spec>
-__host__ __device__ constexpr int sharers_of_queries() {
-    constexpr int kSharers = 16 * Spec::kWarps / Spec::kBr;
-    static_assert(kSharers * Spec::kBr == 16 * Spec::kWarps);
+// The warps that share 16 of the rows that a block owns. families/sm80_float64.py must know which columns are too few for
+// two, or a call's kernels would not have the same scores.
+template <class Spec, int kRows>
+__host__ __device__ constexpr int sharers_of_rows() {
+    constexpr int kSharers = 16 * Spec::kWarps / kRows;
+    static_assert(kSharers * kRows == 16 * Spec::kWarps);
     static_assert(kSharers == 1 || kIsWide<Spec> || Spec::kHeadDim > kNarrow);
     return kSharers;
 }

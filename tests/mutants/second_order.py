@@ -30,6 +30,9 @@ CALLS = {
     "hidden by bias": {"bias": np.where(np.arange(21) < 8, -np.inf, 0.0)[:, None]},
     "curved": CURVED,
     "warps": {"lengths": (70, 90), "tile": TileConfig(32, 32, 2, 2)},
+    "sharers": {"lengths": (20, 37), "head_dim": 72, "head_dim_v": 24, "tile": TileConfig(16, 16, 2)},
+    "sharers, hidden": {"lengths": (20, 12), "head_dim": 72, "tile": TileConfig(16, 16, 2), "causal": True},
+    "large scores": {"lengths": (20, 70), "softmax_scale": 4.0},
     "one stage": {"lengths": (70, 90), "tile": TileConfig(32, 32, 2)},
 }
 
@@ -272,7 +275,217 @@ SM80 = (
     ),
 )
 
+#: Terms of the formulas, barriers and exchanges of warps in kernels of float64 on tensor cores.
+FLOAT64 = (
+    *(
+        mutant
+        for operation, check in (("jvp", "check_jvp"), ("output_jvp", "check_double_backward"))
+        for mutant in (
+            *dropped(
+                operation,
+                ("if (!kTransposed && x.moves) multiply_rows(sums, x.tangent, y.own, first, end);",),
+                ("if (y.moves) multiply_rows(sums, x.own, y.tangent, first, end);",),
+                ("lse_tangent[i] += share;",),
+                ("add_products(moved, all_tangents, v_rows.own);",),
+                ("if (v_rows.moves) add_products(moved, all_p, v_rows.tangent);",),
+                ("moved.value[n][e] -= lse_tangent[e / 2] * output.value[n][e];", ";"),
+                check=check,
+                family="sm80_float64",
+            ),
+            *dropped(
+                operation,
+                ("common::drop<Spec>(p, params, score_tile);",),
+                ("common::drop<Spec>(tangents, params, score_tile);",),
+                ("inverse_sum[i] *= common::kept_scale<Spec>(params);",),
+                call="dropout",
+                check=check,
+                family="sm80_float64",
+            ),
+            *dropped(
+                operation,
+                ("lse_tangent[i] += common::sink_tangent_of<Spec>(params, head, lse[i]);",),
+                call="sink",
+                check=check,
+                family="sm80_float64",
+            ),
+            *dropped(
+                operation,
+                ("sharers.wait();  // P and P o T have been read",),
+                ("__syncthreads();  // V, its tangent, P and P o T are there, K is free",),
+                ("slots + which * RowWarps::kBytes", "slots"),
+                caught_by="race",
+                call="sharers",
+                check=check,
+                family="sm80_float64",
+            ),
+            *dropped(
+                operation, ("total_of(of_tangents, lse_tangent);",), call="sharers", check=check, family="sm80_float64"
+            ),
+            *dropped(
+                operation,
+                ("__syncthreads();  // Q, K and their tangents are there, V is free",),
+                (
+                    "common::cp_async_wait_all();\n            __syncthreads();  // V, its",
+                    "__syncthreads();  // V, its",
+                ),
+                caught_by="race",
+                call="one stage",
+                check=check,
+                family="sm80_float64",
+            ),
+        )
+    ),
+    *dropped(
+        "jvp",
+        ("scale_rows(moved, factors);",),
+        ("lse_tangent[i] *= factors[i] = of_rows[i];", "factors[i] = of_rows[i];"),
+        call="large scores",
+        family="sm80_float64",
+    ),
+    *dropped(
+        "jvp", ("lse_tangent[i] *= inverse_sum[i];",), ("scale_rows(moved, inverse_sum);",), family="sm80_float64"
+    ),
+    *dropped(
+        "output_jvp",
+        ("q().clear_hidden_rows(sharers, warp_row, lse);",),
+        call="hidden by bias",
+        check="check_hidden_rows_twice",
+        family="sm80_float64",
+    ),
+    *(
+        mutant
+        for operation in GRADIENTS
+        for mutant in (
+            *dropped(
+                operation,
+                (
+                    f"if ({'' if operation == 'dkdv_jvp' else '!'}kTransposed && x.moves) multiply_rows",
+                    "if (false) multiply_rows",
+                ),
+                ("if (y.moves) multiply_rows(sums, x.own, y.tangent, first, end);",),
+                ("tangents(i, j) - of_row.lse_tangent;", "tangents(i, j);"),
+                ("factor * ds(i, j) - of_row.delta;", "factor * ds(i, j);"),
+                ("factor * ds_tangent(i, j) - of_row.delta_tangent;", "factor * ds_tangent(i, j);"),
+                check="check_backward_jvp",
+                family="sm80_float64",
+            ),
+            *dropped(
+                operation,
+                ("slots + which * RowWarps::kBytes", "slots"),
+                caught_by="race",
+                call="sharers",
+                check="check_backward_jvp",
+                family="sm80_float64",
+            ),
+        )
+    ),
+    *dropped(
+        "dq_jvp",
+        ("of_tangents.multiply_columns(dq, ds_tangent, k_columns.own);",),
+        ("if (k_columns.moves) sharers.multiply_columns(dq, ds, k_columns.tangent);",),
+        ("{params.softmax_scale, params.softmax_scale}", "{1.0, 1.0}"),
+        check="check_backward_jvp",
+        family="sm80_float64",
+    ),
+    *dropped(
+        "dq_jvp",
+        ("write_dbias<Spec>(ds_tangent,", "write_dbias<Spec>(ds,"),
+        call="bias",
+        check="check_backward_jvp",
+        family="sm80_float64",
+    ),
+    *dropped(
+        "dq_jvp",
+        ("of_tangents.give(ds_tangent);\n            sharers.wait();", "of_tangents.give(ds_tangent);"),
+        caught_by="race",
+        call="sharers",
+        check="check_backward_jvp",
+        family="sm80_float64",
+    ),
+    *dropped(
+        "dq_jvp",
+        ("lse);\n                sharers.wait();", "lse);"),
+        caught_by="race",
+        call="sharers, hidden",
+        check="check_backward_jvp",
+        family="sm80_float64",
+    ),
+    *dropped(
+        "dq_jvp",
+        ("dout().clear_hidden_rows(sharers, warp_row, lse);",),
+        ("if (moves_) sharers.template clear_hidden_rows", "if (false) sharers.template clear_hidden_rows"),
+        call="hidden",
+        check="check_hidden_rows",
+        family="sm80_float64",
+    ),
+    *dropped(
+        "dkdv_jvp",
+        ("of_tangents.multiply_columns(dv, tangents, do_columns.own);",),
+        ("if (do_columns.moves) sharers.multiply_columns(dv, p, do_columns.tangent);",),
+        ("of_tangents.multiply_columns(dk, ds_tangent, q_columns.own);",),
+        ("if (q_columns.moves) sharers.multiply_columns(dk, ds, q_columns.tangent);",),
+        ("store<kHeadDim, kD>(dk, params.softmax_scale,", "store<kHeadDim, kD>(dk, 1.0,"),
+        (
+            "{params.lse, params.delta, params.lset, params.deltat}",
+            "{params.lse, params.delta, params.deltat, params.lset}",
+        ),
+        check="check_backward_jvp",
+        family="sm80_float64",
+    ),
+    *dropped(
+        "dkdv_jvp",
+        ("(dv, common::kept_scale<Spec>(params),", "(dv, 1.0,"),
+        call="dropout",
+        check="check_backward_jvp",
+        family="sm80_float64",
+    ),
+    *dropped(
+        "dkdv_jvp",
+        ("position{head_kv * params.heads_per_group,", "position{head_kv,"),
+        call="groups",
+        check="check_backward_jvp",
+        family="sm80_float64",
+    ),
+    *dropped(
+        "dkdv_jvp",
+        ("clear_hidden_rows(params, smem, dout(step.head), lane);",),
+        ("clear_hidden_rows(params, smem, q(step.head), lane);",),
+        ("if (moves_) sm80::clear_row", "if (false) sm80::clear_row"),
+        call="hidden",
+        check="check_hidden_rows",
+        family="sm80_float64",
+    ),
+    *dropped(
+        "dkdv_jvp",
+        ("of_tangents.give(tangents);\n            sharers.wait();", "of_tangents.give(tangents);"),
+        ("of_tangents.give(ds_tangent);\n            sharers.wait();", "of_tangents.give(ds_tangent);"),
+        caught_by="race",
+        call="sharers",
+        check="check_backward_jvp",
+        family="sm80_float64",
+    ),
+    *(
+        mutant
+        for operation, comment in (
+            ("dq_jvp", "Q, dO, V and their tangents are there, K is free"),
+            ("dq_jvp", "K and its tangent are there, V is free"),
+            ("dkdv_jvp", "K, V, dO, their tangents and the statistics are there, Q is free"),
+            ("dkdv_jvp", "Q and its tangent are there"),
+            ("dkdv_jvp", "dO, its tangent, the statistics and P are free"),
+        )
+        for mutant in dropped(
+            operation,
+            (f"__syncthreads();  // {comment}", ";"),
+            caught_by="race",
+            call="one stage",
+            check="check_backward_jvp",
+            family="sm80_float64",
+        )
+    ),
+)
+
 MUTANTS = (
+    *FLOAT64,
     *dropped(
         "jvp",
         ("if (x.moves()) Tile::add_dot", "if (false) Tile::add_dot"),

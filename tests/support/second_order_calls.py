@@ -14,15 +14,16 @@ from support.feature_cases import accumulator, extras, numbers
 from support.traced_cases import on_gpu
 
 from fa2cupy import TileConfig, reference
+from fa2cupy.families.device import DeviceInfo
 from fa2cupy.numerics.second_order import SecondOrder
 from fa2cupy.problem.checks import problem_from_arrays
 from fa2cupy.problem.tangents import Tangents
 from fa2cupy.testing import Expectation, make_inputs
 
-#: Tiles for which a few dozen rows are several tiles: of CUDA cores, and of tensor cores for 16-bit data.
-TILE, TILE_16 = TileConfig(16, 16, 2), TileConfig(16, 16, 1, 2)
+#: Tiles for which a few dozen rows are several tiles: of CUDA cores, and of tensor cores for 16-bit data and float64.
+TILE, TILE_16, TILE_64 = TileConfig(16, 16, 2), TileConfig(16, 16, 1, 2), TileConfig(16, 16, 1)
 #: By the family whose kernels they test: the dtype of calls, and the GPU on which they have these kernels.
-FAMILIES = {"simt": ("float64", "sm_90"), "sm80": ("bfloat16", "sm_80")}
+FAMILIES = {"simt": ("float64", "sm_100"), "sm80": ("bfloat16", "sm_80"), "sm80_float64": ("float64", "sm_90")}
 PACKED = {
     "cu_seqlens_q": np.array([0, 20, 20, 37], "int32"),
     "cu_seqlens_k": np.array([1, 20, 25, 50], "int32"),
@@ -36,6 +37,12 @@ def curved(score, b, h, q, k, table):
 
 #: Keywords with a function whose first and second derivatives are not constant.
 CURVED = {"score_mod": curved, "score_args": (np.array([0.7, -0.4]),), "softcap": 0.8}
+
+
+def _small_tile(dtype: str) -> TileConfig:
+    if dtype in ("float16", "bfloat16"):
+        return TILE_16
+    return TILE_64 if dtype == "float64" and DeviceInfo.current().float64_tensor_rate > 1 else TILE
 
 
 def _placed(x: object) -> object:
@@ -71,8 +78,7 @@ class Call:
         lse_shape = (*lse_shape[:-2], lse_shape[-1], lse_shape[-2])
         for seed, given in enumerate((self.arrays, self.direction)):
             given["dlse"] = numbers(lse_shape, accumulator(dtype), seed)
-        is_short = self.arrays["q"].itemsize == 2
-        self.options, self.tile = self._in_precision(options, dtype), tile or (TILE_16 if is_short else TILE)
+        self.options, self.tile = self._in_precision(options, dtype), tile or _small_tile(dtype)
         options = self.options
         self.work = accumulator(dtype)
         for name in ("bias", "sink"):
