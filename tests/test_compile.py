@@ -25,7 +25,7 @@ from support.traced_cases import ready_made
 from fa2cupy import TileConfig, legal_configs, mods, precompile
 from fa2cupy.errors import KernelCompileError
 from fa2cupy.families.device import DeviceInfo
-from fa2cupy.families.operations import OPERATIONS, TILED
+from fa2cupy.families.operations import OF_DIRECTION, OPERATIONS, TILED
 from fa2cupy.families.simt import SIMT
 from fa2cupy.families.sm80 import SM80
 from fa2cupy.families.sm90 import SM90
@@ -35,7 +35,7 @@ from fa2cupy.jit.compiler import compile_options, compile_source
 from fa2cupy.jit.source import kernel_directory, render_kernel
 from fa2cupy.jit.spec import KernelSpec
 from fa2cupy.plan.ranks import specs_of_ranks
-from fa2cupy.plan.specs import decode_specs, default_specs, merge_spec, second_order_specs
+from fa2cupy.plan.specs import OF_TANGENTS, decode_specs, default_specs, merge_spec, second_order_specs
 from fa2cupy.problem.dtypes import DTYPES
 from fa2cupy.problem.features import FEATURES
 
@@ -376,7 +376,7 @@ def test_a_kernel_without_features_knows_nothing_of_them(spec):
 
 
 @pytest.mark.sample(name=("window",))
-@pytest.mark.parametrize("name", sorted(set(FEATURES) - {"dlse", "given_lse", "bias_tangent", "sink_tangent"}))
+@pytest.mark.parametrize("name", sorted(set(FEATURES) - {"dlse", "given_lse", *OF_TANGENTS, *OF_DIRECTION}))
 def test_a_kernel_with_a_feature_is_another_one(name):
     tile = TileConfig(64, 32, 4)
     plain = KernelSpec("backward_dq", SM80, "sm_80", "float16", 64, False, tile)

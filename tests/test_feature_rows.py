@@ -15,6 +15,7 @@ from support import CHECKOUT
 from support.made_up_feature import PLACES, patched_copy
 
 import fa2cupy
+from fa2cupy.families.operations import OF_DIRECTION
 from fa2cupy.problem.features import FEATURES, OFFSETS, FeatureKeywords
 
 # ---------------------------------------------------------------------------------------------- who may name a feature
@@ -45,6 +46,7 @@ OTHERS = {
     "dscore_args": {*_RESULTS, "numerics/comparison"},
     "bias_tangent": {*_OF_TANGENTS, "jit/params"},
     "sink_tangent": _OF_TANGENTS,
+    **dict.fromkeys(OF_DIRECTION, {"families/operations"}),
     "mask": {"demo", "families/sm90"},
     "key_padding_mask": {"problem/arguments"},
     "mask_mod": {
@@ -79,6 +81,7 @@ KERNELS = {
     "dscore_args": {"common/dbias.cuh", "common/score_mod.cuh"},
     "bias_tangent": {"common/tangents.cuh"},
     "sink_tangent": {"common/dsink.cuh", "common/tangents.cuh"},
+    **dict.fromkeys(OF_DIRECTION, set()),
     "mask": {"common/mask_tile.cuh", "common/score_arrays.cuh", "common/score_mod.cuh"},
     "key_padding_mask": {"common/score_arrays.cuh", "common/score_mod.cuh"},
     "mask_mod": {"common/mask_function.cuh", "common/score_mod.cuh"},

@@ -12,7 +12,7 @@ from ..problem.features import FEATURES
 from ..problem.strides import AnyStrides
 from .device import DeviceInfo
 from .estimate import Costs
-from .operations import METHODS, OPERATIONS, SEVERAL, TILED
+from .operations import METHODS, OF_DIRECTION, OPERATIONS, SEVERAL, TILED
 from .records import Record
 from .tile import TileConfig
 
@@ -109,6 +109,8 @@ class Family(ABC):
         True if its kernels rely on ``softmax_scale > 0``: scores then have the signs and the order of their products.
     has_natural_scores : bool
         True if its kernels compute scores and lse in natural units, and not in base 2.
+    knows_tangents : bool
+        True if its kernels of second order are compiled for the tangents that a call has. Others find null pointers.
     multiplies_parts : bool
         True if its kernels multiply parts of float32 data, which ``split_inputs`` makes.
     backward_owns : str
@@ -142,6 +144,7 @@ class Family(ABC):
     features: tuple[str, ...] = tuple(name for name in FEATURES if name != "given_lse")
     needs_positive_scale: bool = False
     has_natural_scores: bool = False
+    knows_tangents: bool = False
     multiplies_parts: bool = False
     backward_owns: str
     tiles: Mapping[str, tuple[TileRow, ...]]
@@ -234,6 +237,8 @@ class Family(ABC):
         concerned = set(OPERATIONS[operation].features)
         if self.owns(operation) == "keys":
             concerned -= {"dbias", "full_dbias"}  # kernels that own queries write it
+        if not self.knows_tangents:
+            concerned -= set(OF_DIRECTION)
         return tuple(name for name in FEATURES if name in used and name in concerned)
 
     def method_with_dbias(self, method: str) -> str:

@@ -9,7 +9,7 @@ from ..problem.block_mask import KEY_LISTS, LIST_STRIDES, QUERY_LISTS
 from ..problem.features import FEATURES
 from .records import COPIED, PARTS, SHARES, SUMMED, Record
 
-__all__ = ["METHODS", "OPERATIONS", "SEVERAL", "TILED", "Operation"]
+__all__ = ["METHODS", "OF_DIRECTION", "OPERATIONS", "SEVERAL", "TILED", "Operation"]
 
 
 @dataclass(frozen=True)
@@ -57,8 +57,10 @@ _OF_SCORES = tuple(name for name, feature in FEATURES.items() if feature.acts_on
 _OF_DECODE = tuple(name for name, feature in FEATURES.items() if feature.in_decode)
 #: Those of kernels that write the gradients of the bias and of the arrays of `score_mod`.
 _OF_DBIAS = ("dbias", "full_dbias", "dscore_args")
+#: Those of the tangents of q, k, v and dO, for families whose kernels depend on which ones a call has.
+OF_DIRECTION = ("query_tangent", "key_tangent", "value_tangent", "dout_tangent")
 #: Those of tangents of the forward.
-_TANGENTS = ("bias_tangent", "sink_tangent")
+_TANGENTS = ("bias_tangent", "sink_tangent", *OF_DIRECTION[:3])
 #: Integer members of the kernels that write tile lists.
 _OF_LISTS = (
     "num_heads", "heads_per_group", "seqlen_q", "seqlen_k", "band_left", "band_right", "num_lists", "list_heads",
@@ -93,12 +95,18 @@ OPERATIONS = _Operations(
         # The tangents of the gradients, in two passes.
         Operation(
             "dq_jvp",
-            (*_OF_SCORES, "bias_tangent", "dbias", "full_dbias"),
+            (*_OF_SCORES, "bias_tangent", *OF_DIRECTION, "dbias", "full_dbias"),
             owns="queries",
             has_config=False,
             is_second_order=True,
         ),
-        Operation("dkdv_jvp", (*_OF_SCORES, "bias_tangent"), owns="keys", has_config=False, is_second_order=True),
+        Operation(
+            "dkdv_jvp",
+            (*_OF_SCORES, "bias_tangent", *OF_DIRECTION),
+            owns="keys",
+            has_config=False,
+            is_second_order=True,
+        ),
         Operation(
             "delta_jvp",
             ("dlse",),

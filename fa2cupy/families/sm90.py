@@ -152,6 +152,8 @@ class Sm90(Family):
         if 0 in problem.sizes_of("k" if self.owns(operation) == "keys" else "q"):
             return None  # the kernel is not launched
         for name in _MAPPED[operation]:
+            if problem.lacks(name):
+                continue
             reason = _why_not_mappable(problem.sizes_of(name), strides[name], problem.itemsize)
             if reason:
                 return f"{name} is not for TMA, {reason}"

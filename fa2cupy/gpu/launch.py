@@ -25,6 +25,8 @@ __all__ = ["ABSENT", "BoundStage", "bind_plan", "load_kernel"]
 
 #: Stands for the name of an array that the call does not have. Its address is 0.
 ABSENT = "absent"
+#: The tensor map of such an array, by that address. No kernel reads it.
+_NO_MAP = {0: bytes(128)}
 
 _lock = new_lock()
 
@@ -98,7 +100,7 @@ class BoundStage:
         indices = [positions[stage.renamed.get(name, name) or ABSENT] for name in names]
         # With one index, itemgetter returns an element, not a tuple; with a slice, a sequence.
         self._pick = itemgetter(*indices) if indices[1:] else itemgetter(slice(indices[0], indices[0] + 1))
-        self._maps = [tensor_maps(tensor) for tensor in stage.maps]
+        self._maps = [_NO_MAP if tensor is None else tensor_maps(tensor) for tensor in stage.maps]
         needed = [ints for name, ints in COUNTERS.items() if name in layout.pointers and name not in absent]
         self._counters = counters(runtime.getDevice(), *needed) if needed else None
         if self._counters:

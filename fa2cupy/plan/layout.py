@@ -144,7 +144,7 @@ class StageLayout:
         operation: str,
         tile: TileConfig,
         blocks: int,
-        maps: tuple[TensorLayout, ...] = (),
+        maps: tuple[TensorLayout | None, ...] = (),
         *,
         is_split: bool = False,
         **values: int,
@@ -193,10 +193,13 @@ class StageLayout:
         )
         return Stage(spec, blocks, constants, maps)
 
-    def _map(self, name: str, tile: TileConfig) -> TensorLayout:
+    def _map(self, name: str, tile: TileConfig) -> TensorLayout | None:
         problem = self.problem
+        if problem.lacks(name):
+            return None
         # Warps store results by themselves, in boxes of 16 rows.
-        box_rows = {"q": tile.b_r, "dout": tile.b_r, "k": tile.b_c, "v": tile.b_c}.get(name, 16)
+        of_queries = dict.fromkeys(("q", "dout", "qt", "dot"), tile.b_r)
+        box_rows = (of_queries | dict.fromkeys(("k", "v", "kt", "vt"), tile.b_c)).get(name, 16)
         layout = packed_layout if problem.is_packed else tensor_layout
         sizes, strides = problem.sizes_of(name), self.strides[name]
         return layout(problem.dtype, sizes, strides, problem.columns_of(name), problem.itemsize, box_rows)

@@ -168,19 +168,25 @@ def second_order_specs(
 ) -> list[KernelSpec]:
     """The kernels of `fa2cupy.jvp`, `backward_jvp` and `double_backward`.
 
-    Parameters are those of `default_specs`. The calls have no choice of a family: one of IEEE arithmetic stands for
-    those whose lse needs not be computed again.
+    Parameters are those of `default_specs`. All of q, k and v have tangents, and dO has one in `backward_jvp`, which
+    without it has the kernels of `double_backward`. The calls have no choice of a family: one of IEEE arithmetic stands
+    for those whose lse needs not be computed again.
     """
     head_dims = choose_family("jvp", dtype, device, family).head_dims(head_dim, head_dim_v or head_dim)
     options = CallOptions(causal, family=family)
     moved: dict[str, Any] = {name: True for name in OF_TANGENTS if name in features}
+    calls = (
+        ("jvp", "qkv", plan_jvp),
+        ("backward_jvp", "qkvo", plan_gradient_tangents),
+        ("double_backward", "qkv", plan_gradient_tangents),
+    )
     others = [name for name in features if name not in (*OF_TANGENTS, "return_dscore_args")]
     specs: dict[KernelSpec, None] = {}
     for problem, strides in _problems("backward", dtype, *head_dims, options, others, functions):
-        problem = problem.with_settings(dataclasses.replace(problem.settings, **moved))
         strides |= {name: strides[name.removesuffix("_tangent")] for name in moved}
-        # The kernels of backward_jvp are among those of double_backward.
-        for call, plan_call in (("jvp", plan_jvp), ("double_backward", plan_gradient_tangents)):
+        for call, tangents, plan_call in calls:
+            settings = dataclasses.replace(problem.settings, **moved, tangents=tangents)
+            problem = problem.with_settings(settings)
             choice = choose(call, problem, device, strides, options, is_launched=False)
             plan = plan_call(problem, device, strides, choice)
             specs.update(dict.fromkeys(stage.spec for stage in plan.stages))

@@ -21,8 +21,8 @@ class Stage:
     blocks : int
     constants : bytes
         Bytes of the parameter record after the pointers.
-    maps : tuple of TensorLayout
-        Layouts of the arrays whose tensor maps are in the record.
+    maps : tuple of (TensorLayout or None)
+        Layouts of the arrays whose tensor maps are in the record; None for a tangent that the call does not have.
     renamed : mapping of str to (str or None)
         Arrays that the kernel knows by another name than the call: that of the call by the kernel's; None for arrays
         that the call does not have.
@@ -31,7 +31,7 @@ class Stage:
     spec: KernelSpec
     blocks: int
     constants: bytes
-    maps: tuple[TensorLayout, ...] = ()
+    maps: tuple[TensorLayout | None, ...] = ()
     renamed: Mapping[str, str | None] = field(default_factory=dict)
 
     @property

@@ -14,6 +14,7 @@ from .features import NO_SETTINGS, FeatureSettings, Sizes
 from .strides import Strides
 
 __all__ = [
+    "LETTERS_OF_TANGENTS",
     "MAX_HEAD_DIM",
     "MAX_SEQLEN",
     "ROWS_OF",
@@ -45,6 +46,8 @@ ROWS_OF = {
     **dict.fromkeys(("k", "v", "dk", "dv", "kt", "vt", "dkt", "dvt"), "keys"),
     **dict.fromkeys(("lse", "given_lse", "delta", "lset", "deltat"), "statistics"),
 }
+#: The letters by which settings say which tangents a call has, by the kernels' names of these.
+LETTERS_OF_TANGENTS = {"qt": "q", "kt": "k", "vt": "v", "dot": "o"}
 #: The tensors with as many columns as v, by the names of callers and of kernels; all others have those of q.
 WITH_COLUMNS_OF_V = frozenset(
     ("v", "v_cache", "o", "o_parts", "do", "dout", "dv", "vt", "ot", "dot", "dvt", "gdv", "gv", "gdo")
@@ -171,6 +174,10 @@ class AttentionProblem:
         """Shape of a tensor as the caller sees it, by the kernels' name for it."""
         shapes = {"q": self.q_shape, "k": self.k_shape, "v": self.v_shape, "o": self.o_shape}
         return shapes[{"dout": "o", "dot": "o"}.get(tensor, tensor.removeprefix("d").removesuffix("t"))]
+
+    def lacks(self, tensor: str) -> bool:
+        """True for a tangent that the call does not have, by the kernels' name for it."""
+        return tensor in LETTERS_OF_TANGENTS and LETTERS_OF_TANGENTS[tensor] not in self.settings.tangents
 
     def columns_of(self, tensor: str) -> int:
         """Columns of a tensor, by its name in calls or kernels."""

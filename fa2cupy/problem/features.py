@@ -164,6 +164,8 @@ class FeatureSettings:
         True if a backward has a gradient for lse.
     bias_tangent, sink_tangent : bool
         True if a call of second order has a tangent of the bias, or of the sink.
+    tangents : str
+        The letters of q, k, v and o (for dO) whose tangents a call of second order has.
     dbias, dsink, dscore_args : bool
         True if a backward returns the gradient of the bias, of the sink, or of the arrays of `score_mod`.
     full_dbias : bool
@@ -193,6 +195,7 @@ class FeatureSettings:
     dlse: bool = False
     bias_tangent: bool = False
     sink_tangent: bool = False
+    tangents: str = ""
     dbias: bool = False
     full_dbias: bool = False
     dsink: bool = False
@@ -308,6 +311,10 @@ class Feature:
     is_positional: bool = False
     example: Mapping[str, Any] | None = None
     aliases: Mapping[str, str] = field(default_factory=dict)
+
+
+def _tangent(letter: str, flag: str) -> Feature:
+    return Feature(flag, lambda settings: letter in settings.tangents)
 
 
 def _window_limits(settings: FeatureSettings, sizes: Sizes) -> dict[str, int | float]:
@@ -434,6 +441,10 @@ FEATURES = {
         "kBiasTangent", lambda settings: settings.bias_tangent, arrays={"bias_tangent": FeatureArray("input")}
     ),
     "dscore_args": Feature("kDscoreArgs", lambda settings: settings.dscore_args),
+    "query_tangent": _tangent("q", "kQueryTangent"),
+    "key_tangent": _tangent("k", "kKeyTangent"),
+    "value_tangent": _tangent("v", "kValueTangent"),
+    "dout_tangent": _tangent("o", "kDoutTangent"),
     "mask": Feature(
         "kMask",
         _has("mask"),

@@ -62,7 +62,7 @@ def check_backward_jvp(
     check_tangents(TANGENTS, tangents, arrays, keywords)
     for name, like in (("ot", "o"), ("lset", "lse"), ("dot", "o"), ("dlset", "lse")):
         _check_like(name, arrays.get(name), like, arrays[like])
-    request = _with_tangents(request, tangents)
+    request = _with_tangents(request, tangents, arrays.get("dot"))
     return request._replace(results=tuple(one._replace(name=f"{one.name}t") for one in request.results))
 
 
@@ -91,13 +91,15 @@ def check_tangents(
         _check_like(name, tangent, source, like)
 
 
-def _with_tangents(request: Request, tangents: Tangents) -> Request:
-    """The request with settings that say which features have tangents."""
-    if tangents.bias is None and tangents.sink is None:
-        return request
+def _with_tangents(request: Request, tangents: Tangents, of_do: Array | None = None) -> Request:
+    """The request with settings that say which tangents it has."""
+    given = {"q": tangents.q, "k": tangents.k, "v": tangents.v, "o": of_do}
     problem = request.problem
     settings = dataclasses.replace(
-        problem.settings, bias_tangent=tangents.bias is not None, sink_tangent=tangents.sink is not None
+        problem.settings,
+        tangents="".join(letter for letter, array in given.items() if array is not None),
+        bias_tangent=tangents.bias is not None,
+        sink_tangent=tangents.sink is not None,
     )
     return request._replace(problem=problem.with_settings(settings))
 

@@ -36,7 +36,7 @@ class Launch:
     pointers : dict
         Addresses by the record's names, including arrays that its tensor maps describe.
     maps : dict
-        Layouts of the tensor maps by name.
+        Layouts of the tensor maps by name; None for a tangent that the call does not have.
     values : dict
         The record's other members, and the strides of the arrays that the maps describe.
     cleared : tuple of str
@@ -57,7 +57,7 @@ class Launch:
         self.maps = dict(zip(layout.maps, stage.maps, strict=True))
         self.values = stage_values(stage)
         for name, tensor in self.maps.items():
-            row, head, batch = (stride // 2 for stride in tensor.strides[:3])
+            row, head, batch = (0, 0, 0) if tensor is None else (stride // 2 for stride in tensor.strides[:3])
             self.values[f"{name}_strides"] = (batch, row, head)
         per_batch = self.values.get("num_tiles", 1) * self.values.get("scheduled_heads", self.values["num_heads"])
         if self.spec.operation == "merge_forward":  # blocks of 16 rows
@@ -68,7 +68,8 @@ class Launch:
         self._wide = np.dtype("float64" if self.spec.dtype == "float64" else "float32")
         self._workspaces = {workspace.name: workspace.nbytes for workspace in plan.workspaces}
         for name, tensor in self.maps.items():
-            check_map(tensor, self.array(name))
+            if tensor is not None:
+                check_map(tensor, self.array(name))
 
     def record(
         self,
@@ -77,7 +78,8 @@ class Launch:
     ) -> bytes:
         """Returns the kernel's record with other addresses and an encoder of tensor maps; no tile counter is 0."""
         front = {name: (self._per_call | addresses).get(name, 0) for name in self.spec.params.pointers}
-        front.update({name: encode(layout, front[name]) for name, layout in self.maps.items()})
+        for name, layout in self.maps.items():
+            front[name] = bytes(128) if layout is None else encode(layout, front[name])
         return self.spec.params.pointer_packer.pack(*front.values()) + self.stage.constants
 
     def _rows(self, side: str) -> int:
