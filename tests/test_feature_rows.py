@@ -81,7 +81,7 @@ KERNELS = {
     "dscore_args": {"common/dbias.cuh", "common/score_mod.cuh"},
     "bias_tangent": {"common/tangents.cuh"},
     "sink_tangent": {"common/dsink.cuh", "common/tangents.cuh"},
-    **dict.fromkeys(OF_DIRECTION, set()),
+    **dict.fromkeys(OF_DIRECTION, {"sm90/"}),
     "mask": {"common/mask_tile.cuh", "common/score_arrays.cuh", "common/score_mod.cuh"},
     "key_padding_mask": {"common/score_arrays.cuh", "common/score_mod.cuh"},
     "mask_mod": {"common/mask_function.cuh", "common/score_mod.cuh"},

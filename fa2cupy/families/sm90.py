@@ -12,6 +12,7 @@ from ..problem.features import features_in_registers, features_of_scores
 from ..problem.strides import AnyStrides
 from .estimate import BlockCost, Costs
 from .family import Family, Kernel, TileRow
+from .operations import OF_DIRECTION
 from .records import LENGTHS, SCALES, SCHEDULE, Record
 from .tile import TileConfig
 
@@ -30,7 +31,9 @@ _WIDE = 128  # for a larger head_dim, a warp group's registers hold only one of 
 _MAX_STRIDE = 2**40  # bytes; a limit of tensor maps
 
 _GRADIENT_MAPS = "q:input_map k:input_map v:input_map dout:input_map"
+_TANGENT_MAPS = "qt:input_map kt:input_map vt:input_map"
 _STATISTICS = "lse:input_accum delta:input_accum"
+_MOVED_STATISTICS = "lset:input_accum deltat:input_accum"
 _RECORDS = {
     "forward": Record(
         "q:input_map k:input_map v:input_map o:output_map lse:output_accum tile_counter:counter",
@@ -49,6 +52,14 @@ _RECORDS = {
     ),
     "backward_dkdv": Record(
         f"{_GRADIENT_MAPS} dk:output_map dv:output_map {_STATISTICS}", (), SCALES, LENGTHS + SCHEDULE
+    ),
+    # There are no maps of tangents that the call does not have.
+    "dkdv_jvp": Record(
+        f"{_GRADIENT_MAPS} {_TANGENT_MAPS} dot:input_map dkt:output_map dvt:output_map {_STATISTICS} "
+        f"{_MOVED_STATISTICS}",
+        (),
+        SCALES,
+        LENGTHS + SCHEDULE,
     ),
 }
 #: The tensors of each kernel that have tensor maps.
@@ -84,6 +95,7 @@ class Sm90(Family):
     """Kernels for sm_90a only. The blocks of ``backward`` own key tiles; the other kernels are persistent."""
 
     name = "sm90"
+    operations = (*Family.operations, "dkdv_jvp")
     dtypes = ("float16", "bfloat16")
     min_compute_capability = max_compute_capability = 90
     row_alignment = 16
@@ -92,6 +104,7 @@ class Sm90(Family):
     arch_suffix = "a"
     clears_unlisted_keys = True
     needs_positive_scale = True
+    knows_tangents = True
     backward_owns = "keys"
     default_methods = ("single_pass", "two_pass")
     split_operations = ("forward", "backward", "backward_dkdv")
@@ -141,6 +154,13 @@ class Sm90(Family):
             TileRow(192, TileConfig(96, 64, 12, 2), _H100),
             TileRow(256, TileConfig(64, 64, 12, 2), _H100),
         ),
+        "dkdv_jvp": (
+            TileRow(64, TileConfig(32, 128, 12, 3), features=_IN_REGISTERS),
+            TileRow(64, TileConfig(48, 128, 12, 3), features=("dout_tangent",)),
+            TileRow(64, TileConfig(64, 128, 12, 3)),
+            TileRow(128, TileConfig(16, 128, 12, 3), features=_IN_REGISTERS),
+            TileRow(128, TileConfig(32, 128, 12, 2)),
+        ),
     }
 
     def why_not_here(self) -> str | None:
@@ -149,6 +169,9 @@ class Sm90(Family):
     def why_not(self, operation: str, problem: AttentionProblem, strides: Mapping[str, AnyStrides]) -> str | None:
         if not problem.softmax_scale > 0:
             return f"softmax_scale={problem.softmax_scale} is not positive"
+        head_dim = max(problem.head_dim, problem.columns_of("v"))
+        if operation == "dkdv_jvp" and head_dim > _WIDE:
+            return f"registers do not hold the tangents of dk and dv of head_dim {head_dim}, only up to {_WIDE}"
         if 0 in problem.sizes_of("k" if self.owns(operation) == "keys" else "q"):
             return None  # the kernel is not launched
         for name in _MAPPED[operation]:
@@ -163,7 +186,7 @@ class Sm90(Family):
         return _RECORDS[operation]
 
     def shared_memory_bytes(self, kernel: Kernel, tile: TileConfig) -> int:
-        return self.shared_memory_with((), kernel, tile)
+        return self.shared_memory_with(OF_DIRECTION, kernel, tile)
 
     def shared_memory_with(self, features: tuple[str, ...], kernel: Kernel, tile: TileConfig) -> int:
         operation, _, head_dim, head_dim_v = kernel
@@ -172,6 +195,8 @@ class Sm90(Family):
             return _forward_bytes(head_dim, head_dim_v, tile, array)
         if operation == "backward_dq":
             return _dq_bytes(head_dim, head_dim_v, tile, array)
+        if operation == "dkdv_jvp":
+            return _dkdv_jvp_bytes(head_dim, head_dim_v, tile, [name in features for name in OF_DIRECTION])
         with_dq = {"backward": True, "backward_dkdv": False}[operation]
         return _backward_bytes(head_dim, head_dim_v, tile, array, with_dq=with_dq)
 
@@ -181,6 +206,8 @@ class Sm90(Family):
             return _why_no_forward(tile, head_dim_v)
         if operation == "backward_dq":
             return _why_no_dq(tile, head_dim)
+        if operation == "dkdv_jvp":
+            return _why_no_dkdv_jvp(tile, head_dim, head_dim_v)
         with_dq = {"backward": True, "backward_dkdv": False}[operation]
         return _why_no_backward(tile, head_dim, head_dim_v, with_dq=with_dq)
 
@@ -325,15 +352,46 @@ def _backward_bytes(head_dim: int, head_dim_v: int, tile: TileConfig, array: str
     return needed + held if needed + held <= _SHARED_BYTES else needed
 
 
-def _why_no_backward(tile: TileConfig, head_dim: int, head_dim_v: int, *, with_dq: bool) -> str | None:
-    """The reason why the kernels that own keys cannot have this tile, or None if they can."""
-    is_divided = max(head_dim, head_dim_v) > _WIDE
-    keys, groups = (64, "dV and one for dK") if is_divided else (128, "each 64 keys")
+def _dkdv_jvp_bytes(head_dim: int, head_dim_v: int, tile: TileConfig, moved: Sequence[bool]) -> int:
+    """Dynamic shared memory of the tangents of dK and dV. `moved`: which of q, k, v and dO have tangents."""
+    # The same as in kernels/sm90/dkdv_jvp_shape.cuh.
+    row, row_v = _row_bytes(head_dim, head_dim_v)
+    q, k, v, dout = (n * (1 + moves) for n, moves in zip((row, row, row_v, row_v), moved, strict=True))
+    stage = tile.b_r * (q + dout + 2 * 8)
+    return 1024 + tile.b_c * (k + v) + tile.num_stages * stage + 8 * (4 + 4 * tile.num_stages)
+
+
+def _why_no_keys(tile: TileConfig, keys: int, groups: str) -> str | None:
+    """The reason why a block cannot own the keys of a tile with these warps, or None if it can."""
     if tile.b_c != keys or tile.num_warps != 12 or tile.blocks_per_sm != 1:
         return (
             f"b_c={tile.b_c}, num_warps={tile.num_warps} and blocks_per_sm={tile.blocks_per_sm} are not one block of "
             f"{keys} keys, a warp group of 4 warps for {groups}, and one more that loads"
         )
+    return None
+
+
+def _why_no_dkdv_jvp(tile: TileConfig, head_dim: int, head_dim_v: int) -> str | None:
+    """The reason why the tangents of dK and dV cannot have this tile, or None if they can."""
+    reason = _why_no_keys(tile, 128, "each 64 keys")
+    if reason:
+        return reason
+    if tile.b_r % 16 or tile.b_r > 64:
+        return f"b_r={tile.b_r} is not a multiple of 16 up to 64"
+    if not 2 <= tile.num_stages <= 4:
+        return f"num_stages={tile.num_stages} is not from 2 to 4"
+    accumulators = 2 * tile.b_r + (head_dim + head_dim_v) // 2  # of S, T, dP and dP', dK' and dV'
+    if accumulators > 192:
+        return f"its accumulators take {accumulators} of the 192 registers that a thread has for them"
+    return None
+
+
+def _why_no_backward(tile: TileConfig, head_dim: int, head_dim_v: int, *, with_dq: bool) -> str | None:
+    """The reason why the kernels that own keys cannot have this tile, or None if they can."""
+    is_divided = max(head_dim, head_dim_v) > _WIDE
+    reason = _why_no_keys(tile, *((64, "dV and one for dK") if is_divided else (128, "each 64 keys")))
+    if reason:
+        return reason
     if tile.b_r % 16 or tile.b_r > 128:
         return f"b_r={tile.b_r} is not a multiple of 16 up to 128"
     # Halves of up to 64 columns are for pairs: 128 rows take more than there is with a wider V.

@@ -92,7 +92,10 @@ def plan_gradient_tangents(
     stages = [*lists, *tiled[:-2], delta, *tiled[-2:]]
     if problem.settings.dsink:
         stages.append(layout.stage("dsink_jvp", _tile_of("dsink_jvp"), problem.num_heads))
-    cleared = [*(cleared if problem.is_packed else []), *_cleared_dbias(problem)]
+    if not problem.is_packed:
+        skips_keys = problem.settings.block_mask is not None and choice.family.clears_unlisted_keys
+        cleared = ["dkt", "dvt"] if skips_keys else []
+    cleared += _cleared_dbias(problem)
     return _plan(stages, [*workspaces, *of_lists], cleared)
 
 

@@ -199,52 +199,87 @@ struct MovedRow {
     Real lse, delta, lse_tangent, delta_tangent;
 };
 
-// The same for accumulators of dP and dP' that start from -delta and -delta' unless dropout rules that out.
-template <class Spec, class Real>
-__device__ __forceinline__ MovedRow<Real> without_delta(const MovedRow<Real>& row) {
-    if constexpr (kProductsFromDelta<Spec>)
-        return {row.lse, 0, row.lse_tangent, 0};
-    else
-        return row;
-}
-
-// From products, p = Q K^T and ds = dP, and their tangents: replaces p by P and `tangents` by P o (T - lse'), both
-// after dropout without its factor, ds by dS and `ds_tangent` by dS'. statistics(i, j) is the MovedRow of the element's
-// query, whose lse is +inf in rows past the end and in rows without a visible key; products of these rows must be finite.
-// Returns what makes dX and dX' of the results.
-template <bool kTransposed, class Spec, class Fragment, class Mask, class Record, class Statistics>
-__device__ __forceinline__ Slopes<Spec, Fragment> differentiate_twice(Fragment& p, Fragment& tangents, Fragment& ds,
-                                                                      Fragment& ds_tangent, const Mask& mask,
-                                                                      OutsideFull outside, const Record& params,
-                                                                      const ScoreTile& tile,
-                                                                      const Statistics& statistics) {
+// The first half of `differentiate_twice`, which reads neither dP nor dP': replaces p = Q K^T by P, before dropout, and
+// the tangents of these products by those of the scores. lse(i, j) is that of the element's query, as for
+// `take_exponentials`: +inf in rows past the end and in rows without a visible key, whose products must be finite.
+template <bool kTransposed, class Spec, class Fragment, class Mask, class Record, class Lse>
+__device__ __forceinline__ Slopes<Spec, Fragment> move_softmax(Fragment& p, Fragment& tangents, const Mask& mask,
+                                                               OutsideFull outside, const Record& params,
+                                                               const ScoreTile& tile, const Lse& lse) {
     using Real = typename ElementTraits<typename Spec::Element>::Accum;
     Slopes<Spec, Fragment> slopes;
     move_scores<kTransposed, Spec>(p, tangents, slopes, params, tile);
-    take_exponentials<Spec>(p, params, [&](int i, int j) { return statistics(i, j).lse; });
+    take_exponentials<Spec>(p, params, lse);
     if (outside.behind || outside.before) {
         hide_scores<kTransposed, Spec>(p, mask, params, tile, Real(0));
         if constexpr (kMovesProducts<Spec>) hide_scores<kTransposed, Spec>(tangents, mask, params, tile, Real(0));
     }
-    const Kept<Spec, kTransposed, Fragment> kept(params, tile);
+    return slopes;
+}
+
+// Replaces tangents of scores by P', those of P = exp(S - lse), before dropout. lse_tangent(i, j) is that of the element's
+// query.
+template <class Spec, class Fragment, class Record, class LseTangent>
+__device__ __forceinline__ void take_changes(const Fragment& p, Fragment& tangents, const Record& params,
+                                             const LseTangent& lse_tangent) {
+    using Real = typename ElementTraits<typename Spec::Element>::Accum;
     const auto scale = tangent_scale<Spec>(params);
+#pragma unroll
+    for (int i = 0; i < Fragment::kRows; ++i)
+#pragma unroll
+        for (int j = 0; j < Fragment::kCols; ++j) {
+            const Real change = kMovesProducts<Spec> ? fma(tangents(i, j), scale, -lse_tangent(i, j))
+                                                     : tangents(i, j) - lse_tangent(i, j);
+            tangents(i, j) = !kMovesProducts<Spec> && p(i, j) == 0 ? Real(0) : p(i, j) * change;
+        }
+}
+
+// From P and P' before dropout: replaces ds = dP by dS and ds_tangent = dP' by dS', and drops of p and `changes` what
+// dropout drops, without its factor. statistics(i, j) is the MovedRow of the element's query. Accumulators of dP and dP'
+// that start from -delta and -delta' come with a delta and delta' of 0.
+template <class Spec, class Fragment, class Kept, class Record, class Statistics>
+__device__ __forceinline__ void differentiate_changed(Fragment& p, Fragment& changes, Fragment& ds,
+                                                      Fragment& ds_tangent, const Kept& kept, const Record& params,
+                                                      const Statistics& statistics) {
+    using Real = typename ElementTraits<typename Spec::Element>::Accum;
 #pragma unroll
     for (int i = 0; i < Fragment::kRows; ++i)
 #pragma unroll
         for (int j = 0; j < Fragment::kCols; ++j) {
             const MovedRow<Real> of_row = statistics(i, j);
             const bool keep = kept(i, j);
-            const Real probability = p(i, j), factor = keep ? kept_scale<Spec>(params) : Real(0);
-            Real change = kMovesProducts<Spec> ? fma(tangents(i, j), scale, -of_row.lse_tangent)
-                                               : tangents(i, j) - of_row.lse_tangent;
-            change = !kMovesProducts<Spec> && probability == 0 ? Real(0) : probability * change;
+            const Real probability = p(i, j), change = changes(i, j),
+                       factor = keep ? kept_scale<Spec>(params) : Real(0);
             const Real from_delta = factor * ds(i, j) - of_row.delta;
             const Real from_tangent = factor * ds_tangent(i, j) - of_row.delta_tangent;
             ds(i, j) = probability * from_delta;
             ds_tangent(i, j) = change * from_delta + probability * from_tangent;
             p(i, j) = keep ? probability : Real(0);
-            tangents(i, j) = keep ? change : Real(0);
+            changes(i, j) = keep ? change : Real(0);
         }
+}
+
+// The second half: replaces `tangents` by P o (T - lse') and drops of it and of p what dropout drops, without its factor;
+// ds = dP by dS and ds_tangent = dP' by dS'.
+template <bool kTransposed, class Spec, class Fragment, class Record, class Statistics>
+__device__ __forceinline__ void differentiate_moved(Fragment& p, Fragment& tangents, Fragment& ds, Fragment& ds_tangent,
+                                                    const Record& params, const ScoreTile& tile,
+                                                    const Statistics& statistics) {
+    const Kept<Spec, kTransposed, Fragment> kept(params, tile);
+    take_changes<Spec>(p, tangents, params, [&](int i, int j) { return statistics(i, j).lse_tangent; });
+    differentiate_changed<Spec>(p, tangents, ds, ds_tangent, kept, params, statistics);
+}
+
+// From products, p = Q K^T and ds = dP, and their tangents: both halves. Returns what makes dX and dX' of dS and dS'.
+template <bool kTransposed, class Spec, class Fragment, class Mask, class Record, class Statistics>
+__device__ __forceinline__ Slopes<Spec, Fragment> differentiate_twice(Fragment& p, Fragment& tangents, Fragment& ds,
+                                                                      Fragment& ds_tangent, const Mask& mask,
+                                                                      OutsideFull outside, const Record& params,
+                                                                      const ScoreTile& tile,
+                                                                      const Statistics& statistics) {
+    const auto slopes = move_softmax<kTransposed, Spec>(p, tangents, mask, outside, params, tile,
+                                                        [&](int i, int j) { return statistics(i, j).lse; });
+    differentiate_moved<kTransposed, Spec>(p, tangents, ds, ds_tangent, params, tile, statistics);
     return slopes;
 }
 

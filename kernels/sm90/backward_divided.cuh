@@ -31,7 +31,7 @@ class BackwardDivided : BackwardGroup<Spec, Shape> {
     using Base::arrive, Base::lane_, Base::memory_, Base::own_, Base::params_, Base::warp_;
     static constexpr int kBr = Shape::kBr;
     static constexpr bool kWithDq = Shape::kWithDq;
-    friend Base;
+    friend KeyGroup<Spec, Shape, Memory>;
 
     // The derivative group computes the first columns of dQ, and the probability group, which also has the
     // exponentials, the remaining ones.

@@ -10,18 +10,21 @@
 #pragma once
 #include "common/mask_function.cuh"
 #include "common/weights.cuh"
-#include "sm90/backward_shape.cuh"
+#include "sm90/key_group.cuh"
 #include "sm90/wgmma_backward.cuh.j2"
 
 namespace fa2::sm90 {
 
 template <class Spec, class Shape>
-class BackwardGroup {
+class BackwardGroup : protected KeyGroup<Spec, Shape, BackwardMemory<Shape>> {
   protected:
     using Memory = BackwardMemory<Shape>;
-    using Element = typename Spec::Element;
+    using Base = KeyGroup<Spec, Shape, Memory>;
+    using Base::arrive, Base::needs_mask, Base::score_tile, Base::kStoreBarrier;
+    using Base::lane_, Base::maps_, Base::memory_, Base::own_, Base::params_, Base::warp_;
+    using typename Base::Element;
     static constexpr int kBr = Shape::kBr, kBc = Shape::kBc, kD = Shape::kD, kDv = Shape::kDv;
-    static constexpr int kStoreBarrier = 1, kStartBarrier = 3;  // named barriers: one per group to store, one for both
+    static constexpr int kStartBarrier = 3;  // a named barrier for both groups
 
     using Scores = QuadFragment<kBr / 8>;
     using Rounded = PackedFragment<Element, kBr / 8>;
@@ -30,41 +33,7 @@ class BackwardGroup {
     // dP^T does not with dropout, which scales dP before delta is subtracted.
     static constexpr bool kFromLse = common::kProductsFromLse<Spec>, kFromDelta = common::kProductsFromDelta<Spec>;
 
-    __device__ BackwardGroup(const Params& params, const Params& maps, const Memory& memory)
-        : params_(params),
-          maps_(maps),
-          memory_(memory),
-          warp_(__shfl_sync(common::kFullWarp, threadIdx.x / 32 % 4, 0)),
-          lane_(threadIdx.x % 32),
-          own_(key_tile<Spec>(params)) {}
-
-    // Runs all steps of the block. With a right limit only, the query tiles that need the mask come first and have a
-    // separate loop. With a left limit they are at both ends, and every step tests at run time whether it needs the
-    // mask: with one more copy of the step the compiler would serialise its wgmmas.
-    template <class Group>
-    static __device__ __forceinline__ void take_steps(Group& group) {
-        const KeyTile<Spec>& own = group.own_;
-        const int32 end_head = own.end_head(group.params_);
-#pragma unroll 1
-        for (int32 head = own.first_step().head; head < end_head; ++head) {
-            int32 tile = own.begin_of(head);
-            const int32 end = own.end_of(head);
-            const int32 masked_end = Spec::kSplit ? min_of(own.tiles.full_begin, end) : own.tiles.full_begin;
-#pragma unroll 1
-            for (; tile < (common::kLeftLimit<Spec> ? end : masked_end); ++tile)
-                group.template step<true>({head, tile});
-            if constexpr (!common::kLeftLimit<Spec>) {
-#pragma unroll 1
-                for (; tile < end; ++tile) group.template step<false>({head, tile});
-            }
-        }
-    }
-
-    template <bool kMasked>
-    __device__ __forceinline__ bool needs_mask(const QueryStep& step) const {
-        return kMasked &&
-               (!common::kLeftLimit<Spec> || step.tile < own_.tiles.full_begin || step.tile >= own_.tiles.full_end);
-    }
+    using Base::Base;
 
     // Sets every element of x to the statistic of its column's query.
     __device__ __forceinline__ void start_from(Scores& x, uint32 statistic) const {
@@ -213,11 +182,6 @@ class BackwardGroup {
         return memory_.held() + ((first_key - own_.first_key) / 16 + warp_) * Held::Tile::kBytes;
     }
 
-    __device__ __forceinline__ common::ScoreTile score_tile(const QueryStep& step, int32 first_key) const {
-        const QueryStep own = own_.at(step);
-        return {own_.batch, own.head, {own.tile * kBr, first_key + 16 * warp_, lane_}};
-    }
-
     // Writes this warp's 16 keys of dS to the panel of its group's 64 keys, transposed.
     __device__ __forceinline__ void store_ds(const Rounded& ds, int32 panel_index) {
         const uint32 buffer = written_.slot(), panel = memory_.ds(buffer) + panel_index * Shape::kDsPanelBytes;
@@ -285,11 +249,6 @@ class BackwardGroup {
         }
     }
 
-    // Lane 0 arrives for its warp; the warp must have converged.
-    __device__ __forceinline__ void arrive(uint32 barrier) const {
-        if (lane_ == 0) mbarrier_arrive(barrier);
-    }
-
     // Waits until all warps have completed their last dQ; after it no warp reads K or V.
     __device__ __forceinline__ void wait_for_last_dq() const {
         const auto last = read_.previous();
@@ -329,38 +288,6 @@ class BackwardGroup {
         Shares::template put<Own>(Shares::of_block(params) + kIsDv * Shares::Dk::kElements, x, row16, lane_);
     }
 
-    // Stores this warp's 16 rows of a gradient by TMA; they pass through the rows of K or V in shared memory from `row`
-    // on.
-    template <int kN8>
-    __device__ __forceinline__ void store_gradient(const QuadFragment<kN8>& x, float scale, const TensorMap& map,
-                                                   uint32 smem, int32 row) const {
-        const uint32 box = smem + row * kPanelRowBytes, lane_row = lane_ % 16;
-        PackedFragment<Element, 2> packed;
-#pragma unroll
-        for (int n = 0; n < kN8; n += 2) {
-#pragma unroll
-            for (int j = 0; j < 2; ++j)
-#pragma unroll
-                for (int i = 0; i < 2; ++i)
-                    packed.set(i, j, x.value[n + j][2 * i] * scale, x.value[n + j][2 * i + 1] * scale);
-            const uint32 chunk = (n % 8 + lane_ / 16) ^ (lane_row & 7);
-            stmatrix_x4(box + n / 8 * Shape::kKeyPanelBytes + lane_row * kPanelRowBytes + chunk * 16, packed.k16(0));
-        }
-        async_proxy_fence();
-        __syncwarp();
-        if (lane_ == 0) {
-#pragma unroll
-            for (int panel = 0; panel < ceil_div(kN8 * 8, kPanelColumns); ++panel)
-                own_.keys.store(map, box + panel * Shape::kKeyPanelBytes, panel * kPanelColumns, own_.first_key + row,
-                                own_.head, own_.batch);
-            tma_store_commit();
-        }
-    }
-
-    const Params &params_, &maps_;  // the sequence's record; the kernel's parameter, where TMA reads its maps
-    const Memory memory_;
-    const int32 warp_, lane_;
-    const KeyTile<Spec> own_;
     RingPosition<2> written_, read_;  // in the ring of dS buffers
     float* workspace_ = nullptr;      // this lane's part of the tile of the last added dQ
     int32 tiles_to_walk_ = 0;

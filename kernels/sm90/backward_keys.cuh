@@ -36,7 +36,7 @@ class BackwardKeys : BackwardGroup<Spec, Shape> {
     using Base::arrive, Base::lane_, Base::memory_, Base::own_, Base::params_, Base::warp_;
     static constexpr int kBr = Shape::kBr, kD = Shape::kD, kDv = Shape::kDv;
     static constexpr bool kWithDq = Shape::kWithDq;
-    friend Base;
+    friend KeyGroup<Spec, Shape, Memory>;
 
     // A group's part of dQ: 64 accumulator rows (queries; columns of dQ if it is transposed) by kDqWidth columns.
     static constexpr int kDqWidth = Shape::kDqTransposed ? kBr : Shape::kDqByRows ? kD : Shape::kFirstDqColumns;

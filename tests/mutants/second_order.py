@@ -92,7 +92,7 @@ SHARED_TERMS = (
     ("if (x.moves()) Tile::add_dot", "if (false) Tile::add_dot"),
     ("if (y.moves()) Tile::add_dot", "if (false) Tile::add_dot"),
     ("tangents(i, j) *= natural_scale<Spec>(params);",),
-    ("tangents(i, j) - of_row.lse_tangent;", "tangents(i, j);"),
+    ("tangents(i, j) - lse_tangent(i, j);", "tangents(i, j);"),
     ("factor * ds(i, j) - of_row.delta;", "factor * ds(i, j);"),
     ("factor * ds_tangent(i, j) - of_row.delta_tangent;", "factor * ds_tangent(i, j);"),
     ("change * from_delta + probability * from_tangent", "probability * from_tangent"),
@@ -642,7 +642,7 @@ MUTANTS = (
     *dropped(
         "dkdv_jvp",
         ("p(i, j) = keep ? probability : Real(0);", "p(i, j) = probability;"),
-        ("tangents(i, j) = keep ? change : Real(0);", "tangents(i, j) = change;"),
+        ("changes(i, j) = keep ? change : Real(0);", "changes(i, j) = change;"),
         ("WarpV::store(dv, common::kept_scale<Spec>(params)", "WarpV::store(dv, Real(1)"),
         call="dropout",
         check="check_backward_jvp",
