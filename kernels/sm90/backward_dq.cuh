@@ -28,27 +28,11 @@
 // TMA loads columns beyond head_dim and rows beyond the sequence as zeros, and does not store them.
 #pragma once
 #include "sm90/backward_dq_consumer.cuh"
-#include "sm90/backward_dq_producer.cuh"
+#include "sm90/query_gradient_kernel.cuh"
 
 namespace fa2::sm90 {
 
 template <class Spec>
-struct BackwardDq {
-    using Shape = BackwardDqShape<Spec>;
-    static constexpr bool kFindsSequences = true;
-
-    __device__ static void run(const Params& params, char* dynamic_smem) {
-        const QueryTileMemory<Shape> memory(dynamic_smem);
-        if (threadIdx.x == 0) memory.init_barriers();
-        __syncthreads();
-        if (threadIdx.x < kGroupThreads) {
-            deallocate_registers<Shape::kProducerRegisters>();
-            if (threadIdx.x == 0) BackwardDqProducer<Spec>(params, memory).run();
-        } else {
-            allocate_registers<Shape::kConsumerRegisters>();
-            BackwardDqConsumer<Spec>(params, memory).run();
-        }
-    }
-};
+using BackwardDq = QueryGradientKernel<Spec, BackwardDqShape<Spec>, BackwardDqConsumer<Spec>>;
 
 }  // namespace fa2::sm90

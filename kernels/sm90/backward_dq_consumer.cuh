@@ -21,105 +21,35 @@
 // S is waited for before dP is issued because a warp can be only a few wgmmas ahead of the tensor cores: the compiler
 // interleaves the exponentials with the wgmmas of dP. No product is in flight across the loop's back edge: the compiler
 // would serialise products that are waited for in the next iteration.
-//
-// Groups that start together would compute their exponentials at the same time, and leave the tensor cores idle.
-// Therefore group g starts when group g + 1 has its first dS (kStagger); nothing synchronises them afterwards.
-//
-// At the end of a query tile a group has no next product to overlap with, and the tensor cores work for the other
-// groups. Apart from their start, groups do not wait for each other; a group can only delay the producer, by stages
-// that it has not released. No deadlock is possible: a group consumes K and V strictly in the order in which they are
-// loaded, including key tiles that it skips, so that no group can wait for a tile whose load another group prevents.
 #pragma once
-#include "common/dbias.cuh"
-#include "common/mask.cuh"
-#include "common/math.cuh"
 #include "common/statistics.cuh"
 #include "common/weights.cuh"
-#include "sm90/backward_dq_shape.cuh"
-#include "sm90/query_tile_consumer.cuh"
-#include "sm90/store_box.cuh"
+#include "sm90/query_gradient_consumer.cuh"
 
 namespace fa2::sm90 {
 
-// HeadTerms and SavedScores are base classes so that they take no space when empty (empty-base optimisation). Ring
-// positions: keys_ of the present key tile's K, values_ of the next key tile's V, queries_ of both Q and dO.
+// HeadTerms and SavedScores are base classes so that they take no space when empty (empty-base optimisation).
 template <class Spec>
 class BackwardDqConsumer : common::HeadTerms<Spec>,
                            common::SavedScores<Spec, QuadFragment<Spec::kBc / 8>>,
-                           QueryTileConsumer<Spec, BackwardDqShape<Spec>, QueryTileMemory<BackwardDqShape<Spec>>> {
+                           public QueryGradientConsumer<BackwardDqConsumer<Spec>, Spec, BackwardDqShape<Spec>> {
     using Terms = common::HeadTerms<Spec>;
-    using Shape = BackwardDqShape<Spec>;
-    using Memory = QueryTileMemory<Shape>;
-    using Base = QueryTileConsumer<Spec, Shape, Memory>;
-    using Base::first_row, Base::load_array, Base::make_positions_uniform, Base::mask, Base::multiply_keys,
-        Base::output_box, Base::score_tile, Base::wait_for_box;
-    using Base::group_, Base::lane_, Base::memory_, Base::params_, Base::warp_;
-    using Base::kBc, Base::kBr, Base::kD, Base::kLeftLimit, Base::kRightLimit;
-    using Base::keys_, Base::queries_, Base::release_key, Base::release_value, Base::tiles_, Base::values_;
-    using Element = typename Spec::Element;
+    using Base = QueryGradientConsumer<BackwardDqConsumer, Spec, BackwardDqShape<Spec>>;
+    using Base::first_row, Base::is_last, Base::mask, Base::multiply_keys, Base::multiply_rows, Base::score_tile;
+    using Base::kBc, Base::kD;
+    using Base::lane_, Base::memory_, Base::params_;
+    using Base::keys_, Base::queries_, Base::release_key, Base::release_query, Base::release_value, Base::values_;
+    using typename Base::Gradient, typename Base::KeyPosition, typename Base::Operand, typename Base::Scores, typename Base::Shape;
     friend Base;
-    static constexpr int kMaxSkipped = common::kListsTiles<Spec> ? 0 : ceil_div(kBr - kGroupRows, kBc);
-    // Three groups under a right limit would deadlock: the middle one may skip key tiles and then need a stage that the
-    // first one, which waits for it, has not released.
-    static constexpr bool kStagger = Shape::kGroups == 2 || (Shape::kGroups > 2 && !kRightLimit);
-    static constexpr int kStartBarrier = Base::kOwnBarrier;
+    friend typename Base::Tiles;
     // Bounding P by 1 takes an instruction for each score, up to 7 % of the time. P only needs it where lse is so large
     // that it has lost the bits that count: below this bound, in base 2, P exceeds 1 by less than 2^-10. With 64 columns
     // or fewer a branch costs more than it saves.
     static constexpr bool kChoosesBound = kD > 64;
     static constexpr float kLargestExactLse = 1024.0f;
 
-    using Scores = QuadFragment<kBc / 8>;
-    using Gradient = QuadFragment<kD / 8>;
-    using Operand = PackedFragment<Element, kBc / 8>;
-    using KeyPosition = RingPosition<Shape::kStages>;
-
   public:
-    __device__ BackwardDqConsumer(const Params& params, const Memory& memory)
-        : Base(params, memory, __shfl_sync(common::kFullWarp, threadIdx.x / kGroupThreads, 0) - 1) {}
-
-    // Inlined, however large the kernel is: its members are registers only then.
-    __device__ __forceinline__ void run() {
-        if (kStagger && group_ + 1 < Shape::kGroups) barrier_sync(kStartBarrier + group_, 2 * kGroupThreads);
-        TileInSlot tile = next_tile(memory_, tiles_);
-        if (Spec::kVarlen && tile.key_tiles() == 0) {  // all indices of this block are unused
-            if (kStagger && group_ > 0) barrier_arrive(kStartBarrier + group_ - 1, 2 * kGroupThreads);
-            return;
-        }
-        while (true) {
-            const GroupKeys keys = keys_of_group<Spec>(params_, tile, group_, kMaxSkipped);
-            load_array(tile, keys.end - 1);
-            load_rows(tile);
-            if constexpr (common::kClearsSkippedDbias<Spec>)
-                common::clear_skipped_dbias<Spec>(params_, score_tile(tile, 0), 16, keys.begin * kBc, keys.end * kBc);
-            skip(keys);
-            int32 block = keys.end - 1;
-            first_step(tile, keys, block,
-                       block >= keys.full_end || (kLeftLimit && block < (kLeftLimit ? keys.full_begin : 0)));
-            if (kStagger && tiles_.turn == 1 && group_ > 0)
-                barrier_arrive(kStartBarrier + group_ - 1, 2 * kGroupThreads);
-            dq_.fill(0.0f);
-            --block;
-            if constexpr (kRightLimit) {
-#pragma unroll 1
-                for (; block >= keys.full_end; --block) step<true>(tile, keys, block);
-            }
-#pragma unroll 1
-            for (; block >= (kLeftLimit ? keys.full_begin : 0); --block) step<false>(tile, keys, block);
-            if constexpr (kLeftLimit) {
-#pragma unroll 1
-                for (; block >= (kLeftLimit ? keys.begin : 0); --block) step<true>(tile, keys, block);
-            }
-            issue_dq();
-            wait_for_dq<0>();
-            store(tile);
-
-            tile = next_tile(memory_, tiles_);
-            if (tile.key_tiles() == 0) break;
-            make_positions_uniform();
-        }
-        if (lane_ == 0) tma_store_wait();
-    }
+    using Base::Base;
 
   private:
     // ---------------------------------------------------------------------------------------------------------- steps
@@ -127,12 +57,11 @@ class BackwardDqConsumer : common::HeadTerms<Spec>,
     // Computes dS of the query tile's first key tile.
     __device__ __forceinline__ void first_step(const TileInSlot& tile, const GroupKeys& keys, int32 block,
                                                bool masked) {
-        mbarrier_wait(memory_.full_query(queries_.slot()), queries_.parity());
-        if (hides_rows(tile)) clear_hidden_rows();
+        Base::wait_for_query(tile);
         issue_scores_of(keys_);
         wgmma_wait<0>();
         pin(scores_);
-        if (block == (kLeftLimit ? keys.begin : 0)) release_query();
+        if (is_last(keys, block)) release_query();
         mbarrier_wait(memory_.full_dout(queries_.slot()), queries_.parity());
         issue_dp();
         exponentiate(tile, keys, block, masked);
@@ -154,7 +83,7 @@ class BackwardDqConsumer : common::HeadTerms<Spec>,
             wgmma_wait<0>();
             pin(scores_);
         }
-        if (block == (kLeftLimit ? keys.begin : 0)) release_query();
+        if (is_last(keys, block)) release_query();
         issue_dp();
         exponentiate(tile, keys, block, kMasked);
         if constexpr (Shape::kScoresFirst) wait_for_dq<1>();
@@ -166,7 +95,7 @@ class BackwardDqConsumer : common::HeadTerms<Spec>,
                                                  bool masked) {
         if constexpr (common::kTakesWeights<Spec>) {
             this->save(scores_);
-            Base::with_array(*this, tile, block, masked, block == (kLeftLimit ? keys.begin : 0));
+            Base::with_array(*this, tile, block, masked, is_last(keys, block));
             return;
         }
         if (masked) mask(scores_, tile, block);
@@ -199,7 +128,7 @@ class BackwardDqConsumer : common::HeadTerms<Spec>,
         wgmma_wait<0>();
         pin(dp_);
         release_value();
-        if (Shape::kOwnOutput && block == (kLeftLimit ? keys.begin : 0) && lane_ == 0)
+        if (Shape::kOwnOutput && is_last(keys, block) && lane_ == 0)
             mbarrier_arrive(memory_.empty_dout(queries_.slot()));
         if constexpr (common::kDerivesLater<Spec>) {
 #pragma unroll
@@ -234,22 +163,6 @@ class BackwardDqConsumer : common::HeadTerms<Spec>,
         multiply_rows<Shape::kDv>(dp_, memory_.dout(queries_.slot()), memory_.value(values_.slot()));
     }
 
-    // Issues x = (the group's rows of Q or dO) (the key tile's rows of K or V)^T.
-    template <int kColumns>
-    __device__ __forceinline__ void multiply_rows(Scores& x, uint32 query_tile, uint32 key_tile) {
-        uint64 rows = matrix_descriptor(query_tile + group_ * kGroupRows * kPanelRowBytes, 0);
-        if constexpr (kColumns > 192) rows = as_if_new(rows);  // as in the forward's issue_scores
-        const uint64 keys = matrix_descriptor(key_tile, 0);
-        wgmma_fence();
-        wgmma_first_scores(x, rows, keys);
-#pragma unroll
-        for (int s = 1; s < kColumns / 16; ++s)
-            wgmma_scores(x, rows + along_columns<Shape::kQueryPanelBytes>(s),
-                         keys + along_columns<Shape::kKeyPanelBytes>(s), true);
-        wgmma_commit();
-        pin(x);
-    }
-
     __device__ __forceinline__ void issue_dq() {
         const uint64 k = matrix_descriptor(memory_.key(keys_.slot()), Shape::kKeyPanelBytes);
         pin(dq_);
@@ -265,48 +178,10 @@ class BackwardDqConsumer : common::HeadTerms<Spec>,
         release_key();
     }
 
-    // ----------------------------------------------------------------------------------------------- loads and stores
+    // ----------------------------------------------------------------------------------------------------------- rows
 
-    __device__ __forceinline__ void skip(const GroupKeys& keys) {
-        if constexpr (kRightLimit && kMaxSkipped > 0) {
-#pragma unroll 1
-            for (int32 i = 0; i < keys.skipped; ++i) {
-                mbarrier_wait(memory_.full_key(keys_.slot()), keys_.parity());
-                release_key();
-                mbarrier_wait(memory_.full_value(values_.slot()), values_.parity());
-                release_value();
-            }
-        }
-    }
-
-    __device__ __forceinline__ void release_query() {
-        if (lane_ == 0) mbarrier_arrive(memory_.empty_query(queries_.slot()));
-    }
-
-    // True if rows may see no key. A sequence without keys has one key tile here.
-    __device__ __forceinline__ bool hides_rows(const TileInSlot& tile) const {
-        const auto& own = record_of<Spec>(params_, tile);
-        return common::may_hide_rows<Spec>(own) || common::lacks_keys<Spec>(own);
-    }
-
-    // Stores zeros to this warp's rows of Q and dO that see no key: they may hold NaN, which P = 0 would not keep out of
-    // dQ and of sums over queries.
-    __device__ __forceinline__ void clear_hidden_rows() const {
-        mbarrier_wait(memory_.full_dout(queries_.slot()), queries_.parity());
-#pragma unroll
-        for (int i = 0; i < 2; ++i)
-            if (minus_lse_[i] == -common::infinity<float>()) {
-                const uint32 row = (group_ * kGroupRows + warp_ * 16 + Scores::row(i, lane_)) * kPanelRowBytes;
-#pragma unroll 1
-                for (uint32 chunk = lane_ % 4; chunk < 8 * max_of(Shape::kPanels, Shape::kPanelsV); chunk += 4) {
-                    const uint32 at = chunk / 8 * Shape::kQueryPanelBytes + row + chunk % 8 * 16;
-                    if (chunk < 8 * Shape::kPanels) store_shared(memory_.query(queries_.slot()) + at, 0, 0, 0, 0);
-                    if (chunk < 8 * Shape::kPanelsV) store_shared(memory_.dout(queries_.slot()) + at, 0, 0, 0, 0);
-                }
-            }
-        async_proxy_fence();
-        barrier_sync(Base::kOutputBarrier + group_, kGroupThreads);
-    }
+    __device__ __forceinline__ bool hides(int i) const { return minus_lse_[i] == -common::infinity<float>(); }
+    __device__ __forceinline__ const TensorMap& result() const { return params_.dq; }
 
     // A row beyond the sequence or without a visible key gets lse = +inf, so that its P is zero. It has no delta.
     __device__ __forceinline__ void load_rows(const TileInSlot& tile) {
@@ -327,48 +202,6 @@ class BackwardDqConsumer : common::HeadTerms<Spec>,
         if constexpr (kChoosesBound)
             lse_is_large_ =
                 __any_sync(common::kFullWarp, max_of(fabsf(minus_lse_[0]), fabsf(minus_lse_[1])) > kLargestExactLse);
-    }
-
-    // Stores dQ of this warp's 16 rows. Each warp stores its own boxes by TMA, asynchronously and independently of the
-    // other warps. It does not read the tile's slot afterwards, and releases it.
-    __device__ __forceinline__ void store(const TileInSlot& tile) {
-        const auto box = output_box(memory_.dout(queries_.slot()));
-#pragma unroll
-        for (int n = 0; n < kD / 8; ++n)
-#pragma unroll
-            for (int e = 0; e < 4; ++e) dq_.value[n][e] *= params_.softmax_scale;
-        store_panels<0>(box, tile);
-        if (lane_ == 0) {
-            mbarrier_arrive(tile.empty);
-            if constexpr (!Shape::kOwnOutput) {
-                tma_store_wait_read();
-                mbarrier_arrive(memory_.empty_dout(queries_.slot()));
-            }
-        }
-        queries_.advance();
-    }
-
-    // Stores the panels of dQ from kFirst on, as many at a time as the box has. (An unrolled loop over them would compile
-    // to more instructions.)
-    template <int kFirst>
-    __device__ __forceinline__ void store_panels(const typename Base::Box& box, const TileInSlot& tile) {
-        constexpr int kPanelsAtOnce = Shape::kOwnOutput ? Shape::kOutputPanels : Shape::kPanelsV;
-        constexpr int kEnd = min_of(kFirst + kPanelsAtOnce, Shape::kPanels);
-        write_box<Element>(box.address, box.panel_bytes, dq_, lane_, kFirst, kEnd - kFirst);
-        const auto rows = query_tma_rows<Spec>(params_, tile.batch());
-        async_proxy_fence();
-        __syncwarp();
-        if (lane_ == 0) {
-#pragma unroll
-            for (int panel = kFirst; panel < kEnd; ++panel)
-                rows.store(params_.dq, box.address + (panel - kFirst) * box.panel_bytes, panel * kPanelColumns,
-                           first_row(tile), tile.head(), tile.batch());
-            tma_store_commit();
-        }
-        if constexpr (kEnd < Shape::kPanels) {
-            wait_for_box();
-            store_panels<kEnd>(box, tile);
-        }
     }
 
     bool lse_is_large_;                    // in one of the warp's rows, which makes it bound P

@@ -1,17 +1,18 @@
-// The dQ kernel's producer: one thread loads Q, dO, K and V in the order in which the consumers use them.
+// The producer of the kernels of dQ and of its tangent: one thread loads Q, dO, K and V in the order in which the
+// consumers use them, each together with its tangent.
 #pragma once
 #include "sm90/backward_dq_shape.cuh"
 #include "sm90/query_tile_producer.cuh"
 
 namespace fa2::sm90 {
 
-template <class Spec>
-class BackwardDqProducer : QueryTileProducer<Spec, BackwardDqShape<Spec>, QueryTileMemory<BackwardDqShape<Spec>>> {
-    using Shape = BackwardDqShape<Spec>;
+template <class Spec, class Shape>
+class BackwardDqProducer : QueryTileProducer<Spec, Shape, QueryTileMemory<Shape>> {
     using Memory = QueryTileMemory<Shape>;
     using Base = QueryTileProducer<Spec, Shape, Memory>;
     using Base::kLeftLimit, Base::memory_, Base::params_, Base::queries_;
-    using Base::load_key, Base::load_value, Base::publish;
+    using Base::publish;
+    using Moved = typename Shape::Moved;
     using typename Base::Tile;
 
   public:
@@ -24,12 +25,9 @@ class BackwardDqProducer : QueryTileProducer<Spec, BackwardDqShape<Spec>, QueryT
             const Tile tile = query_tile<Spec>(params_, index);
             publish(tile);
             if (tile.key_tiles == 0) break;
-            load_queries<Shape::kPanels>(params_.q, memory_.query(queries_.slot()), memory_.full_query(queries_.slot()),
-                                         memory_.empty_query(queries_.slot()), tile);
+            load_query(tile);
             load_key(tile, tile.key_tiles - 1);
-            load_queries<Shape::kPanelsV>(params_.dout, memory_.dout(queries_.slot()),
-                                          memory_.full_dout(queries_.slot()), memory_.empty_dout(queries_.slot()),
-                                          tile);
+            load_dout(tile);
             load_value(tile, tile.key_tiles - 1);
             queries_.advance();
             const int32 first = kLeftLimit ? tile.first_key_tile : 0;
@@ -51,10 +49,37 @@ class BackwardDqProducer : QueryTileProducer<Spec, BackwardDqShape<Spec>, QueryT
         }
     }
 
-    template <int kPanels>
-    __device__ void load_queries(const TensorMap& map, uint32 smem, uint32 full, uint32 empty, const Tile& tile) {
-        mbarrier_wait(empty, queries_.parity() ^ 1);
-        Base::template load_rows<kPanels>(map, smem, full, tile);
+    // Each operand with its tangent, if it has one.
+    __device__ void load_query(const Tile& tile) {
+        const uint32 smem = memory_.query(queries_.slot()), full = memory_.full_query(queries_.slot());
+        mbarrier_wait(memory_.empty_query(queries_.slot()), queries_.parity() ^ 1);
+        if constexpr (Moved::kQuery)
+            Base::template load_rows<Shape::kPanels>(params_.q, smem, full, tile, params_.qt);
+        else
+            Base::template load_rows<Shape::kPanels>(params_.q, smem, full, tile);
+    }
+
+    __device__ void load_dout(const Tile& tile) {
+        const uint32 smem = memory_.dout(queries_.slot()), full = memory_.full_dout(queries_.slot());
+        mbarrier_wait(memory_.empty_dout(queries_.slot()), queries_.parity() ^ 1);
+        if constexpr (Moved::kDout)
+            Base::template load_rows<Shape::kPanelsV>(params_.dout, smem, full, tile, params_.dot);
+        else
+            Base::template load_rows<Shape::kPanelsV>(params_.dout, smem, full, tile);
+    }
+
+    __device__ void load_key(const Tile& tile, int32 block) {
+        if constexpr (Moved::kKey)
+            Base::load_key(tile, block, params_.kt);
+        else
+            Base::load_key(tile, block);
+    }
+
+    __device__ void load_value(const Tile& tile, int32 block) {
+        if constexpr (Moved::kValue)
+            Base::load_value(tile, block, params_.vt);
+        else
+            Base::load_value(tile, block);
     }
 };
 

@@ -1,15 +1,33 @@
-// Sizes of the dQ kernel: what it adds to query_tile_shape.cuh.
+// Sizes of the kernels of dQ and of its tangent: what they add to query_tile_shape.cuh.
 #pragma once
 #include "sm90/query_tile_shape.cuh"
 
 namespace fa2::sm90 {
 
+// The operands of a kernel that have tangents. Panels of a tangent lie behind those of its operand, and both are loaded
+// at the same time.
+struct Unmoved {
+    static constexpr bool kMoves = false, kQuery = false, kKey = false, kValue = false, kDout = false;
+};
 template <class Spec>
+struct MovedBy {
+    static constexpr bool kMoves = true;
+    static constexpr bool kQuery = Spec::kQueryTangent, kKey = Spec::kKeyTangent, kValue = Spec::kValueTangent,
+                          kDout = Spec::kDoutTangent;
+};
+
+template <class Spec, class Moved_ = Unmoved>
 struct BackwardDqShape : QueryTileShape<Spec, 2> {
     using Base = QueryTileShape<Spec, 2>;
     using Base::kBc, Base::kConsumerRegisters, Base::kD, Base::kIsPair, Base::kStages;
-    using Base::kDoutBytes, Base::kFixedBytes, Base::kHeldBytes, Base::kKeyBytes, Base::kPanels, Base::kQueryBytes,
-        Base::kQueryPanelBytes, Base::kValueBytes;
+    using Base::kFixedBytes, Base::kHeldBytes, Base::kPanels, Base::kQueryPanelBytes;
+    using Moved = Moved_;
+
+    // The bytes of operands with their tangents.
+    static constexpr int kQueryBytes = (1 + Moved::kQuery) * Base::kQueryBytes,
+                         kDoutBytes = (1 + Moved::kDout) * Base::kDoutBytes,
+                         kKeyBytes = (1 + Moved::kKey) * Base::kKeyBytes,
+                         kValueBytes = (1 + Moved::kValue) * Base::kValueBytes;
 
     // Shared memory available to a block; the system reserves 1024 bytes for each block.
     static constexpr int kMostBytes = (kMaxSharedBytes + 1024) / Spec::kBlocksPerSm - 1024;
@@ -19,18 +37,20 @@ struct BackwardDqShape : QueryTileShape<Spec, 2> {
         kStages == 2 && kFixedBytes + 2 * (kKeyBytes + kValueBytes) + kOperandBytes <= kMostBytes;
     static constexpr int kValueStages = kTwoAndTwo ? 2 : kStages - 1;
     static constexpr int kWithoutArray = kFixedBytes + kStages * kKeyBytes + kValueStages * kValueBytes;
-    static constexpr bool kHoldsArray =
-        common::kMayHoldArray<Spec> && kWithoutArray + kOperandBytes + kHeldBytes <= kMostBytes;
+    // Formulas of tangents read arrays in global memory.
+    static constexpr bool kHoldsArray = !Moved::kMoves && common::kMayHoldArray<Spec> &&
+                                        kWithoutArray + kOperandBytes + kHeldBytes <= kMostBytes;
     static constexpr int kBesidesQueries = kWithoutArray + (kHoldsArray ? kHeldBytes : 0);
     // dQ has its own buffer if that fits or, where V has a head_dim of its own, one of all panels that fit. Else it is
     // stored through dO's buffer. If second buffers of Q and dO fit beside all of dQ, they are loaded one query tile
     // ahead.
     static constexpr int kFreeBytes = kMostBytes - kBesidesQueries - kOperandBytes;
-    static constexpr int kOutputPanels = kFreeBytes >= kQueryBytes ? kPanels
+    static constexpr int kOutputBytes = kPanels * kQueryPanelBytes;
+    static constexpr int kOutputPanels = kFreeBytes >= kOutputBytes ? kPanels
                                          : kIsPair                 ? common::max_of(kFreeBytes, 0) / kQueryPanelBytes
                                                                    : 0;
     static constexpr bool kOwnOutput = kOutputPanels > 0;
-    static constexpr int kQueryBuffers = kFreeBytes >= kQueryBytes + kOperandBytes ? 2 : 1;
+    static constexpr int kQueryBuffers = kFreeBytes >= kOutputBytes + kOperandBytes ? 2 : 1;
     static constexpr int kSharedBytes =
         kBesidesQueries + kQueryBuffers * kOperandBytes + kOutputPanels * kQueryPanelBytes;
     static_assert(kSharedBytes == Spec::kSharedBytes);
@@ -40,7 +60,7 @@ struct BackwardDqShape : QueryTileShape<Spec, 2> {
     // kBesidesTiles registers, the most where the loop has a masked copy and many k-steps.
     static constexpr int kBesidesTiles = common::kRightLimit<Spec> && kD > 128 ? 60 : 28;
     static constexpr bool kScoresFirst =
-        kStages > 2 && kD / 2 + 2 * (kBc / 2) + kBc / 4 + kBesidesTiles <= kConsumerRegisters;
+        !Moved::kMoves && kStages > 2 && kD / 2 + 2 * (kBc / 2) + kBc / 4 + kBesidesTiles <= kConsumerRegisters;
 };
 
 }  // namespace fa2::sm90

@@ -106,10 +106,15 @@ class QueryTileConsumer {
     // Issues x += p rows (O += P V or dQ += dS K); `rows` is the MN-major descriptor of the key tile.
     template <class Output, class Operand>
     __device__ __forceinline__ static void multiply_keys(Output& x, const Operand& p, uint64 rows) {
-#pragma unroll
-        for (int s = 0; s < kBc / 16; ++s) wgmma_output(x, p.k16(s), rows + along_rows(s));
+        add_keys(x, p, rows);
         wgmma_commit();
         pin(x);
+    }
+    // The same without the end of a group of products.
+    template <class Output, class Operand>
+    __device__ __forceinline__ static void add_keys(Output& x, const Operand& p, uint64 rows) {
+#pragma unroll
+        for (int s = 0; s < kBc / 16; ++s) wgmma_output(x, p.k16(s), rows + along_rows(s));
     }
 
     // The memory to which this warp writes its 16 rows of the result, one box per panel: its part of the output buffer,

@@ -16,31 +16,35 @@ class QueryTileProducer {
 
     __device__ void publish(const Tile& tile) { publish_tile<Spec>(memory_, tiles_, tile); }
 
-    // Loads the query tile's rows of Q or dO.
-    template <int kPanels>
-    __device__ void load_rows(const TensorMap& map, uint32 smem, uint32 full, const Tile& tile) const {
-        mbarrier_arrive_expect(full, kPanels * Shape::kQueryPanelBytes);
-#pragma unroll
-        for (int panel = 0; panel < kPanels; ++panel)
-            tile.queries.load(smem + panel * Shape::kQueryPanelBytes, map, full, panel * kPanelColumns, tile.first_row,
-                              tile.head, tile.batch);
+    // Loads the query tile's rows of Q or dO, and those of its tangent if there is one, whose panels lie behind.
+    template <int kPanels, class... Tangent>
+    __device__ void load_rows(const TensorMap& map, uint32 smem, uint32 full, const Tile& tile,
+                              const Tangent&... tangent) const {
+        mbarrier_arrive_expect(full, (1 + sizeof...(tangent)) * kPanels * Shape::kQueryPanelBytes);
+        load_panels<kPanels>(map, smem, full, tile);
+        (load_panels<kPanels>(tangent, smem + kPanels * Shape::kQueryPanelBytes, full, tile), ...);
     }
 
-    __device__ void load_key(const Tile& tile, int32 block) {
+    // Loads a key tile's rows of K, and those of its tangent if there is one.
+    template <class... Tangent>
+    __device__ void load_key(const Tile& tile, int32 block, const Tangent&... tangent) {
         const uint32 stage = keys_.slot();
         int32 key_tile = block;
         if constexpr (common::kListsTiles<Spec>) key_tile = tile.list.entries[block];  // ahead of the wait
         mbarrier_wait(memory_.empty_key(stage), keys_.parity() ^ 1);
-        load_keys<Shape::kPanels>(params_.k, memory_.key(stage), memory_.full_key(stage), tile, key_tile);
+        load_keys<Shape::kPanels / Shape::kParts>(params_.k, memory_.key(stage), memory_.full_key(stage), tile,
+                                                  key_tile, tangent...);
         keys_.advance();
     }
 
-    __device__ void load_value(const Tile& tile, int32 block) {
+    template <class... Tangent>
+    __device__ void load_value(const Tile& tile, int32 block, const Tangent&... tangent) {
         const uint32 stage = values_.slot();
         int32 key_tile = block;
         if constexpr (common::kListsTiles<Spec>) key_tile = tile.list.entries[block];  // ahead of the wait
         mbarrier_wait(memory_.empty_value(stage), values_.parity() ^ 1);
-        load_keys<Shape::kPanelsV>(params_.v, memory_.value(stage), memory_.full_value(stage), tile, key_tile);
+        load_keys<Shape::kPanelsV / Shape::kParts>(params_.v, memory_.value(stage), memory_.full_value(stage), tile,
+                                                   key_tile, tangent...);
         values_.advance();
     }
 
@@ -53,8 +57,23 @@ class QueryTileProducer {
 
   private:
     template <int kPanels>
-    __device__ void load_keys(const TensorMap& map, uint32 smem, uint32 full, const Tile& tile, int32 key_tile) const {
-        mbarrier_arrive_expect(full, kPanels * Shape::kKeyPanelBytes);
+    __device__ void load_panels(const TensorMap& map, uint32 smem, uint32 full, const Tile& tile) const {
+#pragma unroll
+        for (int panel = 0; panel < kPanels; ++panel)
+            tile.queries.load(smem + panel * Shape::kQueryPanelBytes, map, full, panel * kPanelColumns, tile.first_row,
+                              tile.head, tile.batch);
+    }
+
+    template <int kPanels, class... Tangent>
+    __device__ void load_keys(const TensorMap& map, uint32 smem, uint32 full, const Tile& tile, int32 key_tile,
+                              const Tangent&... tangent) const {
+        mbarrier_arrive_expect(full, (1 + sizeof...(tangent)) * kPanels * Shape::kKeyPanelBytes);
+        load_panels<kPanels>(map, smem, full, tile, key_tile);
+        (load_panels<kPanels>(tangent, smem + kPanels * Shape::kKeyPanelBytes, full, tile, key_tile), ...);
+    }
+    template <int kPanels>
+    __device__ void load_panels(const TensorMap& map, uint32 smem, uint32 full, const Tile& tile,
+                                int32 key_tile) const {
 #pragma unroll
         for (int panel = 0; panel < kPanels; ++panel)
             tile.keys.load(smem + panel * Shape::kKeyPanelBytes, map, full, panel * kPanelColumns,

@@ -8,9 +8,9 @@
 
 namespace fa2::sm90 {
 
-template <class Spec, int kOperands_, int kParts = 1, int kSharers_ = 1>
+template <class Spec, int kOperands_, int kParts_ = 1, int kSharers_ = 1>
 struct QueryTileShape {
-    static constexpr int kOperands = kOperands_;
+    static constexpr int kOperands = kOperands_, kParts = kParts_;
     static constexpr int kBr = Spec::kBr, kBc = Spec::kBc, kStages = Spec::kStages;
     static constexpr int kSharers = kSharers_, kGroups = kBr / kGroupRows * kSharers;  // consumer warp groups
     static constexpr int kD = round_up(Spec::kHeadDim, 16);

@@ -12,8 +12,8 @@ HOPPER_GROWING = Problem(lengths=(35, 320), causal=False, growing=True, hopper_t
 HOPPER_PAIR = Problem(head_dim=40, lengths=(200, 150), hopper_tile=ONE_GROUP, head_dim_v=72)
 #: A text of the forward, the head_dim of it that is exchanged for another, and what catches the change.
 SWAPPED = (
-    ("load_keys<Shape::kPanelsV>(params_.v", "kPanelsV", "kPanels", "uninitialised"),
-    ("load_keys<Shape::kPanels>(params_.k", "kPanels", "kPanelsV", "race"),
+    ("load_keys<Shape::kPanelsV / Shape::kParts>(params_.v", "kPanelsV", "kPanels", "uninitialised"),
+    ("load_keys<Shape::kPanels / Shape::kParts>(params_.k", "kPanels", "kPanelsV", "race"),
     ("key(kStages) + stage * Shape::kValueBytes", "kValueBytes", "kKeyBytes", "race"),
     ("values_.slot() * (Shape::kValueBytes / 16)", "kValueBytes", "kKeyBytes", "race"),
     ("n < kDv / 8; ++n)", "kDv", "kD", "numbers"),
@@ -88,7 +88,7 @@ MUTANTS = (
     Mutant(
         "half of Q is not waited for",
         "forward",
-        "mbarrier_arrive_expect(full, kPanels * Shape::kQueryPanelBytes);",
+        "mbarrier_arrive_expect(full, (1 + sizeof...(tangent)) * kPanels * Shape::kQueryPanelBytes);",
         "mbarrier_arrive_expect(full, kPanels * Shape::kQueryPanelBytes / 2);",
         "race",
         HOPPER_PANELS,

@@ -1,0 +1,26 @@
+// The body of the kernels of dQ and of its tangent: sets up the barriers, divides the registers of the warp groups, and
+// runs the producer or a consumer.
+#pragma once
+#include "sm90/backward_dq_producer.cuh"
+
+namespace fa2::sm90 {
+
+template <class Spec, class Shape, class Consumer>
+struct QueryGradientKernel {
+    static constexpr bool kFindsSequences = true;
+
+    __device__ static void run(const Params& params, char* dynamic_smem) {
+        const QueryTileMemory<Shape> memory(dynamic_smem);
+        if (threadIdx.x == 0) memory.init_barriers();
+        __syncthreads();
+        if (threadIdx.x < kGroupThreads) {
+            deallocate_registers<Shape::kProducerRegisters>();
+            if (threadIdx.x == 0) BackwardDqProducer<Spec, Shape>(params, memory).run();
+        } else {
+            allocate_registers<Shape::kConsumerRegisters>();
+            Consumer(params, memory).run();
+        }
+    }
+};
+
+}  // namespace fa2::sm90
