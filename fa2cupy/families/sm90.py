@@ -54,6 +54,13 @@ _RECORDS = {
         f"{_GRADIENT_MAPS} dk:output_map dv:output_map {_STATISTICS}", (), SCALES, LENGTHS + SCHEDULE
     ),
     # There are no maps of tangents that the call does not have.
+    "dq_jvp": Record(
+        f"{_GRADIENT_MAPS} {_TANGENT_MAPS} dot:input_map dqt:output_map {_STATISTICS} {_MOVED_STATISTICS} "
+        "tile_counter:counter",
+        (),
+        SCALES,
+        LENGTHS + SCHEDULE,
+    ),
     "dkdv_jvp": Record(
         f"{_GRADIENT_MAPS} {_TANGENT_MAPS} dot:input_map dkt:output_map dvt:output_map {_STATISTICS} "
         f"{_MOVED_STATISTICS}",
@@ -95,7 +102,7 @@ class Sm90(Family):
     """Kernels for sm_90a only. The blocks of ``backward`` own key tiles; the other kernels are persistent."""
 
     name = "sm90"
-    operations = (*Family.operations, "dkdv_jvp")
+    operations = (*Family.operations, "dq_jvp", "dkdv_jvp")
     dtypes = ("float16", "bfloat16")
     min_compute_capability = max_compute_capability = 90
     row_alignment = 16
@@ -154,6 +161,12 @@ class Sm90(Family):
             TileRow(192, TileConfig(96, 64, 12, 2), _H100),
             TileRow(256, TileConfig(64, 64, 12, 2), _H100),
         ),
+        "dq_jvp": (
+            TileRow(64, TileConfig(128, 48, 12, 2), features=_IN_REGISTERS),
+            TileRow(128, TileConfig(128, 32, 12, 2), features=_IN_REGISTERS),
+            TileRow(64, TileConfig(128, 80, 12, 2)),
+            TileRow(128, TileConfig(128, 64, 12, 2)),
+        ),
         "dkdv_jvp": (
             TileRow(64, TileConfig(32, 128, 12, 3), features=_IN_REGISTERS),
             TileRow(64, TileConfig(48, 128, 12, 3), features=("dout_tangent",)),
@@ -195,6 +208,8 @@ class Sm90(Family):
             return _forward_bytes(head_dim, head_dim_v, tile, array)
         if operation == "backward_dq":
             return _dq_bytes(head_dim, head_dim_v, tile, array)
+        if operation == "dq_jvp":
+            return _dq_bytes(head_dim, head_dim_v, tile, None, [name in features for name in OF_DIRECTION])
         if operation == "dkdv_jvp":
             return _dkdv_jvp_bytes(head_dim, head_dim_v, tile, [name in features for name in OF_DIRECTION])
         with_dq = {"backward": True, "backward_dkdv": False}[operation]
@@ -206,6 +221,8 @@ class Sm90(Family):
             return _why_no_forward(tile, head_dim_v)
         if operation == "backward_dq":
             return _why_no_dq(tile, head_dim)
+        if operation == "dq_jvp":
+            return _why_no_dq_jvp(tile, head_dim)
         if operation == "dkdv_jvp":
             return _why_no_dkdv_jvp(tile, head_dim, head_dim_v)
         with_dq = {"backward": True, "backward_dkdv": False}[operation]
@@ -283,15 +300,22 @@ def _forward_bytes(head_dim: int, head_dim_v: int, tile: TileConfig, array: str 
     return next((fixed + n for n in besides if fixed + n <= _SHARED_BYTES), fixed)
 
 
-def _dq_bytes(head_dim: int, head_dim_v: int, tile: TileConfig, array: str | None) -> int:
-    """Dynamic shared memory of the dQ kernel."""
+def _dq_bytes(
+    head_dim: int,
+    head_dim_v: int,
+    tile: TileConfig,
+    array: str | None,
+    moved: Sequence[bool] = (False, False, False, False),
+) -> int:
+    """Dynamic shared memory of the kernels of dQ and of its tangent. `moved`: which of q, k, v and dO have tangents."""
     # The same as in kernels/sm90/backward_dq_shape.cuh: dQ has a buffer, and Q and dO a second one, if they fit.
     row, row_v = _row_bytes(head_dim, head_dim_v)
-    output, queries, panel = tile.b_r * row, tile.b_r * (row + row_v), tile.b_r * 128
+    q, k, v, dout = (n * (1 + moves) for n, moves in zip((row, row, row_v, row_v), moved, strict=True))
+    output, queries, panel = tile.b_r * row, tile.b_r * (q + dout), tile.b_r * 128
     fixed = 1024 + 8 * (8 + 4 * tile.num_stages + 2 * 4) + 4 * 32 + queries
     most = (_SHARED_BYTES + 1024) // tile.blocks_per_sm - 1024
-    two_and_two = tile.num_stages == 2 and fixed + 2 * tile.b_c * (row + row_v) <= most
-    fixed += tile.b_c * (tile.num_stages * row + (2 if two_and_two else tile.num_stages - 1) * row_v)
+    two_and_two = tile.num_stages == 2 and fixed + 2 * tile.b_c * (k + v) <= most
+    fixed += tile.b_c * (tile.num_stages * k + (2 if two_and_two else tile.num_stages - 1) * v)
     held = _held_bytes(array, tile.b_r, tile.b_c)
     if fixed + held <= most:
         fixed += held
@@ -309,6 +333,12 @@ def _why_no_dq(tile: TileConfig, head_dim: int) -> str | None:
     """The reason why the dQ kernel cannot have this tile, or None if it can."""
     # The accumulators of dQ, S and dP. dS shares theirs where registers are scarce.
     return _why_no_query_rows(tile, head_dim, head_dim // 2 + tile.b_c, 32)
+
+
+def _why_no_dq_jvp(tile: TileConfig, head_dim: int) -> str | None:
+    """The reason why the kernel of the tangent of dQ cannot have this tile, or None if it can."""
+    # The accumulators of dQ', S, T, dP and dP'.
+    return _why_no_query_rows(tile, head_dim, head_dim // 2 + 2 * tile.b_c, 32)
 
 
 def _why_no_query_rows(tile: TileConfig, columns: int, accumulators: int, operands: int) -> str | None:

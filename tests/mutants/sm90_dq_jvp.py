@@ -1,0 +1,125 @@
+"""The tangent of dQ on Hopper: each product, term and wait is dropped once."""
+
+from __future__ import annotations
+
+import functools
+
+from support.feature_cases import numbers
+from support.second_order_calls import CURVED
+from support.second_order_on_hopper import CAUSAL, TWO_GROUPS, call_on_hopper, check_dq_jvp, without_rows
+
+from .second_order import Mutant, dropped
+
+#: The calls that run mutants, by name.
+CALLS = {
+    "plain": {},
+    "causal": CAUSAL,
+    "many": {"lengths": (400, 70), "heads": (2, 1), "causal": False},
+    "two groups": {**CAUSAL, "tile": TWO_GROUPS},
+    "pair": {"lengths": (70, 75), "head_dim": 40, "head_dim_v": 72},
+    "hidden": {"lengths": (70, 62), "causal": True},
+    "capped": {"softcap": 0.8},
+    "curved": {"heads": (2, 1), **CURVED},
+    "dropout": {"dropout_p": 0.3, "seed": 5},
+    "bias": {"bias": numbers((1, 70, 75), "bfloat16")},
+    "capped bias": {"bias": numbers((1, 70, 75), "bfloat16"), "softcap": 0.8},
+}
+#: The checks by name.
+CHECKS = {"numbers": check_dq_jvp, "hidden": lambda call, patch=None: without_rows(call, 8, patch)}
+
+
+def run(call: str, check: str, patch: Mutant | None = None) -> None:
+    """Makes a call and checks its results."""
+    CHECKS[check](call_on_hopper(**CALLS[call]), patch)
+
+
+@functools.lru_cache(maxsize=None)
+def check_unbroken(call: str, check: str) -> None:
+    run(call, check)
+
+
+def _dropped(*terms: tuple[str, ...], **how: str) -> list[Mutant]:
+    return dropped("dq_jvp", *terms, **{"check": "numbers", **how})
+
+
+MUTANTS = (
+    # The products, and the tangents that they read.
+    *_dropped(
+        ("<kD, Moved::kQuery, Moved::kKey>", "<kD, false, Moved::kKey>"),
+        ("<kD, Moved::kQuery, Moved::kKey>", "<kD, Moved::kQuery, false>"),
+        ("<Shape::kDv, Moved::kDout, Moved::kValue>", "<Shape::kDv, false, Moved::kValue>"),
+        ("<Shape::kDv, Moved::kDout, Moved::kValue>", "<Shape::kDv, Moved::kDout, false>"),
+        ("(x, rows + rows_tangent, keys)", "(x, rows, keys)"),
+        ("(x, rows, keys + keys_tangent)", "(x, rows, keys)"),
+        ("(x, rows, keys + keys_tangent)", "(x, rows + rows_tangent, keys + keys_tangent)"),
+        ("Base::add_keys(dq_, ds_, k + kKeyTangent / 16);", ";"),
+        ("Base::add_keys(dq_, ds_, k + kKeyTangent / 16);", "Base::add_keys(dq_, ds_, k);"),
+        ("multiply_keys(dq_, ds_tangent_, k);", "wgmma_commit(); pin(dq_);"),
+        ("multiply_keys(dq_, ds_tangent_, k);", "multiply_keys(dq_, ds_, k);"),
+        ("smem, full, tile, params_.qt);", "smem, full, tile, params_.q);"),
+        ("smem, full, tile, params_.dot);", "smem, full, tile, params_.dout);"),
+        ("load_key(tile, block, params_.kt);", "load_key(tile, block, params_.k);"),
+        ("load_value(tile, block, params_.vt);", "load_value(tile, block, params_.v);"),
+        ("dq_.value[n][e] *= params_.softmax_scale;", ";"),
+    ),
+    # The formulas.
+    *_dropped(
+        ("common::in_base2(record.lse[at])", "record.lse[at]"),
+        ("lse_tangent_[i] = valid ? record.lset[at] : 0.0f;", "lse_tangent_[i] = 0.0f;"),
+        ("delta_[i] = valid ? record.delta[at] : 0.0f;", "delta_[i] = 0.0f;"),
+        ("delta_tangent_[i] = valid ? record.deltat[at] : 0.0f;", "delta_tangent_[i] = 0.0f;"),
+        ("{masked, false}", "{false, false}"),
+        ("ds_tangent_.set(dp_tangent_);", "ds_tangent_.set(dp_);"),
+    ),
+    *_dropped(
+        ("slopes.apply(dp_, dp_tangent_);", ";"),
+        ("slopes.apply(dp_, dp_tangent_);", "{ Scores ds = dp_; slopes.apply(ds, dp_tangent_); }"),
+        call="capped",
+    ),
+    *_dropped(("slopes.apply(dp_, dp_tangent_);", ";"), call="curved"),
+    *_dropped(("write_dbias<Spec>(dp_tangent_,", "write_dbias<Spec>(dp_,"), call="bias"),
+    *_dropped(
+        (
+            "common::write_dbias<Spec>(dp_tangent_, record, where);\n        slopes.apply(dp_, dp_tangent_);",
+            "slopes.apply(dp_, dp_tangent_);\n        common::write_dbias<Spec>(dp_tangent_, record, where);",
+        ),
+        call="capped bias",
+    ),
+    # Rows that see no key.
+    *_dropped(
+        ("return lse_[i] == common::infinity<float>();", "return false;"),
+        ("kQueryPanels = Shape::kQueryBytes / Shape::kQueryPanelBytes", "kQueryPanels = Shape::kPanels"),
+        ("kDoutPanels = Shape::kDoutBytes / Shape::kQueryPanelBytes", "kDoutPanels = Shape::kPanelsV"),
+        call="hidden",
+        check="hidden",
+    ),
+    # Waits and releases.
+    *_dropped(
+        (
+            "mbarrier_wait(memory_.full_dout(queries_.slot()), queries_.parity());\n        differentiate",
+            "differentiate",
+        ),
+        caught_by="race",
+    ),
+    *_dropped(
+        ("mbarrier_wait(memory_.full_key(at.slot()), at.parity());",),
+        ("mbarrier_wait(memory_.full_value(values_.slot()), values_.parity());\n        const", "const"),
+        ("mbarrier_wait(memory_.full_query(queries_.slot()), queries_.parity());",),
+        ("mbarrier_wait(memory_.empty_key(stage), keys_.parity() ^ 1);",),
+        ("mbarrier_wait(memory_.empty_value(stage), values_.parity() ^ 1);",),
+        call="two groups",
+        caught_by="race",
+    ),
+    *_dropped(
+        ("wait_for_dq<2>();", "wait_for_dq<3>();"),
+        ("wgmma_wait<0>();\n        pin(scores_);", "wgmma_wait<1>();\n        pin(scores_);"),
+        ("wgmma_wait<0>();\n        pin(dp_);", "wgmma_wait<1>();\n        pin(dp_);"),
+        caught_by="in flight",
+    ),
+    *_dropped(
+        ("        if (is_last(keys, block)) release_query();\n",),
+        ("            mbarrier_arrive(memory_.empty_dout(queries_.slot()));\n        common", "            ;\n        common"),
+        call="many",
+        caught_by="deadlock",
+    ),
+)

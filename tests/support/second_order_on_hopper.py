@@ -1,0 +1,71 @@
+"""Calls of one kernel of second order on a simulated Hopper GPU, and their check against the reference in float64."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from support.second_order_calls import Call
+from support.simulator import Patch, simulated_gpu
+
+from fa2cupy import TileConfig, reference
+from fa2cupy.families import choice
+from fa2cupy.plan.stages import Stage
+
+__all__ = ["CAUSAL", "ONE_GROUP", "TWO_GROUPS", "call_on_hopper", "check_dq_jvp", "dq_jvp", "without_rows"]
+
+ONE_GROUP, TWO_GROUPS = TileConfig(64, 32, 8, 2, 2), TileConfig(128, 48, 12, 2)
+#: A call of several tiles of queries and keys, with rows that see no key.
+CAUSAL = {"lengths": (150, 110), "heads": (2, 1), "causal": True}
+
+
+def call_on_hopper(
+    lengths: tuple[int, int] = (70, 75),
+    heads: tuple[int, int] = (1, 1),
+    head_dim: int = 64,
+    head_dim_v: int | None = None,
+    *,
+    given: str = "qkvo",
+    dtype: str = "bfloat16",
+    tile: TileConfig = ONE_GROUP,
+    **options,
+) -> Call:
+    """Returns a call with the tangents of these letters of q, k, v and o (for dO)."""
+    call = Call(lengths, heads, head_dim, head_dim_v, dtype=dtype, tile=tile, **options)
+    for letter, name in {"q": "q", "k": "k", "v": "v", "o": "do"}.items():
+        if letter not in given:
+            del call.direction[name]
+    return call
+
+
+def dq_jvp(call: Call, patch: Patch | None = None) -> tuple[tuple[np.ndarray, ...], list[Stage]]:
+    """Launches only the kernel of dQ' and those ahead of it; returns dQ' and the tangents of further gradients."""
+    with pytest.MonkeyPatch.context() as monkeypatch, simulated_gpu(monkeypatch, patch=patch) as launched:
+        monkeypatch.setitem(choice.SEVERAL, "backward_jvp", ("dq_jvp",))
+        dqt, _, _, *others = map(np.asarray, call.backward_jvp())
+    return (dqt, *others), launched
+
+
+def check_dq_jvp(call: Call, patch: Patch | None = None) -> list[Stage]:
+    """Checks dQ' and the tangent of dbias by the errors of the formulas in the same precision; returns the stages."""
+    results, launched = dq_jvp(call, patch)
+    exact, naive = (
+        (dqt, *others) for dqt, _, _, *others in (call.backward_jvp(reference), call.naive_backward_jvp())
+    )
+    for one, other, formula in zip(results, exact, naive, strict=True):
+        if one.size:
+            error, allowed = (abs(x.astype("float64") - other).max() for x in (one, formula))
+            allowed = 3 * allowed + 1e-6 * abs(other).max()
+            assert error <= allowed, f"the error is {error / allowed:.0%} of the allowed"
+    return launched
+
+
+def without_rows(call: Call, rows: int, patch: Patch | None = None) -> None:
+    """Checks that the first rows, which see no key, contribute nothing even if they have NaN."""
+    wanted, _ = dq_jvp(call)
+    for arrays in (call.arrays, call.direction):
+        for name in ("q", "do"):
+            if name in arrays:
+                arrays[name][:, :rows] = np.nan
+    found, _ = dq_jvp(call, patch)
+    for one, other in zip(found, wanted, strict=True):
+        assert np.array_equal(one.astype("float32"), other.astype("float32")), "100% of the allowed"
