@@ -61,7 +61,9 @@ def test_tangents_that_are_missing(given):
 
 @pytest.mark.sample(options=({"causal": True},))
 @pytest.mark.parametrize(
-    "options", [{"causal": True}, {"bias": np.where(np.arange(70) < 8, -np.inf, 0.0).astype("float32")[:, None]}], ids=str
+    "options",
+    [{"causal": True}, {"bias": np.where(np.arange(70) < 8, -np.inf, 0.0).astype("float32")[:, None]}],
+    ids=str,
 )
 def test_rows_without_keys_contribute_nothing_even_if_they_have_nan(options):
     without_rows(call_on_hopper((70, 62), **options), 8)

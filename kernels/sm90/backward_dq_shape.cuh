@@ -23,6 +23,10 @@ struct BackwardDqShape : QueryTileShape<Spec, 2> {
     using Base::kFixedBytes, Base::kHeldBytes, Base::kPanels, Base::kQueryPanelBytes;
     using Moved = Moved_;
 
+    // One wgmma multiplies rows of Q by those of K and of its tangent, which therefore follow each other in each panel.
+    static constexpr bool kInterleaves = Moved::kMoves;
+    static constexpr int kKeyStride = (1 + Moved::kKey) * Base::kKeyPanelBytes,
+                         kValueStride = (1 + Moved::kValue) * Base::kKeyPanelBytes;
     // The bytes of operands with their tangents.
     static constexpr int kQueryBytes = (1 + Moved::kQuery) * Base::kQueryBytes,
                          kDoutBytes = (1 + Moved::kDout) * Base::kDoutBytes,

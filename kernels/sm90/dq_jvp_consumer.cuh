@@ -17,6 +17,7 @@
 #include "common/statistics.cuh"
 #include "common/tangents.cuh"
 #include "sm90/query_gradient_consumer.cuh"
+#include "sm90/wgmma_dq_jvp.cuh.j2"
 
 namespace fa2::sm90 {
 
@@ -33,7 +34,7 @@ class DqJvpConsumer
     friend Base;
     // Where tangents lie behind their operands.
     static constexpr uint32 kQueryTangent = Shape::Base::kQueryBytes, kDoutTangent = Shape::Base::kDoutBytes,
-                            kKeyTangent = Shape::Base::kKeyBytes, kValueTangent = Shape::Base::kValueBytes;
+                            kKeyTangent = Shape::kKeyPanelBytes;
 
   public:
     using Base::Base;
@@ -54,7 +55,7 @@ class DqJvpConsumer
     __device__ __forceinline__ void step(const TileInSlot& tile, const GroupKeys& keys, int32 block) {
         issue_dq();
         issue_scores_of(keys_.next());
-        wait_for_dq<2>();
+        wait_for_dq<1>();
         wait_for_scores(keys, block);
         differentiate(tile, keys, block, kMasked);
     }
@@ -85,40 +86,72 @@ class DqJvpConsumer
 
     // ------------------------------------------------------------------------------------------------------- products
 
-    // Issues S, and then T, of the key tile whose K is at a ring position.
+    // Issues S and T of the key tile whose K is at a ring position.
     __device__ __forceinline__ void issue_scores_of(const KeyPosition& at) {
         mbarrier_wait(memory_.full_key(at.slot()), at.parity());
-        const uint32 query = memory_.query(queries_.slot()), key = memory_.key(at.slot());
-        Base::template multiply_rows<kD>(scores_, query, key);
-        multiply_moved<kD, Moved::kQuery, Moved::kKey>(tangents_, query, kQueryTangent, key, kKeyTangent);
+        multiply_rows<kD, Moved::kQuery, Moved::kKey, Moved::kKey>(
+            scores_, tangents_, rest_, memory_.query(queries_.slot()), kQueryTangent, memory_.key(at.slot()));
     }
     __device__ __forceinline__ void wait_for_scores(const GroupKeys& keys, int32 block) {
         wgmma_wait<0>();
         pin(scores_);
         pin(tangents_);
+        if constexpr (Moved::kQuery && Moved::kKey) {
+            pin(rest_);
+#pragma unroll
+            for (int n = 0; n < Base::kBc / 8; ++n)
+#pragma unroll
+                for (int e = 0; e < 4; ++e) tangents_.value[n][e] += rest_.value[n][e];
+        }
         if (is_last(keys, block)) release_query();
     }
     __device__ __forceinline__ void issue_dp() {
         mbarrier_wait(memory_.full_value(values_.slot()), values_.parity());
-        const uint32 dout = memory_.dout(queries_.slot()), value = memory_.value(values_.slot());
-        Base::template multiply_rows<Shape::kDv>(dp_, dout, value);
-        multiply_moved<Shape::kDv, Moved::kDout, Moved::kValue>(dp_tangent_, dout, kDoutTangent, value, kValueTangent);
+        multiply_rows<Shape::kDv, Moved::kDout, Moved::kValue, Moved::kValue && !Moved::kDout>(
+            dp_, dp_tangent_, dp_tangent_, memory_.dout(queries_.slot()), kDoutTangent, memory_.value(values_.slot()));
     }
 
-    // Issues x = X' Y^T + X Y'^T, without the products of absent tangents.
-    template <int kColumns, bool kMovesRows, bool kMovesKeys>
-    __device__ __forceinline__ void multiply_moved(Scores& x, uint32 rows, uint32 rows_tangent, uint32 keys,
-                                                   uint32 keys_tangent) {
-        if constexpr (!kMovesRows && !kMovesKeys) x.fill(0.0f);
+    // Issues x = X Y^T and y = X' Y^T + X Y'^T, without the products of absent tangents. X are the group's rows of Q or dO,
+    // X' those `tangent` bytes further on, Y the key tile's rows of K or V, and Y' those that follow in each panel. kJoins:
+    // X Y^T and X Y'^T are one product, and X' Y^T is `rest`, which is to be added.
+    template <int kColumns, bool kMovesRows, bool kMovesKeys, bool kJoins>
+    __device__ __forceinline__ void multiply_rows(Scores& x, Scores& y, Scores& rest, uint32 rows, uint32 tangent,
+                                                  uint32 keys) const {
+        constexpr int kPanelBytes = Shape::kQueryPanelBytes, kStride = (1 + kMovesKeys) * Shape::kKeyPanelBytes;
+        // Else the compiler keeps the descriptors of all k-steps in registers.
+        const uint64 own = as_if_new(matrix_descriptor(rows + Base::group_ * kGroupRows * kPanelRowBytes, 0));
+        const uint64 others = as_if_new(matrix_descriptor(keys, 0));
+        if constexpr (!kMovesRows && !kMovesKeys) y.fill(0.0f);
         wgmma_fence();
-        if constexpr (kMovesRows) Base::template issue_rows<kColumns, false>(x, rows + rows_tangent, keys);
-        if constexpr (kMovesKeys) Base::template issue_rows<kColumns, kMovesRows>(x, rows, keys + keys_tangent);
+        if constexpr (kJoins) {
+#pragma unroll
+            for (int s = 0; s < kColumns / 16; ++s) {
+                const uint64 a = own + along_columns<kPanelBytes>(s), b = others + along_columns<kStride>(s);
+                s == 0 ? wgmma_first_both(x, y, a, b) : wgmma_both(x, y, a, b);
+            }
+        } else {
+            multiply<kColumns, kStride, false>(x, own, others);
+            if constexpr (kMovesKeys) multiply<kColumns, kStride, false>(y, own, others + kKeyTangent / 16);
+        }
+        if constexpr (kMovesRows)
+            multiply<kColumns, kStride, kMovesKeys && !kJoins>(kJoins ? rest : y, own + tangent / 16, others);
         wgmma_commit();
         pin(x);
+        pin(y);
+        if constexpr (kMovesRows && kJoins) pin(rest);
+    }
+    // Issues x = X Y^T, or (kAdds) x += X Y^T, of operands given by descriptors.
+    template <int kColumns, int kStride, bool kAdds>
+    __device__ __forceinline__ static void multiply(Scores& x, uint64 own, uint64 others) {
+#pragma unroll
+        for (int s = 0; s < kColumns / 16; ++s) {
+            const uint64 a = own + along_columns<Shape::kQueryPanelBytes>(s), b = others + along_columns<kStride>(s);
+            s == 0 && !kAdds ? wgmma_first_scores(x, a, b) : wgmma_scores(x, a, b, true);
+        }
     }
 
     __device__ __forceinline__ void issue_dq() {
-        const uint64 k = matrix_descriptor(memory_.key(keys_.slot()), Shape::kKeyPanelBytes);
+        const uint64 k = matrix_descriptor(memory_.key(keys_.slot()), Shape::kKeyStride);
         pin(dq_);
         pin(ds_tangent_);
         if constexpr (Moved::kKey) pin(ds_);
@@ -158,7 +191,7 @@ class DqJvpConsumer
     }
 
     float lse_[2], delta_[2], lse_tangent_[2], delta_tangent_[2];  // of this lane's two rows; lse in base 2
-    Scores scores_, tangents_, dp_, dp_tangent_;
+    Scores scores_, tangents_, rest_, dp_, dp_tangent_;
     Operand ds_, ds_tangent_;
     Gradient dq_;
 };

@@ -67,16 +67,19 @@ class QueryTileProducer {
     template <int kPanels, class... Tangent>
     __device__ void load_keys(const TensorMap& map, uint32 smem, uint32 full, const Tile& tile, int32 key_tile,
                               const Tangent&... tangent) const {
-        mbarrier_arrive_expect(full, (1 + sizeof...(tangent)) * kPanels * Shape::kKeyPanelBytes);
-        load_panels<kPanels>(map, smem, full, tile, key_tile);
-        (load_panels<kPanels>(tangent, smem + kPanels * Shape::kKeyPanelBytes, full, tile, key_tile), ...);
+        constexpr int kMatrices = 1 + sizeof...(tangent);
+        constexpr int kStride = Shape::kInterleaves ? kMatrices * Shape::kKeyPanelBytes : Shape::kKeyPanelBytes;
+        constexpr int kTangent = Shape::kInterleaves ? Shape::kKeyPanelBytes : kPanels * Shape::kKeyPanelBytes;
+        mbarrier_arrive_expect(full, kMatrices * kPanels * Shape::kKeyPanelBytes);
+        load_panels<kPanels, kStride>(map, smem, full, tile, key_tile);
+        (load_panels<kPanels, kStride>(tangent, smem + kTangent, full, tile, key_tile), ...);
     }
-    template <int kPanels>
+    template <int kPanels, int kStride>
     __device__ void load_panels(const TensorMap& map, uint32 smem, uint32 full, const Tile& tile,
                                 int32 key_tile) const {
 #pragma unroll
         for (int panel = 0; panel < kPanels; ++panel)
-            tile.keys.load(smem + panel * Shape::kKeyPanelBytes, map, full, panel * kPanelColumns,
+            tile.keys.load(smem + panel * kStride, map, full, panel * kPanelColumns,
                            key_tile * Shape::kBc, tile.head / params_.heads_per_group, tile.batch);
     }
 };

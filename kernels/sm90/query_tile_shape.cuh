@@ -21,6 +21,8 @@ struct QueryTileShape {
     static_assert(kBr % kGroupRows == 0 && Spec::kWarps == 4 * (kGroups + 1) && kBc % 16 == 0);
 
     // -------------------------------------------------------------------------------------------------- shared memory
+    // True if a panel of K or V is followed by that of its tangent, false if all panels of an operand are.
+    static constexpr bool kInterleaves = false;
     static constexpr int kQueryPanelBytes = kBr * kPanelRowBytes;
     static constexpr int kQueryBytes = kPanels * kQueryPanelBytes, kDoutBytes = kPanelsV * kQueryPanelBytes;
     static constexpr int kKeyPanelBytes = kBc * kPanelRowBytes;

@@ -19,7 +19,13 @@ HOPPER_PAIR_IN_STEPS = Problem(  # dQ through dO
 #: A text of the kernel, the head_dim of it that is exchanged for another, what catches the change, and where.
 SWAPPED = (
     ("load_rows<Shape::kPanels>(params_.q, smem, full, tile);", "kPanels", "kPanelsV", "race", HOPPER_PAIR),
-    ("load_rows<Shape::kPanelsV>(params_.dout, smem, full, tile);", "kPanelsV", "kPanels", "uninitialised", HOPPER_PAIR),
+    (
+        "load_rows<Shape::kPanelsV>(params_.dout, smem, full, tile);",
+        "kPanelsV",
+        "kPanels",
+        "uninitialised",
+        HOPPER_PAIR,
+    ),
     ("load_keys<Shape::kPanels / Shape::kParts>(params_.k", "kPanels", "kPanelsV", "race", HOPPER_PAIR),
     ("load_keys<Shape::kPanelsV / Shape::kParts>(params_.v", "kPanelsV", "kPanels", "uninitialised", HOPPER_PAIR),
     ("return base + buffer * Shape::kQueryBytes", "kQueryBytes", "kDoutBytes", "race", HOPPER_NARROW_V),

@@ -13,6 +13,8 @@ from .second_order import Mutant, dropped
 #: The calls that run mutants, by name.
 CALLS = {
     "plain": {},
+    "without dout": {"given": "qkv"},
+    "two panels": {"head_dim": 72},
     "causal": CAUSAL,
     "many": {"lengths": (400, 70), "heads": (2, 1), "causal": False},
     "two groups": {**CAUSAL, "tile": TWO_GROUPS},
@@ -45,13 +47,14 @@ def _dropped(*terms: tuple[str, ...], **how: str) -> list[Mutant]:
 MUTANTS = (
     # The products, and the tangents that they read.
     *_dropped(
-        ("<kD, Moved::kQuery, Moved::kKey>", "<kD, false, Moved::kKey>"),
-        ("<kD, Moved::kQuery, Moved::kKey>", "<kD, Moved::kQuery, false>"),
-        ("<Shape::kDv, Moved::kDout, Moved::kValue>", "<Shape::kDv, false, Moved::kValue>"),
-        ("<Shape::kDv, Moved::kDout, Moved::kValue>", "<Shape::kDv, Moved::kDout, false>"),
-        ("(x, rows + rows_tangent, keys)", "(x, rows, keys)"),
-        ("(x, rows, keys + keys_tangent)", "(x, rows, keys)"),
-        ("(x, rows, keys + keys_tangent)", "(x, rows + rows_tangent, keys + keys_tangent)"),
+        ("<kD, Moved::kQuery, Moved::kKey, Moved::kKey>", "<kD, false, Moved::kKey, Moved::kKey>"),
+        ("<Shape::kDv, Moved::kDout, Moved::kValue,", "<Shape::kDv, false, Moved::kValue,"),
+        ("multiply<kColumns, kStride, false>(y, own, others + kKeyTangent / 16);", "y.fill(0.0f);"),
+        ("(y, own, others + kKeyTangent / 16);", "(y, own, others);"),
+        ("(kJoins ? rest : y, own + tangent / 16, others)", "(kJoins ? rest : y, own, others)"),
+        ("kStride, kMovesKeys && !kJoins>", "kStride, false>"),
+        ("tangents_.value[n][e] += rest_.value[n][e];", "tangents_.value[n][e] = rest_.value[n][e];"),
+        ("tangents_.value[n][e] += rest_.value[n][e];", ";"),
         ("Base::add_keys(dq_, ds_, k + kKeyTangent / 16);", ";"),
         ("Base::add_keys(dq_, ds_, k + kKeyTangent / 16);", "Base::add_keys(dq_, ds_, k);"),
         ("multiply_keys(dq_, ds_tangent_, k);", "wgmma_commit(); pin(dq_);"),
@@ -60,7 +63,28 @@ MUTANTS = (
         ("smem, full, tile, params_.dot);", "smem, full, tile, params_.dout);"),
         ("load_key(tile, block, params_.kt);", "load_key(tile, block, params_.k);"),
         ("load_value(tile, block, params_.vt);", "load_value(tile, block, params_.v);"),
-        ("dq_.value[n][e] *= params_.softmax_scale;", ";"),
+        ("own().dq_.value[n][e] *= params_.softmax_scale;", ";"),
+    ),
+    *_dropped(
+        ("kStride = Shape::kInterleaves ?", "kStride = !Shape::kInterleaves ?"),
+        ("kTangent = Shape::kInterleaves ?", "kTangent = !Shape::kInterleaves ?"),
+        call="two panels",
+        caught_by="race",
+    ),
+    *_dropped(
+        (
+            "matrix_descriptor(memory_.key(keys_.slot()), Shape::kKeyStride);",
+            "matrix_descriptor(memory_.key(keys_.slot()), Shape::kKeyPanelBytes);",
+        ),
+        call="two panels",
+    ),
+    # One product of a query tile by keys and their tangents.
+    *_dropped(
+        (
+            "s == 0 ? wgmma_first_both(x, y, a, b) : wgmma_both(x, y, a, b);",
+            "s == 0 ? wgmma_first_both(y, x, a, b) : wgmma_both(y, x, a, b);",
+        ),
+        call="without dout",
     ),
     # The formulas.
     *_dropped(
@@ -68,9 +92,9 @@ MUTANTS = (
         ("lse_tangent_[i] = valid ? record.lset[at] : 0.0f;", "lse_tangent_[i] = 0.0f;"),
         ("delta_[i] = valid ? record.delta[at] : 0.0f;", "delta_[i] = 0.0f;"),
         ("delta_tangent_[i] = valid ? record.deltat[at] : 0.0f;", "delta_tangent_[i] = 0.0f;"),
-        ("{masked, false}", "{false, false}"),
         ("ds_tangent_.set(dp_tangent_);", "ds_tangent_.set(dp_);"),
     ),
+    *_dropped(("{masked, false}", "{false, false}"), call="causal"),
     *_dropped(
         ("slopes.apply(dp_, dp_tangent_);", ";"),
         ("slopes.apply(dp_, dp_tangent_);", "{ Scores ds = dp_; slopes.apply(ds, dp_tangent_); }"),
@@ -111,14 +135,17 @@ MUTANTS = (
         caught_by="race",
     ),
     *_dropped(
-        ("wait_for_dq<2>();", "wait_for_dq<3>();"),
+        ("wait_for_dq<1>();", "wait_for_dq<2>();"),
         ("wgmma_wait<0>();\n        pin(scores_);", "wgmma_wait<1>();\n        pin(scores_);"),
         ("wgmma_wait<0>();\n        pin(dp_);", "wgmma_wait<1>();\n        pin(dp_);"),
         caught_by="in flight",
     ),
     *_dropped(
         ("        if (is_last(keys, block)) release_query();\n",),
-        ("            mbarrier_arrive(memory_.empty_dout(queries_.slot()));\n        common", "            ;\n        common"),
+        (
+            "            mbarrier_arrive(memory_.empty_dout(queries_.slot()));\n        common",
+            "            ;\n        common",
+        ),
         call="many",
         caught_by="deadlock",
     ),

@@ -48,9 +48,7 @@ def dq_jvp(call: Call, patch: Patch | None = None) -> tuple[tuple[np.ndarray, ..
 def check_dq_jvp(call: Call, patch: Patch | None = None) -> list[Stage]:
     """Checks dQ' and the tangent of dbias by the errors of the formulas in the same precision; returns the stages."""
     results, launched = dq_jvp(call, patch)
-    exact, naive = (
-        (dqt, *others) for dqt, _, _, *others in (call.backward_jvp(reference), call.naive_backward_jvp())
-    )
+    exact, naive = ((dqt, *others) for dqt, _, _, *others in (call.backward_jvp(reference), call.naive_backward_jvp()))
     for one, other, formula in zip(results, exact, naive, strict=True):
         if one.size:
             error, allowed = (abs(x.astype("float64") - other).max() for x in (one, formula))
