@@ -105,24 +105,17 @@ class QueryGradientConsumer : protected QueryTileConsumer<Spec, Shape_, QueryTil
     // Issues x = (the group's rows of Q or dO) (the key tile's rows of K or V)^T.
     template <int kColumns>
     __device__ __forceinline__ void multiply_rows(Scores& x, uint32 query_tile, uint32 key_tile) {
-        wgmma_fence();
-        issue_rows<kColumns, false>(x, query_tile, key_tile);
-        wgmma_commit();
-        pin(x);
-    }
-    // The same without fence and commit. kAdds: x += the product.
-    template <int kColumns, bool kAdds>
-    __device__ __forceinline__ void issue_rows(Scores& x, uint32 query_tile, uint32 key_tile) {
         uint64 rows = matrix_descriptor(query_tile + group_ * kGroupRows * kPanelRowBytes, 0);
-        uint64 keys = matrix_descriptor(key_tile, 0);
-        // Else the compiler keeps the descriptors of all k-steps in registers, of as many as the products have.
-        if constexpr (kColumns > 192 || Shape::Moved::kMoves) rows = as_if_new(rows);
-        if constexpr (Shape::Moved::kMoves) keys = as_if_new(keys);
-        if constexpr (!kAdds) wgmma_first_scores(x, rows, keys);
+        if constexpr (kColumns > 192) rows = as_if_new(rows);  // as in the forward's issue_scores
+        const uint64 keys = matrix_descriptor(key_tile, 0);
+        wgmma_fence();
+        wgmma_first_scores(x, rows, keys);
 #pragma unroll
-        for (int s = kAdds ? 0 : 1; s < kColumns / 16; ++s)
+        for (int s = 1; s < kColumns / 16; ++s)
             wgmma_scores(x, rows + along_columns<Shape::kQueryPanelBytes>(s),
                          keys + along_columns<Shape::kKeyPanelBytes>(s), true);
+        wgmma_commit();
+        pin(x);
     }
 
     __device__ __forceinline__ void release_query() {

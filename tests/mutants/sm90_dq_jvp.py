@@ -49,7 +49,6 @@ MUTANTS = (
     *_dropped(
         ("<kD, Moved::kQuery, Moved::kKey, Moved::kKey>", "<kD, false, Moved::kKey, Moved::kKey>"),
         ("<Shape::kDv, Moved::kDout, Moved::kValue,", "<Shape::kDv, false, Moved::kValue,"),
-        ("multiply<kColumns, kStride, false>(y, own, others + kKeyTangent / 16);", "y.fill(0.0f);"),
         ("(y, own, others + kKeyTangent / 16);", "(y, own, others);"),
         ("(kJoins ? rest : y, own + tangent / 16, others)", "(kJoins ? rest : y, own, others)"),
         ("kStride, kMovesKeys && !kJoins>", "kStride, false>"),
@@ -77,6 +76,10 @@ MUTANTS = (
             "matrix_descriptor(memory_.key(keys_.slot()), Shape::kKeyPanelBytes);",
         ),
         call="two panels",
+    ),
+    *_dropped(
+        ("multiply<kColumns, kStride, false>(y, own, others + kKeyTangent / 16);",),
+        caught_by="uninitialised",
     ),
     # One product of a query tile by keys and their tangents.
     *_dropped(
@@ -112,7 +115,6 @@ MUTANTS = (
     # Rows that see no key.
     *_dropped(
         ("return lse_[i] == common::infinity<float>();", "return false;"),
-        ("kQueryPanels = Shape::kQueryBytes / Shape::kQueryPanelBytes", "kQueryPanels = Shape::kPanels"),
         ("kDoutPanels = Shape::kDoutBytes / Shape::kQueryPanelBytes", "kDoutPanels = Shape::kPanelsV"),
         call="hidden",
         check="hidden",
