@@ -8,6 +8,8 @@ from support.feature_cases import numbers
 from support.second_order_calls import CURVED
 from support.second_order_on_hopper import CAUSAL, TWO_GROUPS, call_on_hopper, check_dq_jvp, without_rows
 
+from fa2cupy import TileConfig
+
 from .second_order import Mutant, dropped
 
 #: The calls that run mutants, by name.
@@ -19,6 +21,8 @@ CALLS = {
     "many": {"lengths": (400, 70), "heads": (2, 1), "causal": False},
     "two groups": {**CAUSAL, "tile": TWO_GROUPS},
     "pair": {"lengths": (70, 75), "head_dim": 40, "head_dim_v": 72},
+    "long": {"lengths": (70, 330)},
+    "one stage of V": {"lengths": (70, 330), "head_dim": 128, "tile": TileConfig(128, 64, 12, 2)},
     "hidden": {"lengths": (70, 62), "causal": True},
     "capped": {"softcap": 0.8},
     "curved": {"heads": (2, 1), **CURVED},
@@ -49,6 +53,7 @@ MUTANTS = (
     *_dropped(
         ("<kD, Moved::kQuery, Moved::kKey, Moved::kKey>", "<kD, false, Moved::kKey, Moved::kKey>"),
         ("<Shape::kDv, Moved::kDout, Moved::kValue,", "<Shape::kDv, false, Moved::kValue,"),
+        ("multiply<kColumns, kStride, false>(y, own, others + kKeyTangent / 16);", ";"),
         ("(y, own, others + kKeyTangent / 16);", "(y, own, others);"),
         ("(kJoins ? rest : y, own + tangent / 16, others)", "(kJoins ? rest : y, own, others)"),
         ("kStride, kMovesKeys && !kJoins>", "kStride, false>"),
@@ -76,10 +81,6 @@ MUTANTS = (
             "matrix_descriptor(memory_.key(keys_.slot()), Shape::kKeyPanelBytes);",
         ),
         call="two panels",
-    ),
-    *_dropped(
-        ("multiply<kColumns, kStride, false>(y, own, others + kKeyTangent / 16);",),
-        caught_by="uninitialised",
     ),
     # One product of a query tile by keys and their tangents.
     *_dropped(
@@ -129,15 +130,22 @@ MUTANTS = (
     ),
     *_dropped(
         ("mbarrier_wait(memory_.full_key(at.slot()), at.parity());",),
-        ("mbarrier_wait(memory_.full_value(values_.slot()), values_.parity());\n        const", "const"),
+        (
+            "mbarrier_wait(memory_.full_value(values_.slot()), values_.parity());\n        multiply_rows",
+            "multiply_rows",
+        ),
         ("mbarrier_wait(memory_.full_query(queries_.slot()), queries_.parity());",),
         ("mbarrier_wait(memory_.empty_key(stage), keys_.parity() ^ 1);",),
-        ("mbarrier_wait(memory_.empty_value(stage), values_.parity() ^ 1);",),
         call="two groups",
         caught_by="race",
     ),
+    *_dropped(("wait_for_dq<1>();", "wait_for_dq<2>();"), call="long", caught_by="race"),
     *_dropped(
-        ("wait_for_dq<1>();", "wait_for_dq<2>();"),
+        ("mbarrier_wait(memory_.empty_value(stage), values_.parity() ^ 1);",),
+        call="one stage of V",
+        caught_by="race",
+    ),
+    *_dropped(
         ("wgmma_wait<0>();\n        pin(scores_);", "wgmma_wait<1>();\n        pin(scores_);"),
         ("wgmma_wait<0>();\n        pin(dp_);", "wgmma_wait<1>();\n        pin(dp_);"),
         caught_by="in flight",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from support.second_order_calls import Call
+from support.simulated_problems import HOPPER
 from support.simulator import Patch, simulated_gpu
 
 from fa2cupy import TileConfig, reference
@@ -39,7 +40,7 @@ def call_on_hopper(
 
 def dq_jvp(call: Call, patch: Patch | None = None) -> tuple[tuple[np.ndarray, ...], list[Stage]]:
     """Launches only the kernel of dQ' and those ahead of it; returns dQ' and the tangents of further gradients."""
-    with pytest.MonkeyPatch.context() as monkeypatch, simulated_gpu(monkeypatch, patch=patch) as launched:
+    with pytest.MonkeyPatch.context() as monkeypatch, simulated_gpu(monkeypatch, HOPPER, patch=patch) as launched:
         monkeypatch.setitem(choice.SEVERAL, "backward_jvp", ("dq_jvp",))
         dqt, _, _, *others = map(np.asarray, call.backward_jvp())
     return (dqt, *others), launched
