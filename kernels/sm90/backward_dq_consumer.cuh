@@ -39,7 +39,8 @@ class BackwardDqConsumer : common::HeadTerms<Spec>,
     using Base::kBc, Base::kD;
     using Base::lane_, Base::memory_, Base::params_;
     using Base::keys_, Base::queries_, Base::release_key, Base::release_query, Base::release_value, Base::values_;
-    using typename Base::Gradient, typename Base::KeyPosition, typename Base::Operand, typename Base::Scores, typename Base::Shape;
+    using typename Base::Gradient, typename Base::KeyPosition, typename Base::Operand, typename Base::Scores,
+        typename Base::Shape;
     friend Base;
     friend typename Base::Tiles;
     // Bounding P by 1 takes an instruction for each score, up to 7 % of the time. P only needs it where lse is so large

@@ -1,11 +1,12 @@
-// The tangent of the backward by query tiles, on wgmma and TMA (Hopper): how dQ changes along a direction (Q', K', V', dO').
-// common/tangents.cuh has the formulas of dS and dS'.
+// The tangent of the backward by query tiles, on wgmma and TMA (Hopper): how dQ changes along a direction (Q', K', V',
+// dO'). common/tangents.cuh has the formulas of dS and dS'.
 //
 //   S = Q K^T     T = Q' K^T + Q K'^T     dP = dO V^T     dP' = dO' V^T + dO V'^T
 //   dQ' = scale (dS' K + dS K')                                 dbias' = dS', summed to the shape of the bias
 //
-// The kernel is that of dQ (backward_dq.cuh) with more products: each operand lies in shared memory in front of its
-// tangent, and both are loaded together.
+// The kernel is that of dQ (backward_dq.cuh) with more products: each operand lies in shared memory together with its
+// tangent, and both are loaded at the same time. Panels of Q' and dO' lie behind those of Q and dO. In each panel of K
+// and V, the rows of the tangent follow those of the key tile, so that one wgmma multiplies rows of Q by both.
 //
 //   Q, Q' [1 or 2 buffers][2][kBr][D] | dO, dO' [1 or 2][2][kBr][Dv] | K, K' [kStages][2][kBc][D] |
 //   V, V' [kValueStages][2][kBc][Dv] | dQ' [kBr][D] if it fits, else dQ' uses dO's | barriers | next query tiles [4]

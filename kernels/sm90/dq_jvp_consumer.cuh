@@ -13,6 +13,11 @@
 //           dS = P o (dP - delta), dS' = P o ((T - lse') o (dP - delta) + dP' - delta')
 //
 // As in the kernel of dQ, S is waited for before dP is issued, and no product is in flight across the loop's back edge.
+//
+// wgmmas of 64 columns read as many bytes of shared memory in a clock as there are. Those of S and Q K'^T are therefore
+// one product of twice as many columns, which reads Q once, and Q' K^T has accumulators of its own: the compiler would
+// serialise products whose accumulators are a part of another one's. dP and dO V'^T are one product unless dO has a
+// tangent; with it, there are no registers for one sum more.
 #pragma once
 #include "common/statistics.cuh"
 #include "common/tangents.cuh"
@@ -29,7 +34,8 @@ class DqJvpConsumer
     using Base::kD;
     using Base::lane_, Base::memory_, Base::params_;
     using Base::keys_, Base::queries_, Base::release_key, Base::release_query, Base::release_value, Base::values_;
-    using typename Base::Gradient, typename Base::KeyPosition, typename Base::Operand, typename Base::Scores, typename Base::Shape;
+    using typename Base::Gradient, typename Base::KeyPosition, typename Base::Operand, typename Base::Scores,
+        typename Base::Shape;
     using Moved = typename Shape::Moved;
     friend Base;
     // Where tangents lie behind their operands.
@@ -111,9 +117,9 @@ class DqJvpConsumer
             dp_, dp_tangent_, dp_tangent_, memory_.dout(queries_.slot()), kDoutTangent, memory_.value(values_.slot()));
     }
 
-    // Issues x = X Y^T and y = X' Y^T + X Y'^T, without the products of absent tangents. X are the group's rows of Q or dO,
-    // X' those `tangent` bytes further on, Y the key tile's rows of K or V, and Y' those that follow in each panel. kJoins:
-    // X Y^T and X Y'^T are one product, and X' Y^T is `rest`, which is to be added.
+    // Issues x = X Y^T and y = X' Y^T + X Y'^T, without the products of absent tangents. X are the group's rows of Q or
+    // dO, X' those `tangent` bytes further on, Y the key tile's rows of K or V, and Y' those that follow in each panel.
+    // kJoins: X Y^T and X Y'^T are one product, and X' Y^T is `rest`, which is to be added to y.
     template <int kColumns, bool kMovesRows, bool kMovesKeys, bool kJoins>
     __device__ __forceinline__ void multiply_rows(Scores& x, Scores& y, Scores& rest, uint32 rows, uint32 tangent,
                                                   uint32 keys) const {

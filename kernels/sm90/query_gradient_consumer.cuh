@@ -150,8 +150,8 @@ class QueryGradientConsumer : protected QueryTileConsumer<Spec, Shape_, QueryTil
         return common::may_hide_rows<Spec>(record) || common::lacks_keys<Spec>(record);
     }
 
-    // Stores zeros to this warp's rows of Q, dO and their tangents that see no key: they may hold NaN, which P = 0 would
-    // not keep out of dQ and of sums over queries.
+    // Stores zeros to this warp's rows of Q, dO and their tangents that see no key: they may hold NaN, which P = 0
+    // would not keep out of dQ and of sums over queries.
     __device__ __forceinline__ void clear_hidden_rows() const {
         constexpr int kQueryPanels = Shape::kQueryBytes / Shape::kQueryPanelBytes,
                       kDoutPanels = Shape::kDoutBytes / Shape::kQueryPanelBytes;
