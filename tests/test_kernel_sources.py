@@ -29,7 +29,7 @@ NAMED = {
     ("sm90/forward_consumer.cuh", "kVarlen"): 1,
     ("sm90/forward_producer.cuh", "kVarlen"): 1,
     ("sm90/tma_rows.cuh", "kVarlen"): 2,
-    ("sm90/query_gradient_consumer.cuh", "kVarlen"): 1,
+    ("sm90/query_tile_loop.cuh", "kVarlen"): 1,
     ("sm90/query_tile.cuh", "kVarlen"): 3,
 }
 

@@ -170,8 +170,8 @@ def test_an_illegal_tile_of_parts_is_refused(operation, tile, reason):
 #: The numbers of stages that each kernel can have, from the least to the most.
 STAGES = {
     "sm90": {
-        "forward": (2, 4), "backward": (2, 4), "backward_dq": (2, 4), "backward_dkdv": (2, 4), "dq_jvp": (2, 4),
-        "dkdv_jvp": (2, 4),
+        "forward": (2, 4), "backward": (2, 4), "backward_dq": (2, 4), "backward_dkdv": (2, 4), "jvp": (2, 4),
+        "output_jvp": (2, 4), "dq_jvp": (2, 4), "dkdv_jvp": (2, 4),
     },
     "sm80": {
         "forward": (1, 4), "backward": (1, 2), "backward_dq": (1, 4), "backward_dkdv": (1, 2), "decode": (2, 8),

@@ -25,18 +25,21 @@ _H200 = "NVIDIA H200, 2026-11-27"
 _IN_REGISTERS, _IN_MANY_REGISTERS = features_in_registers(1), features_in_registers(2)
 #: The caller's functions, which the compiler evaluates for several elements side by side.
 _FUNCTIONS = ("score_mod", "mask_mod")
+#: The same, and arrays with an element for each pair of a query and a key.
+_BY_POSITION = (*_FUNCTIONS, "bias", "mask")
 
 _SHARED_BYTES = 227 * 1024  # the most that a block can have
 _WIDE = 128  # for a larger head_dim, a warp group's registers hold only one of dK and dV
 _MAX_STRIDE = 2**40  # bytes; a limit of tensor maps
 
-_GRADIENT_MAPS = "q:input_map k:input_map v:input_map dout:input_map"
+_INPUT_MAPS = "q:input_map k:input_map v:input_map"
+_GRADIENT_MAPS = f"{_INPUT_MAPS} dout:input_map"
 _TANGENT_MAPS = "qt:input_map kt:input_map vt:input_map"
 _STATISTICS = "lse:input_accum delta:input_accum"
 _MOVED_STATISTICS = "lset:input_accum deltat:input_accum"
 _RECORDS = {
     "forward": Record(
-        "q:input_map k:input_map v:input_map o:output_map lse:output_accum tile_counter:counter",
+        f"{_INPUT_MAPS} o:output_map lse:output_accum tile_counter:counter",
         (),
         ("scale_log2",),
         LENGTHS + SCHEDULE,
@@ -54,6 +57,19 @@ _RECORDS = {
         f"{_GRADIENT_MAPS} dk:output_map dv:output_map {_STATISTICS}", (), SCALES, LENGTHS + SCHEDULE
     ),
     # There are no maps of tangents that the call does not have.
+    "jvp": Record(
+        f"{_INPUT_MAPS} {_TANGENT_MAPS} o:output_map ot:output_map lse:output_accum lset:output_accum "
+        "tile_counter:counter",
+        (),
+        SCALES,
+        LENGTHS + SCHEDULE,
+    ),
+    "output_jvp": Record(
+        f"{_INPUT_MAPS} {_TANGENT_MAPS} ot:output_map o:input lse:input_accum lset:output_accum tile_counter:counter",
+        ("o",),
+        SCALES,
+        LENGTHS + SCHEDULE,
+    ),
     "dq_jvp": Record(
         f"{_GRADIENT_MAPS} {_TANGENT_MAPS} dot:input_map dqt:output_map {_STATISTICS} {_MOVED_STATISTICS} "
         "tile_counter:counter",
@@ -69,6 +85,7 @@ _RECORDS = {
         LENGTHS + SCHEDULE,
     ),
 }
+_OF_JVP = ("jvp", "output_jvp")
 #: The tensors of each kernel that have tensor maps.
 _MAPPED = {
     operation: tuple(pointer.partition(":")[0] for pointer in record.pointers.split() if pointer.endswith("_map"))
@@ -102,7 +119,7 @@ class Sm90(Family):
     """Kernels for sm_90a only. The blocks of ``backward`` own key tiles; the other kernels are persistent."""
 
     name = "sm90"
-    operations = (*Family.operations, "dq_jvp", "dkdv_jvp")
+    operations = (*Family.operations, *_OF_JVP, "dq_jvp", "dkdv_jvp")
     dtypes = ("float16", "bfloat16")
     min_compute_capability = max_compute_capability = 90
     row_alignment = 16
@@ -161,6 +178,18 @@ class Sm90(Family):
             TileRow(192, TileConfig(96, 64, 12, 2), _H100),
             TileRow(256, TileConfig(64, 64, 12, 2), _H100),
         ),
+        # For more than 128 columns of v, two warp groups have the same rows.
+        **dict.fromkeys(
+            _OF_JVP,
+            (
+                TileRow(64, TileConfig(128, 64, 12, 2), features=_BY_POSITION),
+                TileRow(128, TileConfig(128, 48, 12, 2), features=_BY_POSITION),
+                TileRow(64, TileConfig(128, 96, 12, 2)),
+                TileRow(96, TileConfig(128, 80, 12, 2)),
+                TileRow(128, TileConfig(128, 64, 12, 2)),
+                TileRow(256, TileConfig(64, 32, 12, 2)),
+            ),
+        ),
         "dq_jvp": (
             TileRow(64, TileConfig(128, 48, 12, 2), features=_IN_REGISTERS),
             TileRow(128, TileConfig(128, 32, 12, 2), features=_IN_REGISTERS),
@@ -208,10 +237,13 @@ class Sm90(Family):
             return _forward_bytes(head_dim, head_dim_v, tile, array)
         if operation == "backward_dq":
             return _dq_bytes(head_dim, head_dim_v, tile, array)
+        moved = [name in features for name in OF_DIRECTION]
+        if operation in _OF_JVP:
+            return _jvp_bytes(operation, head_dim, head_dim_v, tile, moved)
         if operation == "dq_jvp":
-            return _dq_bytes(head_dim, head_dim_v, tile, None, [name in features for name in OF_DIRECTION])
+            return _dq_bytes(head_dim, head_dim_v, tile, None, moved)
         if operation == "dkdv_jvp":
-            return _dkdv_jvp_bytes(head_dim, head_dim_v, tile, [name in features for name in OF_DIRECTION])
+            return _dkdv_jvp_bytes(head_dim, head_dim_v, tile, moved)
         with_dq = {"backward": True, "backward_dkdv": False}[operation]
         return _backward_bytes(head_dim, head_dim_v, tile, array, with_dq=with_dq)
 
@@ -221,6 +253,8 @@ class Sm90(Family):
             return _why_no_forward(tile, head_dim_v)
         if operation == "backward_dq":
             return _why_no_dq(tile, head_dim)
+        if operation in _OF_JVP:
+            return _why_no_jvp(operation, tile, head_dim_v)
         if operation == "dq_jvp":
             return _why_no_dq_jvp(tile, head_dim)
         if operation == "dkdv_jvp":
@@ -300,6 +334,36 @@ def _forward_bytes(head_dim: int, head_dim_v: int, tile: TileConfig, array: str 
     return next((fixed + n for n in besides if fixed + n <= _SHARED_BYTES), fixed)
 
 
+def _dividers(tile: TileConfig) -> int:
+    """The multiplying warp groups that have the same rows, of kernels in which they divide the columns of v then."""
+    return max(1, (tile.num_warps // 4 - 1) // max(1, tile.b_r // 64))
+
+
+def _jvp_bytes(operation: str, head_dim: int, head_dim_v: int, tile: TileConfig, moved: Sequence[bool]) -> int:
+    """Dynamic shared memory of the tangents of the forward. `moved`: which of q, k and v have tangents."""
+    # The same as in kernels/sm90/jvp_shape.cuh: O and O' have as many panels as fit, and Q and Q' second buffers.
+    dividers = _dividers(tile)
+    row, row_v = _row_bytes(head_dim, -(-head_dim_v // (64 * dividers)) * 64 * dividers)
+    q, k, v = (n * (1 + moves) for n, moves in zip((row, row, row_v), moved, strict=False))
+    queries, results, panel = tile.b_r * q, tile.b_r * row_v * (2 if operation == "jvp" else 1), tile.b_r * 128
+    barriers = 8 * (4 + 4 * tile.num_stages + 2 * 4) + 4 * 32 + 4 * tile.num_threads
+    needed = 1024 + tile.num_stages * tile.b_c * (k + v) + barriers + queries
+    free = max(0, (_SHARED_BYTES + 1024) // tile.blocks_per_sm - 1024 - needed)
+    if free >= results + queries:
+        return needed + results + queries
+    pieces = max(free // (panel * dividers), dividers - 1) * panel * dividers
+    return needed + min(results, pieces)
+
+
+def _why_no_jvp(operation: str, tile: TileConfig, head_dim_v: int) -> str | None:
+    """The reason why tangents of the forward cannot have this tile, or None if they can."""
+    dividers = _dividers(tile)
+    columns = head_dim_v if dividers == 1 else -(-head_dim_v // 128) * 64
+    # The accumulators of O and O', or of O', and of S and T.
+    accumulators = columns // (1 if operation == "jvp" else 2) + tile.b_c
+    return _why_no_query_rows(tile, columns, accumulators, 40, dividers)
+
+
 def _dq_bytes(
     head_dim: int,
     head_dim_v: int,
@@ -341,8 +405,11 @@ def _why_no_dq_jvp(tile: TileConfig, head_dim: int) -> str | None:
     return _why_no_query_rows(tile, head_dim, head_dim // 2 + 2 * tile.b_c, 32)
 
 
-def _why_no_query_rows(tile: TileConfig, columns: int, accumulators: int, operands: int) -> str | None:
-    groups = tile.b_r // 64
+def _why_no_query_rows(
+    tile: TileConfig, columns: int, accumulators: int, operands: int, dividers: int = 1
+) -> str | None:
+    """`dividers`: the number of warp groups for each 64 rows."""
+    groups = tile.b_r // 64 * dividers
     if tile.b_r % 64 or groups > 3 or tile.num_warps != 4 * (groups + 1):
         return (
             f"b_r={tile.b_r} and num_warps={tile.num_warps} are not 64 rows for each of up to three warp groups of "

@@ -109,6 +109,38 @@ struct OnlineSoftmax {
         }
     }
 
+    // The same for unscaled scores. P is below 2^kRawRoom, so that its products with tangents of scores fit a float16.
+    static constexpr Real kRawRoom = 4;
+    template <class Fragment>
+    __device__ bool keeps_raw(const Fragment& scores, Real scale_log2) const {
+        bool keeps = true;
+#pragma unroll
+        for (int i = 0; i < kRows; ++i) {
+            Real even = scores(i, 0), odd = scores(i, 1);
+#pragma unroll
+            for (int j = 2; j < Fragment::kCols; j += 2) {
+                even = maximum(even, scores(i, j));
+                odd = maximum(odd, scores(i, j + 1));
+            }
+            keeps &= maximum(even, odd) * scale_log2 < row_shift[i] + kRawRoom;
+            if constexpr (kHuge) keeps &= magnitude(row_shift[i]) < kHugeShift;  // as in `update_raw`
+        }
+        return __all_sync(kFullWarp, keeps);
+    }
+    template <class Fragment>
+    __device__ void keep_raw(Fragment& scores, Real scale_log2) {
+#pragma unroll
+        for (int i = 0; i < kRows; ++i) {
+            Real even = 0, odd = 0;
+#pragma unroll
+            for (int j = 0; j < Fragment::kCols; j += 2) {
+                even += scores(i, j) = kExp(fma(scores(i, j), scale_log2, -row_shift[i]));
+                odd += scores(i, j + 1) = kExp(fma(scores(i, j + 1), scale_log2, -row_shift[i]));
+            }
+            sum[i] += even + odd;
+        }
+    }
+
     // True if every row of the warp has seen a key. Without, `try_row_shift` is in vain.
     __device__ bool has_shifts() const {
         bool has = true;

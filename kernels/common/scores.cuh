@@ -123,9 +123,11 @@ __device__ __forceinline__ bool try_capped(Softmax& softmax, Fragment& products,
 template <class Spec>
 inline constexpr bool kDrops = Spec::kDropout;
 
-// Sets the elements of P that dropout drops to zero. `finish_rows` scales the others, by way of the inverse row sum.
-template <class Spec, class Element, int kN8, class Record>
-__device__ __forceinline__ void drop(PackedFragment<Element, kN8>& p, const Record& params, const ScoreTile& tile) {
+// Sets the elements of P that dropout drops to zero, and those of what P weighs. `finish_rows` scales the others, by way
+// of the inverse row sum.
+template <class Spec, class Element, int kN8, class Record, class... Weighted>
+__device__ __forceinline__ void drop(PackedFragment<Element, kN8>& p, const Record& params, const ScoreTile& tile,
+                                     Weighted&... weighted) {
     if constexpr (Spec::kDropout) {
         static_assert(kN8 % 2 == 0);
         using Fragment = QuadFragment<kN8>;
@@ -138,7 +140,11 @@ __device__ __forceinline__ void drop(PackedFragment<Element, kN8>& p, const Reco
 #pragma unroll
             for (int n = 0; n < 2; ++n)
 #pragma unroll
-                for (int i = 0; i < 2; ++i) p.word[2 * s + n][i] &= ~dropout.dropped(draws.item[2 * i + n]);
+                for (int i = 0; i < 2; ++i) {
+                    const uint32 kept = ~dropout.dropped(draws.item[2 * i + n]);
+                    p.word[2 * s + n][i] &= kept;
+                    ((weighted.word[2 * s + n][i] &= kept), ...);
+                }
         }
     }
 }

@@ -52,6 +52,9 @@ struct NoSlopes {
     __device__ void set(int, int, Real, Real) {}
 };
 
+// True if scores have tangents of their own, besides those of products.
+template <class Spec>
+inline constexpr bool kMovesTerms = Spec::kBiasTangent;
 // True if scores and their tangents stay products.
 template <class Spec>
 inline constexpr bool kMovesProducts = sizeof(typename Spec::Element) == 2 && !kModifiesScores<Spec>;

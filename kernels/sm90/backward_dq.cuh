@@ -28,11 +28,11 @@
 // TMA loads columns beyond head_dim and rows beyond the sequence as zeros, and does not store them.
 #pragma once
 #include "sm90/backward_dq_consumer.cuh"
-#include "sm90/query_gradient_kernel.cuh"
+#include "sm90/query_loop_kernel.cuh"
 
 namespace fa2::sm90 {
 
 template <class Spec>
-using BackwardDq = QueryGradientKernel<Spec, BackwardDqShape<Spec>, BackwardDqConsumer<Spec>>;
+using BackwardDq = QueryLoopKernel<Spec, BackwardDqShape<Spec>, BackwardDqConsumer<Spec>>;
 
 }  // namespace fa2::sm90

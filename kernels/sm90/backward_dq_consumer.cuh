@@ -42,6 +42,7 @@ class BackwardDqConsumer : common::HeadTerms<Spec>,
     using typename Base::Gradient, typename Base::KeyPosition, typename Base::Operand, typename Base::Scores,
         typename Base::Shape;
     friend Base;
+    friend typename Base::Loop;
     friend typename Base::Tiles;
     // Bounding P by 1 takes an instruction for each score, up to 7 % of the time. P only needs it where lse is so large
     // that it has lost the bits that count: below this bound, in base 2, P exceeds 1 by less than 2^-10. With 64 columns
@@ -74,20 +75,20 @@ class BackwardDqConsumer : common::HeadTerms<Spec>,
     __device__ __forceinline__ void step(const TileInSlot& tile, const GroupKeys& keys, int32 block) {
         if constexpr (Shape::kScoresFirst) {
             issue_scores_of(keys_.next());
-            issue_dq();
+            issue_sums();
             wgmma_wait<1>();
             pin(scores_);
         } else {
-            issue_dq();
+            issue_sums();
             issue_scores_of(keys_.next());
-            wait_for_dq<1>();
+            wait_for_sums<1>();
             wgmma_wait<0>();
             pin(scores_);
         }
         if (is_last(keys, block)) release_query();
         issue_dp();
         exponentiate(tile, keys, block, kMasked);
-        if constexpr (Shape::kScoresFirst) wait_for_dq<1>();
+        if constexpr (Shape::kScoresFirst) wait_for_sums<1>();
         finish_ds(tile, keys, block);
     }
 
@@ -164,7 +165,7 @@ class BackwardDqConsumer : common::HeadTerms<Spec>,
         multiply_rows<Shape::kDv>(dp_, memory_.dout(queries_.slot()), memory_.value(values_.slot()));
     }
 
-    __device__ __forceinline__ void issue_dq() {
+    __device__ __forceinline__ void issue_sums() {
         const uint64 k = matrix_descriptor(memory_.key(keys_.slot()), Shape::kKeyPanelBytes);
         pin(dq_);
         pin(ds_);
@@ -172,7 +173,7 @@ class BackwardDqConsumer : common::HeadTerms<Spec>,
         multiply_keys(dq_, ds_, k);
     }
     template <int kPending>
-    __device__ __forceinline__ void wait_for_dq() {
+    __device__ __forceinline__ void wait_for_sums() {
         wgmma_wait<kPending>();
         pin(dq_);
         pin(ds_);

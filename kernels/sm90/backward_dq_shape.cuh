@@ -1,20 +1,9 @@
 // Sizes of the kernels of dQ and of its tangent: what they add to query_tile_shape.cuh.
 #pragma once
+#include "sm90/moved.cuh"
 #include "sm90/query_tile_shape.cuh"
 
 namespace fa2::sm90 {
-
-// The operands of a kernel that have tangents. Panels of a tangent lie behind those of its operand, and both are loaded
-// at the same time.
-struct Unmoved {
-    static constexpr bool kMoves = false, kQuery = false, kKey = false, kValue = false, kDout = false;
-};
-template <class Spec>
-struct MovedBy {
-    static constexpr bool kMoves = true;
-    static constexpr bool kQuery = Spec::kQueryTangent, kKey = Spec::kKeyTangent, kValue = Spec::kValueTangent,
-                          kDout = Spec::kDoutTangent;
-};
 
 template <class Spec, class Moved_ = Unmoved>
 struct BackwardDqShape : QueryTileShape<Spec, 2> {

@@ -16,11 +16,11 @@
 // memory, and their products are not computed.
 #pragma once
 #include "sm90/dq_jvp_consumer.cuh"
-#include "sm90/query_gradient_kernel.cuh"
+#include "sm90/query_loop_kernel.cuh"
 
 namespace fa2::sm90 {
 
 template <class Spec>
-using DqJvp = QueryGradientKernel<Spec, BackwardDqShape<Spec, MovedBy<Spec>>, DqJvpConsumer<Spec>>;
+using DqJvp = QueryLoopKernel<Spec, BackwardDqShape<Spec, MovedBy<Spec>>, DqJvpConsumer<Spec>>;
 
 }  // namespace fa2::sm90

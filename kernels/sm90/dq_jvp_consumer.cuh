@@ -38,6 +38,7 @@ class DqJvpConsumer
         typename Base::Shape;
     using Moved = typename Shape::Moved;
     friend Base;
+    friend typename Base::Loop;
     // Where tangents lie behind their operands.
     static constexpr uint32 kQueryTangent = Shape::Base::kQueryBytes, kDoutTangent = Shape::Base::kDoutBytes,
                             kKeyTangent = Shape::kKeyPanelBytes;
@@ -59,9 +60,9 @@ class DqJvpConsumer
 
     template <bool kMasked>
     __device__ __forceinline__ void step(const TileInSlot& tile, const GroupKeys& keys, int32 block) {
-        issue_dq();
+        issue_sums();
         issue_scores_of(keys_.next());
-        wait_for_dq<1>();
+        wait_for_sums<1>();
         wait_for_scores(keys, block);
         differentiate(tile, keys, block, kMasked);
     }
@@ -156,7 +157,7 @@ class DqJvpConsumer
         }
     }
 
-    __device__ __forceinline__ void issue_dq() {
+    __device__ __forceinline__ void issue_sums() {
         const uint64 k = matrix_descriptor(memory_.key(keys_.slot()), Shape::kKeyStride);
         pin(dq_);
         pin(ds_tangent_);
@@ -166,7 +167,7 @@ class DqJvpConsumer
         multiply_keys(dq_, ds_tangent_, k);
     }
     template <int kPending>
-    __device__ __forceinline__ void wait_for_dq() {
+    __device__ __forceinline__ void wait_for_sums() {
         wgmma_wait<kPending>();
         pin(dq_);
         pin(ds_tangent_);

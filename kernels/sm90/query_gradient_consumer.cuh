@@ -1,122 +1,46 @@
-// Base of the consumers of the kernels that compute dQ or its tangent: the loops over query tiles and their key tiles,
-// rows that see no key, and the store of the result. `Own` is the class of the consumer, which has
+// Base of the consumers of the kernels that compute dQ or its tangent: what they add to query_tile_loop.cuh, namely rows
+// that see no key, and the store of the result. `Own` is the class of the consumer, which has, beside its steps,
 //
 //   load_rows(tile)                          loads the statistics of the lane's two rows
 //   hides(i)                                 true if row i of these sees no key
-//   first_step(tile, keys, block, masked)    computes the left operands of dQ for the query tile's first key tile
-//   step<kMasked>(tile, keys, block)         adds their products to dQ, and computes those for the next key tile
-//   issue_dq(), wait_for_dq<kPending>()      the products, the wait for them and the release of K's stage
 //   dq_, result()                            the accumulators and the tensor map of the result
-//
-// Groups that start together would compute their exponentials at the same time, and leave the tensor cores idle.
-// Therefore group g starts when group g + 1 has its first dS (kStagger); nothing synchronises them afterwards.
-//
-// At the end of a query tile a group has no next product to overlap with, and the tensor cores work for the other
-// groups. Apart from their start, groups do not wait for each other; a group can only delay the producer, by stages
-// that it has not released. No deadlock is possible: a group consumes K and V strictly in the order in which they are
-// loaded, including key tiles that it skips, so that no group can wait for a tile whose load another group prevents.
 #pragma once
 #include "common/dbias.cuh"
 #include "common/mask.cuh"
 #include "common/math.cuh"
 #include "sm90/backward_dq_shape.cuh"
-#include "sm90/query_tile_consumer.cuh"
+#include "sm90/query_tile_loop.cuh"
 #include "sm90/store_box.cuh"
 
 namespace fa2::sm90 {
 
-// Ring positions: keys_ of the present key tile's K, values_ of the next key tile's V, queries_ of both Q and dO.
 template <class Own, class Spec, class Shape_>
-class QueryGradientConsumer : protected QueryTileConsumer<Spec, Shape_, QueryTileMemory<Shape_>> {
+class QueryGradientConsumer : public QueryTileLoop<Own, Spec, Shape_> {
   protected:
     using Shape = Shape_;
-    using Memory = QueryTileMemory<Shape>;
-    using Tiles = QueryTileConsumer<Spec, Shape, Memory>;
-    using Tiles::first_row, Tiles::load_array, Tiles::make_positions_uniform, Tiles::output_box, Tiles::score_tile,
-        Tiles::wait_for_box;
-    using Tiles::group_, Tiles::lane_, Tiles::memory_, Tiles::params_, Tiles::warp_;
-    using Tiles::kBc, Tiles::kBr, Tiles::kD, Tiles::kLeftLimit, Tiles::kRightLimit;
-    using Tiles::keys_, Tiles::queries_, Tiles::release_key, Tiles::release_value, Tiles::tiles_, Tiles::values_;
-    using Element = typename Spec::Element;
-    static constexpr int kMaxSkipped = common::kListsTiles<Spec> ? 0 : ceil_div(kBr - kGroupRows, kBc);
-    // Three groups under a right limit would deadlock: the middle one may skip key tiles and then need a stage that the
-    // first one, which waits for it, has not released.
-    static constexpr bool kStagger = Shape::kGroups == 2 || (Shape::kGroups > 2 && !kRightLimit);
-    static constexpr int kStartBarrier = Tiles::kOwnBarrier;
-
-    using Scores = QuadFragment<kBc / 8>;
+    using Loop = QueryTileLoop<Own, Spec, Shape>;
+    using Loop::first_row, Loop::load_array, Loop::output_box, Loop::score_tile, Loop::wait_for_box;
+    using Loop::group_, Loop::lane_, Loop::memory_, Loop::own, Loop::params_, Loop::queries_, Loop::warp_;
+    using Loop::kBc, Loop::kD;
+    using typename Loop::Element, typename Loop::Scores, typename Loop::Tiles;
     using Gradient = QuadFragment<kD / 8>;
-    using Operand = PackedFragment<Element, kBc / 8>;
-    using KeyPosition = RingPosition<Shape::kStages>;
+    friend Loop;
 
   public:
-    __device__ QueryGradientConsumer(const Params& params, const Memory& memory)
-        : Tiles(params, memory, __shfl_sync(common::kFullWarp, threadIdx.x / kGroupThreads, 0) - 1) {}
-
-    // Inlined, however large the kernel is: its members are registers only then.
-    __device__ __forceinline__ void run() {
-        if (kStagger && group_ + 1 < Shape::kGroups) barrier_sync(kStartBarrier + group_, 2 * kGroupThreads);
-        TileInSlot tile = next_tile(memory_, tiles_);
-        if (Spec::kVarlen && tile.key_tiles() == 0) {  // all indices of this block are unused
-            if (kStagger && group_ > 0) barrier_arrive(kStartBarrier + group_ - 1, 2 * kGroupThreads);
-            return;
-        }
-        while (true) {
-            const GroupKeys keys = keys_of_group<Spec>(params_, tile, group_, kMaxSkipped);
-            load_array(tile, keys.end - 1);
-            own().load_rows(tile);
-            if constexpr (common::kClearsSkippedDbias<Spec>)
-                common::clear_skipped_dbias<Spec>(params_, score_tile(tile, 0), 16, keys.begin * kBc, keys.end * kBc);
-            skip(keys);
-            int32 block = keys.end - 1;
-            own().first_step(tile, keys, block,
-                             block >= keys.full_end || (kLeftLimit && block < (kLeftLimit ? keys.full_begin : 0)));
-            if (kStagger && tiles_.turn == 1 && group_ > 0)
-                barrier_arrive(kStartBarrier + group_ - 1, 2 * kGroupThreads);
-            own().dq_.fill(0.0f);
-            --block;
-            if constexpr (kRightLimit) {
-#pragma unroll 1
-                for (; block >= keys.full_end; --block) own().template step<true>(tile, keys, block);
-            }
-#pragma unroll 1
-            for (; block >= (kLeftLimit ? keys.full_begin : 0); --block) own().template step<false>(tile, keys, block);
-            if constexpr (kLeftLimit) {
-#pragma unroll 1
-                for (; block >= (kLeftLimit ? keys.begin : 0); --block) own().template step<true>(tile, keys, block);
-            }
-            own().issue_dq();
-            own().template wait_for_dq<0>();
-            store(tile);
-
-            tile = next_tile(memory_, tiles_);
-            if (tile.key_tiles() == 0) break;
-            make_positions_uniform();
-        }
-        if (lane_ == 0) tma_store_wait();
-    }
+    using Loop::Loop;
 
   protected:
-    // True if `block` is the last of the group's key tiles, which are processed downwards.
-    __device__ __forceinline__ static bool is_last(const GroupKeys& keys, int32 block) {
-        return block == (kLeftLimit ? keys.begin : 0);
-    }
+    // ------------------------------------------------------------------------------------------- what the loops call
 
-    // Issues x = (the group's rows of Q or dO) (the key tile's rows of K or V)^T.
-    template <int kColumns>
-    __device__ __forceinline__ void multiply_rows(Scores& x, uint32 query_tile, uint32 key_tile) {
-        uint64 rows = matrix_descriptor(query_tile + group_ * kGroupRows * kPanelRowBytes, 0);
-        if constexpr (kColumns > 192) rows = as_if_new(rows);  // as in the forward's issue_scores
-        const uint64 keys = matrix_descriptor(key_tile, 0);
-        wgmma_fence();
-        wgmma_first_scores(x, rows, keys);
-#pragma unroll
-        for (int s = 1; s < kColumns / 16; ++s)
-            wgmma_scores(x, rows + along_columns<Shape::kQueryPanelBytes>(s),
-                         keys + along_columns<Shape::kKeyPanelBytes>(s), true);
-        wgmma_commit();
-        pin(x);
+    __device__ __forceinline__ void begin_tile(const TileInSlot& tile, const GroupKeys& keys) {
+        load_array(tile, keys.end - 1);
+        own().load_rows(tile);
+        if constexpr (common::kClearsSkippedDbias<Spec>)
+            common::clear_skipped_dbias<Spec>(params_, score_tile(tile, 0), 16, keys.begin * kBc, keys.end * kBc);
     }
+    __device__ __forceinline__ void clear_sums() { own().dq_.fill(0.0f); }
+
+    // ---------------------------------------------------------------------------------------------------------- rows
 
     __device__ __forceinline__ void release_query() {
         if (lane_ == 0) mbarrier_arrive(memory_.empty_query(queries_.slot()));
@@ -129,21 +53,6 @@ class QueryGradientConsumer : protected QueryTileConsumer<Spec, Shape_, QueryTil
     }
 
   private:
-    __device__ __forceinline__ Own& own() { return static_cast<Own&>(*this); }
-    __device__ __forceinline__ const Own& own() const { return static_cast<const Own&>(*this); }
-
-    __device__ __forceinline__ void skip(const GroupKeys& keys) {
-        if constexpr (kRightLimit && kMaxSkipped > 0) {
-#pragma unroll 1
-            for (int32 i = 0; i < keys.skipped; ++i) {
-                mbarrier_wait(memory_.full_key(keys_.slot()), keys_.parity());
-                release_key();
-                mbarrier_wait(memory_.full_value(values_.slot()), values_.parity());
-                release_value();
-            }
-        }
-    }
-
     // True if rows may see no key. A sequence without keys has one key tile here.
     __device__ __forceinline__ bool hides_rows(const TileInSlot& tile) const {
         const auto& record = record_of<Spec>(params_, tile);

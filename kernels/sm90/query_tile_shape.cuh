@@ -1,24 +1,30 @@
 // For kernels whose blocks own query tiles: the sizes, shared-memory map and barriers that producer and consumers
 // share. kOperands: the number of operands with the query tile's rows, 1 (Q) or 2 (Q and dO). kParts: the number of
 // matrices that stand for one operand; their panels lie one after the other. kSharers: the number of consumer warp
-// groups that have the same 64 rows, and take turns at their key tiles.
+// groups that have the same 64 rows, and take turns at their key tiles. kDividers: the number of those that have the same
+// 64 rows and key tiles, and divide the columns of V.
 #pragma once
 #include "common/held_array.cuh"
 #include "sm90/query_tile.cuh"
 
 namespace fa2::sm90 {
 
-template <class Spec, int kOperands_, int kParts_ = 1, int kSharers_ = 1>
+template <class Spec, int kOperands_, int kParts_ = 1, int kSharers_ = 1, int kDividers_ = 1>
 struct QueryTileShape {
     static constexpr int kOperands = kOperands_, kParts = kParts_;
     static constexpr int kBr = Spec::kBr, kBc = Spec::kBc, kStages = Spec::kStages;
-    static constexpr int kSharers = kSharers_, kGroups = kBr / kGroupRows * kSharers;  // consumer warp groups
+    static constexpr int kSharers = kSharers_, kDividers = kDividers_;
+    static constexpr int kGroups = kBr / kGroupRows * kSharers * kDividers;  // consumer warp groups
     static constexpr int kD = round_up(Spec::kHeadDim, 16);
-    static constexpr int kDv = round_up(Spec::kHeadDimV, 16);  // columns of V, O and dO
+    static constexpr int kDv =
+        round_up(Spec::kHeadDimV, kDividers == 1 ? 16 : kDividers * kPanelColumns);  // columns of V, O and dO
     static constexpr bool kIsPair = Spec::kHeadDim != Spec::kHeadDimV;
     static constexpr int kPanels = kParts * ceil_div(kD, kPanelColumns),
                          kPanelsV = kParts * ceil_div(kDv, kPanelColumns);
     static_assert(kBr % kGroupRows == 0 && Spec::kWarps == 4 * (kGroups + 1) && kBc % 16 == 0);
+
+    // False if groups may not start one after the other (query_tile_loop.cuh).
+    static constexpr bool kMayStagger = true;
 
     // -------------------------------------------------------------------------------------------------- shared memory
     // True if a panel of K or V is followed by that of its tangent, false if all panels of an operand are.

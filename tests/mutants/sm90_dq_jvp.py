@@ -139,7 +139,7 @@ MUTANTS = (
         call="two groups",
         caught_by="race",
     ),
-    *_dropped(("wait_for_dq<1>();", "wait_for_dq<2>();"), call="long", caught_by="race"),
+    *_dropped(("wait_for_sums<1>();", "wait_for_sums<2>();"), call="long", caught_by="race"),
     *_dropped(
         ("mbarrier_wait(memory_.empty_value(stage), values_.parity() ^ 1);",),
         call="one stage of V",

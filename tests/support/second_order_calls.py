@@ -100,10 +100,18 @@ class Call:
         return self._call("jvp", library, *self._of_qkv(self.arrays), *self._of_qkv(self.direction), **more)
 
     def check_jvp(self) -> None:
-        _, naive, _ = self._naive()
+        self._check(self.checked_jvp(), self.jvp(reference)[2:], self.naive_jvp())
+
+    def checked_jvp(self) -> list[np.ndarray]:
+        """Checks O and lse, and returns their tangents."""
         o, lse, *tangents = map(np.asarray, self.jvp())
         Expectation(*self._of_qkv(self.arrays), **self.options).check(o=o, lse=lse)
-        self._check(tangents, self.jvp(reference)[2:], (naive["ot"], naive["lset"]))
+        return tangents
+
+    def naive_jvp(self) -> tuple:
+        """The tangents by the formulas in the call's precision."""
+        _, naive, _ = self._naive()
+        return naive["ot"], naive["lset"]
 
     def backward_jvp(self, library: ModuleType | None = None, **more) -> tuple:
         x, y = self.arrays, self.direction
@@ -126,12 +134,16 @@ class Call:
         arrays |= dict(zip(("o", "lse", "ot", "lset"), self._moved_outputs, strict=True))
         return naive.backward_jvp(arrays, tangents, self._extra)
 
-    def check_double_backward(self) -> None:
+    def naive_double_backward(self) -> tuple:
+        """The results of the formulas in the call's precision."""
         naive, arrays, tangents = self._naive()
         arrays = {name: array for name, array in arrays.items() if name not in ("dot", "dlset")}
         arrays |= dict(zip(("o", "lse"), self._moved_outputs[:2], strict=True))
+        return naive.double_backward(arrays, tangents, self._extra)
+
+    def check_double_backward(self) -> None:
         exact = self.double_backward(reference)
-        found, formulas = self.double_backward(), naive.double_backward(arrays, tangents, self._extra)
+        found, formulas = self.double_backward(), self.naive_double_backward()
         if "sink" in self.options and self.arrays["q"].itemsize == 2:
             # dsink' = -sum(P_sink delta') + ..., and delta' = rowsum(do o') is made of the rounded result.
             eps = float(ml_dtypes.finfo(self.arrays["q"].dtype).eps) / 2

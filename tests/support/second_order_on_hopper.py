@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Iterable
+
 import numpy as np
 import pytest
 from support.second_order_calls import Call
@@ -10,9 +13,22 @@ from support.simulator import Patch, simulated_gpu
 
 from fa2cupy import TileConfig, reference
 from fa2cupy.families import choice
+from fa2cupy.families.device import DeviceInfo
+from fa2cupy.plan import plans
 from fa2cupy.plan.stages import Stage
 
-__all__ = ["CAUSAL", "ONE_GROUP", "TWO_GROUPS", "call_on_hopper", "check_dq_jvp", "dq_jvp", "without_rows"]
+__all__ = [
+    "CAUSAL",
+    "JVP_CHECKS",
+    "ONE_GROUP",
+    "TWO_GROUPS",
+    "call_on_hopper",
+    "check_dq_jvp",
+    "check_jvp",
+    "check_output_jvp",
+    "dq_jvp",
+    "without_rows",
+]
 
 ONE_GROUP, TWO_GROUPS = TileConfig(64, 32, 8, 2, 2), TileConfig(128, 48, 12, 2)
 #: A call of several tiles of queries and keys, with rows that see no key.
@@ -50,12 +66,17 @@ def check_dq_jvp(call: Call, patch: Patch | None = None) -> list[Stage]:
     """Checks dQ' and the tangent of dbias by the errors of the formulas in the same precision; returns the stages."""
     results, launched = dq_jvp(call, patch)
     exact, naive = ((dqt, *others) for dqt, _, _, *others in (call.backward_jvp(reference), call.naive_backward_jvp()))
-    for one, other, formula in zip(results, exact, naive, strict=True):
+    _check(results, exact, naive)
+    return launched
+
+
+def _check(results: Iterable[np.ndarray], exact: Iterable[np.ndarray], naive: Iterable[np.ndarray]) -> None:
+    """Checks results by the errors of the formulas in the same precision."""
+    for one, other, formula in zip(map(np.asarray, results), exact, naive, strict=True):
         if one.size:
             error, allowed = (abs(x.astype("float64") - other).max() for x in (one, formula))
             allowed = 3 * allowed + 1e-6 * abs(other).max()
             assert error <= allowed, f"the error is {error / allowed:.0%} of the allowed"
-    return launched
 
 
 def without_rows(call: Call, rows: int, patch: Patch | None = None) -> None:
@@ -68,3 +89,38 @@ def without_rows(call: Call, rows: int, patch: Patch | None = None) -> None:
     found, _ = dq_jvp(call, patch)
     for one, other in zip(found, wanted, strict=True):
         assert np.array_equal(one.astype("float32"), other.astype("float32")), "100% of the allowed"
+
+
+def check_jvp(
+    call: Call, patch: Patch | None = None, nan_rows: int = 0, device: DeviceInfo | str = "sm_90"
+) -> list[Stage]:
+    """Checks the results of `jvp`; returns the stages. The first `nan_rows` rows see no key, and are NaN on the GPU."""
+    exact, naive = call.jvp(reference)[2:], call.naive_jvp()
+    with pytest.MonkeyPatch.context() as monkeypatch, simulated_gpu(monkeypatch, device, patch=patch) as launched:
+        tangents = _with_nan(call, nan_rows).checked_jvp()
+    _check(tangents, exact, naive)
+    return launched
+
+
+def check_output_jvp(
+    call: Call, patch: Patch | None = None, nan_rows: int = 0, device: DeviceInfo | str = "sm_90"
+) -> list[Stage]:
+    """The same of O' and lse' of `double_backward`, of which only their kernel is launched."""
+    exact, naive, of_rows = call.double_backward(reference)[3:5], call.naive_double_backward()[3:5], plans._of_rows
+    with pytest.MonkeyPatch.context() as monkeypatch, simulated_gpu(monkeypatch, device, patch=patch) as launched:
+        monkeypatch.setitem(choice.SEVERAL, "double_backward", ("output_jvp",))
+        monkeypatch.setattr(plans, "_of_rows", lambda *how: dataclasses.replace(of_rows(*how), blocks=0))
+        found = _with_nan(call, nan_rows).double_backward()[3:5]
+    _check(found, exact, naive)
+    return launched
+
+
+def _with_nan(call: Call, rows: int) -> Call:
+    for arrays in (call.arrays, call.direction):
+        if "q" in arrays:
+            arrays["q"][:, :rows] = np.nan
+    return call
+
+
+#: The checks of tangents of the forward, by their kernels' operations.
+JVP_CHECKS = {"jvp": check_jvp, "output_jvp": check_output_jvp}

@@ -1,13 +1,12 @@
-// The producer of the kernels of dQ and of its tangent: one thread loads Q, dO, K and V in the order in which the
-// consumers use them, each together with its tangent.
+// The producer of the kernels of query_tile_loop.cuh: one thread loads Q, dO (if the kernel reads it), K and V in the
+// order in which the consumers use them, each together with its tangent.
 #pragma once
-#include "sm90/backward_dq_shape.cuh"
 #include "sm90/query_tile_producer.cuh"
 
 namespace fa2::sm90 {
 
 template <class Spec, class Shape>
-class BackwardDqProducer : QueryTileProducer<Spec, Shape, QueryTileMemory<Shape>> {
+class QueryLoopProducer : QueryTileProducer<Spec, Shape, QueryTileMemory<Shape>> {
     using Memory = QueryTileMemory<Shape>;
     using Base = QueryTileProducer<Spec, Shape, Memory>;
     using Base::kLeftLimit, Base::memory_, Base::params_, Base::queries_;
@@ -16,9 +15,9 @@ class BackwardDqProducer : QueryTileProducer<Spec, Shape, QueryTileMemory<Shape>
     using typename Base::Tile;
 
   public:
-    __device__ BackwardDqProducer(const Params& params, const Memory& memory) : Base(params, memory) {}
+    __device__ QueryLoopProducer(const Params& params, const Memory& memory) : Base(params, memory) {}
 
-    // `queries_` is the ring position of both Q and dO, which advance together.
+    // `queries_` is the ring position of Q and dO, which advance together.
     __device__ void run() {
         int32 index = blockIdx.x;
         while (true) {
@@ -27,7 +26,7 @@ class BackwardDqProducer : QueryTileProducer<Spec, Shape, QueryTileMemory<Shape>
             if (tile.key_tiles == 0) break;
             load_query(tile);
             load_key(tile, tile.key_tiles - 1);
-            load_dout(tile);
+            if constexpr (Shape::kOperands == 2) load_dout(tile);
             load_value(tile, tile.key_tiles - 1);
             queries_.advance();
             const int32 first = kLeftLimit ? tile.first_key_tile : 0;

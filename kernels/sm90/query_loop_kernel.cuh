@@ -1,12 +1,12 @@
-// The body of the kernels of dQ and of its tangent: sets up the barriers, divides the registers of the warp groups, and
+// The body of the kernels of query_tile_loop.cuh: sets up the barriers, divides the registers of the warp groups, and
 // runs the producer or a consumer.
 #pragma once
-#include "sm90/backward_dq_producer.cuh"
+#include "sm90/query_loop_producer.cuh"
 
 namespace fa2::sm90 {
 
 template <class Spec, class Shape, class Consumer>
-struct QueryGradientKernel {
+struct QueryLoopKernel {
     static constexpr bool kFindsSequences = true;
 
     __device__ static void run(const Params& params, char* dynamic_smem) {
@@ -15,7 +15,7 @@ struct QueryGradientKernel {
         __syncthreads();
         if (threadIdx.x < kGroupThreads) {
             deallocate_registers<Shape::kProducerRegisters>();
-            if (threadIdx.x == 0) BackwardDqProducer<Spec, Shape>(params, memory).run();
+            if (threadIdx.x == 0) QueryLoopProducer<Spec, Shape>(params, memory).run();
         } else {
             allocate_registers<Shape::kConsumerRegisters>();
             Consumer(params, memory).run();
