@@ -15,6 +15,7 @@ from mutants.mutant import CATCHES
 from support.feature_cases import numbers, options_of
 from support.second_order_calls import CURVED
 from support.second_order_on_hopper import CAUSAL, JVP_CHECKS, TWO_GROUPS, call_on_hopper
+from support.simulated_problems import FEW_MULTIPROCESSORS
 
 import fa2cupy
 from fa2cupy import TileConfig, mods
@@ -57,6 +58,14 @@ def test_tangents(operation, name, causal):
 def test_every_default_tile(operation, row, given):
     sizes = (row.tile.b_r + 3, 2 * row.tile.b_c + 5)
     JVP_CHECKS[operation](call_on_hopper(sizes, head_dim=row.head_dim, tile=row.tile, given=given, causal=True))
+
+
+@pytest.mark.matrix
+@of_both_operations
+@pytest.mark.parametrize("head_dim", [64, 128], ids=["two buffers of Q", "one buffer of Q"])
+def test_blocks_take_several_query_tiles(operation, head_dim):
+    call = call_on_hopper((330, 70), (2, 1), head_dim, causal=True)
+    JVP_CHECKS[operation](call, device=FEW_MULTIPROCESSORS)
 
 
 @pytest.mark.sample(given=("kv",), operation=("output_jvp",))
@@ -116,7 +125,7 @@ def test_a_bias_alone_has_a_tangent(operation, given):
     JVP_CHECKS[operation](call_on_hopper((71, 77), (2, 1), bias=numbers((2, 71, 77), "bfloat16"), given=given))
 
 
-@pytest.mark.sample(options=("features",), operation=("output_jvp",))
+@pytest.mark.matrix
 @of_both_operations
 @pytest.mark.parametrize("options", ["plain", "features"])
 def test_tangents_of_packed_sequences(operation, options):

@@ -13,6 +13,8 @@ class QueryLoopProducer : QueryTileProducer<Spec, Shape, QueryTileMemory<Shape>>
     using Base::publish;
     using Moved = typename Shape::Moved;
     using typename Base::Tile;
+    // Where Q has one buffer, it is released later than a stage of K.
+    static constexpr bool kKeyFirst = Shape::kOperands == 1 && Shape::kQueryBuffers == 1;
 
   public:
     __device__ QueryLoopProducer(const Params& params, const Memory& memory) : Base(params, memory) {}
@@ -24,8 +26,9 @@ class QueryLoopProducer : QueryTileProducer<Spec, Shape, QueryTileMemory<Shape>>
             const Tile tile = query_tile<Spec>(params_, index);
             publish(tile);
             if (tile.key_tiles == 0) break;
-            load_query(tile);
+            if constexpr (!kKeyFirst) load_query(tile);
             load_key(tile, tile.key_tiles - 1);
+            if constexpr (kKeyFirst) load_query(tile);
             if constexpr (Shape::kOperands == 2) load_dout(tile);
             load_value(tile, tile.key_tiles - 1);
             queries_.advance();
