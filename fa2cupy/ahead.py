@@ -94,7 +94,8 @@ def precompile(
         and combination of features, and none for features that `decode` does not have, functions, `config` or `family`.
     second_order : bool, optional
         True adds the kernels of `jvp`, `backward_jvp` and `double_backward`. These calls have neither `config` nor
-        `family`.
+        `family`. Kernels of 16 bits on Hopper depend on which tangents a call has: the calls are those with all of q, k
+        and v, with and without that of do.
     distributed : bool, optional
         True adds the kernels between the calls of several ranks: they copy matrices, and sum arrays of these dtypes and
         of that of lse.

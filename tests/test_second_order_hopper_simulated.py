@@ -14,7 +14,7 @@ from mutants import sm90_dq_jvp
 from mutants.mutant import CATCHES
 from support.feature_cases import numbers, options_of
 from support.second_order_calls import CURVED
-from support.second_order_on_hopper import CAUSAL, ONE_GROUP, TWO_GROUPS, call_on_hopper, check_dq_jvp, without_rows
+from support.second_order_on_hopper import CAUSAL, ONE_GROUP, TWO_GROUPS, call_on_hopper, check_alone, without_rows
 
 import fa2cupy
 from fa2cupy import TileConfig, mods
@@ -40,7 +40,7 @@ of_both_masks = pytest.mark.parametrize("causal", [False, True], ids=["full", "c
 @of_both_masks
 @pytest.mark.parametrize("name", SIZES)
 def test_dq_jvp(name, causal):
-    launched = check_dq_jvp(call_on_hopper(**SIZES[name], causal=causal))
+    launched = check_alone("dq_jvp", call_on_hopper(**SIZES[name], causal=causal))
     assert all(stage.spec.family is SM90 for stage in launched if stage.spec.operation == "dq_jvp")
 
 
@@ -49,13 +49,13 @@ def test_dq_jvp(name, causal):
 @pytest.mark.parametrize("row", SM90.tiles["dq_jvp"], ids=lambda row: f"{row.head_dim}-{row.tile}")
 def test_every_default_tile(row, given):
     sizes = (row.tile.b_r + 3, 2 * row.tile.b_c + 5)
-    check_dq_jvp(call_on_hopper(sizes, head_dim=row.head_dim, tile=row.tile, given=given, causal=True))
+    check_alone("dq_jvp", call_on_hopper(sizes, head_dim=row.head_dim, tile=row.tile, given=given, causal=True))
 
 
 @pytest.mark.sample(given=("kv",))
 @pytest.mark.parametrize("given", ["q", "k", "v", "o", "qo", "kv", "qkv", ""])
 def test_tangents_that_are_missing(given):
-    (*_, stage) = check_dq_jvp(call_on_hopper(given=given))
+    (*_, stage) = check_alone("dq_jvp", call_on_hopper(given=given))
     assert [one is None for one in stage.maps[4:8]] == [letter not in given for letter in "qkvo"]
 
 
@@ -66,7 +66,7 @@ def test_tangents_that_are_missing(given):
     ids=str,
 )
 def test_rows_without_keys_contribute_nothing_even_if_they_have_nan(options):
-    without_rows(call_on_hopper((70, 62), **options), 8)
+    without_rows("dq_jvp", call_on_hopper((70, 62), **options), 8)
 
 
 #: Features of calls by name: each alone, and all that do not exclude each other.
@@ -83,14 +83,16 @@ def test_dq_jvp_with_features(name):
     options: dict = {}
     for row in FEATURES[name]:
         options |= options_of(row, "bfloat16", sizes)
-    check_dq_jvp(call_on_hopper((71, 77), (2, 1), batch=2, **options))
+    check_alone("dq_jvp", call_on_hopper((71, 77), (2, 1), batch=2, **options))
 
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("softcap", [None, 2.0])
 @pytest.mark.parametrize("shape", [(2, 71, 77), (2, 1, 77)], ids=["full", "rows"])
 def test_tangents_of_the_gradient_of_a_bias(shape, softcap):
-    check_dq_jvp(call_on_hopper((71, 77), (2, 1), bias=numbers(shape, "bfloat16"), softcap=softcap, causal=True))
+    check_alone(
+        "dq_jvp", call_on_hopper((71, 77), (2, 1), bias=numbers(shape, "bfloat16"), softcap=softcap, causal=True)
+    )
 
 
 @pytest.mark.matrix
@@ -100,7 +102,7 @@ def test_dq_jvp_of_packed_sequences(options):
     of_sequences |= {name: np.array(of_sequences[name], "int32") for name in ("cu_seqlens_q", "cu_seqlens_k")}
     if options == "features":
         of_sequences |= {"bias": numbers((4, 1, 1, 130), "float32"), "window": (50, 20), "dropout_p": 0.3, "seed": 3}
-    check_dq_jvp(call_on_hopper((150, 130), (2, 1), **of_sequences))
+    check_alone("dq_jvp", call_on_hopper((150, 130), (2, 1), **of_sequences))
 
 
 @pytest.mark.matrix
@@ -110,7 +112,7 @@ def test_dq_jvp_with_functions(sparse):
     options = CURVED | {"mask_mod": mask}
     if sparse:
         options["block_mask"] = fa2cupy.block_mask(mask, (), 1, 1, 71, 77, tile=(64, 32))
-    check_dq_jvp(call_on_hopper((71, 77), (2, 1), tile=ONE_GROUP, **options))
+    check_alone("dq_jvp", call_on_hopper((71, 77), (2, 1), tile=ONE_GROUP, **options))
 
 
 @pytest.mark.matrix
@@ -124,4 +126,4 @@ def test_a_broken_kernel_is_caught(mutant):
 
 @pytest.mark.matrix
 def test_two_groups_skip_key_tiles_under_a_causal_mask():
-    check_dq_jvp(call_on_hopper(**CAUSAL, tile=TWO_GROUPS))
+    check_alone("dq_jvp", call_on_hopper(**CAUSAL, tile=TWO_GROUPS))

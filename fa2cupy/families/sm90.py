@@ -201,7 +201,8 @@ class Sm90(Family):
             TileRow(64, TileConfig(48, 128, 12, 3), features=("dout_tangent",)),
             TileRow(64, TileConfig(64, 128, 12, 3)),
             TileRow(128, TileConfig(16, 128, 12, 3), features=_IN_REGISTERS),
-            TileRow(128, TileConfig(32, 128, 12, 2)),
+            TileRow(96, TileConfig(48, 128, 12, 2)),
+            TileRow(128, TileConfig(32, 128, 12, 3)),
         ),
     }
 

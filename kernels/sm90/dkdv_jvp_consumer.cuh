@@ -13,9 +13,10 @@
 // As in the backward, S^T is waited for before dP^T is issued, dV' is issued before the wait for dP^T, and no product is
 // in flight across the loop's back edge.
 //
-// The rows of Q' lie behind those of Q, so that one wgmma multiplies K by both: S^T and K Q'^T have the accumulators of
+// The rows of Q' lie behind those of Q, so that one wgmma can multiply K by both: S^T and K Q'^T have the accumulators of
 // one product of twice as many columns. K is then read once, and wgmmas of few columns are bound by the reads of their
-// left operand. K' Q^T has accumulators of its own and is added afterwards. For dP^T these are too many registers.
+// left operand. But K' Q^T has accumulators of its own then, and is added afterwards: with many queries, and for dP^T,
+// there are no registers for them, and K Q'^T is added to K' Q^T by wgmma.
 #pragma once
 #include "common/mask_function.cuh"
 #include "common/tangents.cuh"
@@ -48,15 +49,16 @@ class MovedProduct {
         sm90::pin(first_);
         if constexpr (kHasRest) sm90::pin(rest_);
     }
-    __device__ __forceinline__ void take(Scores& product, Scores& tangent) const {
+    // The columns of k-step s of the second product.
+    __device__ __forceinline__ void take(int s, QuadFragment<2>& product, QuadFragment<2>& tangent) const {
 #pragma unroll
-        for (int n = 0; n < kN8; ++n)
+        for (int n = 0; n < 2; ++n)
 #pragma unroll
             for (int e = 0; e < 4; ++e) {
                 float moved = 0.0f;
-                if constexpr (kBoth) moved = first_.value[kN8 + n][e];
-                if constexpr (kHasRest) moved = kBoth ? moved + rest_.value[n][e] : rest_.value[n][e];
-                product.value[n][e] = first_.value[n][e];
+                if constexpr (kBoth) moved = first_.value[kN8 + 2 * s + n][e];
+                if constexpr (kHasRest) moved = kBoth ? moved + rest_.value[2 * s + n][e] : rest_.value[2 * s + n][e];
+                product.value[n][e] = first_.value[2 * s + n][e];
                 tangent.value[n][e] = moved;
             }
     }
@@ -86,9 +88,12 @@ class DkdvJvpConsumer : KeyGroup<Spec, DkdvJvpShape<Spec>, DkdvJvpMemory<DkdvJvp
     using Base = KeyGroup<Spec, Shape, Memory>;
     using Base::arrive, Base::lane_, Base::memory_, Base::own_, Base::params_, Base::warp_;
     static constexpr int kBr = Shape::kBr, kD = Shape::kD, kDv = Shape::kDv;
-    using Scores = QuadFragment<kBr / 8>;
-    using Rounded = PackedFragment<typename Spec::Element, kBr / 8>;
-    using OfScores = MovedProduct<Shape, kD, Shape::kQueryPanelBytes, Spec::kKeyTangent, Spec::kQueryTangent, true>;
+    // Scores are processed by k-steps of the second product, with the statistics of 16 queries in registers at a time.
+    static constexpr int kSteps = kBr / 16;
+    using Scores = QuadFragment<2>;
+    using Rounded = PackedFragment<typename Spec::Element, 2>;
+    using OfScores =
+        MovedProduct<Shape, kD, Shape::kQueryPanelBytes, Spec::kKeyTangent, Spec::kQueryTangent, Shape::kJoinsScores>;
     using OfDerivatives =
         MovedProduct<Shape, kDv, Shape::kDoutPanelBytes, Spec::kValueTangent, Spec::kDoutTangent, !Spec::kValueTangent>;
     friend Base;
@@ -133,40 +138,51 @@ class DkdvJvpConsumer : KeyGroup<Spec, DkdvJvpShape<Spec>, DkdvJvpMemory<DkdvJvp
         const uint64 query = query_operand_ + stage * (Shape::kQueryBytes / 16);
         const uint64 dout = dout_operand_ + stage * (Shape::kDoutBytes / 16);
         const auto tile = Base::score_tile(step, own_.first_key + kGroup * kGroupRows);
-        Scores p, changes, ds, ds_tangent;
-        Rounded rounded, rounded_changes;
+        const common::Kept<Spec, true, QuadFragment<kBr / 8>> kept(params_, tile);
 
         mbarrier_wait(memory_.full_query(stage), parity);
         OfScores of_scores;
         of_scores.issue(key_operand_, key_tangent_operand_, query);
-        const Statistics lse = statistics(memory_.lse(stage));
         if (is_first_) mbarrier_wait(memory_.full_value(), 0);
         mbarrier_wait(memory_.full_dout(stage), parity);
         wgmma_wait<0>();
         of_scores.pin();
-        of_scores.take(p, changes);
+        Scores p[kSteps], changes[kSteps];
+#pragma unroll
+        for (int s = 0; s < kSteps; ++s) of_scores.take(s, p[s], changes[s]);
         OfDerivatives of_derivatives;
         of_derivatives.issue(value_operand_, value_tangent_operand_, dout);
-        const auto slopes = common::move_softmax<true, Spec>(p, changes, common::mask_of<Spec>(params_),
-                                                             {Base::template needs_mask<kMasked>(step), false}, params_,
-                                                             tile, [&](int, int j) { return lse.value[j]; });
-        common::take_changes<Spec>(p, changes, params_, [&](int, int j) { return lse.tangent[j]; });
-        const common::Kept<Spec, true, Scores> kept(params_, tile);
-        round_kept(rounded_changes, changes, kept);
-        if constexpr (Spec::kDoutTangent) round_kept(rounded, p, kept);
+        common::Slopes<Spec, Scores> slopes[kSteps];
+        Rounded rounded[kSteps], rounded_changes[kSteps];
+#pragma unroll
+        for (int s = 0; s < kSteps; ++s) {
+            const auto kept_of_step = [&](int i, int j) { return kept(i, 4 * s + j); };
+            const Statistics lse = statistics(memory_.lse(stage), s);
+            slopes[s] = common::move_softmax<true, Spec>(
+                p[s], changes[s], common::mask_of<Spec>(params_), {Base::template needs_mask<kMasked>(step), false},
+                params_, tile.shifted(16 * s, 0), [&](int, int j) { return lse.value[j]; });
+            common::take_changes<Spec>(p[s], changes[s], params_, [&](int, int j) { return lse.tangent[j]; });
+            round_kept(rounded_changes[s], changes[s], kept_of_step);
+            if constexpr (Spec::kDoutTangent) round_kept(rounded[s], p[s], kept_of_step);
+        }
         issue_gradient<Spec::kDoutTangent>(dv_, rounded_changes, rounded, dout + kDoutAlongRows);
 
-        const Statistics delta = statistics(memory_.delta(stage));
         wgmma_wait<1>();
         of_derivatives.pin();
-        of_derivatives.take(ds, ds_tangent);
-        common::differentiate_changed<Spec>(p, changes, ds, ds_tangent, kept, params_, [&](int, int j) {
-            return common::MovedRow<float>{0.0f, delta.value[j], 0.0f, delta.tangent[j]};
-        });
-        slopes.apply(ds, ds_tangent);
-        Rounded rounded_ds, rounded_tangent;
-        rounded_tangent.set(ds_tangent);
-        if constexpr (Spec::kQueryTangent) rounded_ds.set(ds);
+        Rounded rounded_ds[kSteps], rounded_tangent[kSteps];
+#pragma unroll
+        for (int s = 0; s < kSteps; ++s) {
+            Scores ds, ds_tangent;
+            const auto kept_of_step = [&](int i, int j) { return kept(i, 4 * s + j); };
+            const Statistics delta = statistics(memory_.delta(stage), s);
+            of_derivatives.take(s, ds, ds_tangent);
+            common::differentiate_changed<Spec>(
+                p[s], changes[s], ds, ds_tangent, kept_of_step, params_,
+                [&](int, int j) { return common::MovedRow<float>{0.0f, delta.value[j], 0.0f, delta.tangent[j]}; });
+            slopes[s].apply(ds, ds_tangent);
+            rounded_tangent[s].set(ds_tangent);
+            if constexpr (Spec::kQueryTangent) rounded_ds[s].set(ds);
+        }
         issue_gradient<Spec::kQueryTangent>(dk_, rounded_tangent, rounded_ds, query + kQueryAlongRows);
         wgmma_wait<1>();
         pin(dv_);
@@ -178,12 +194,12 @@ class DkdvJvpConsumer : KeyGroup<Spec, DkdvJvpShape<Spec>, DkdvJvpMemory<DkdvJvp
         is_first_ = false;
     }
 
-    __device__ __forceinline__ Statistics statistics(uint32 smem) const {
+    __device__ __forceinline__ Statistics statistics(uint32 smem, int s) const {
         Statistics found;
 #pragma unroll
-        for (int n = 0; n < kBr / 8; ++n) {
+        for (int n = 0; n < 2; ++n) {
             float pairs[4];  // of columns 2t and 2t + 1
-            load_shared(smem + n * 64 + lane_ % 4 * 16, pairs);
+            load_shared(smem + (2 * s + n) * 64 + lane_ % 4 * 16, pairs);
 #pragma unroll
             for (int e = 0; e < 2; ++e) {
                 found.value[2 * n + e] = pairs[2 * e];
@@ -197,7 +213,7 @@ class DkdvJvpConsumer : KeyGroup<Spec, DkdvJvpShape<Spec>, DkdvJvpMemory<DkdvJvp
     template <class Kept>
     __device__ __forceinline__ static void round_kept(Rounded& rounded, const Scores& x, const Kept& kept) {
 #pragma unroll
-        for (int n = 0; n < kBr / 8; ++n)
+        for (int n = 0; n < 2; ++n)
 #pragma unroll
             for (int i = 0; i < 2; ++i)
                 rounded.set(i, n, kept(i, 2 * n) ? x.value[n][2 * i] : 0.0f,
@@ -206,17 +222,20 @@ class DkdvJvpConsumer : KeyGroup<Spec, DkdvJvpShape<Spec>, DkdvJvpMemory<DkdvJvp
 
     // Issues x += tangents Y + weights Y'. `rows`: descriptor of Y, MN-major; kMoves: Y' lies behind it.
     template <bool kMoves, int kN8>
-    __device__ __forceinline__ static void issue_gradient(QuadFragment<kN8>& x, Rounded& tangents, Rounded& weights,
-                                                          uint64 rows) {
+    __device__ __forceinline__ static void issue_gradient(QuadFragment<kN8>& x, Rounded (&tangents)[kSteps],
+                                                          Rounded (&weights)[kSteps], uint64 rows) {
         pin(x);
-        pin(tangents);
-        if constexpr (kMoves) pin(weights);
+#pragma unroll
+        for (int s = 0; s < kSteps; ++s) {
+            pin(tangents[s]);
+            if constexpr (kMoves) pin(weights[s]);
+        }
         wgmma_fence();
 #pragma unroll
-        for (int s = 0; s < kBr / 16; ++s) wgmma_gradient(x, tangents.k16(s), rows + along_rows(s));
+        for (int s = 0; s < kSteps; ++s) wgmma_gradient(x, tangents[s].k16(0), rows + along_rows(s));
         if constexpr (kMoves)
 #pragma unroll
-            for (int s = 0; s < kBr / 16; ++s) wgmma_gradient(x, weights.k16(s), rows + along_rows(kBr / 16 + s));
+            for (int s = 0; s < kSteps; ++s) wgmma_gradient(x, weights[s].k16(0), rows + along_rows(kSteps + s));
         wgmma_commit();
         pin(x);
     }

@@ -120,15 +120,15 @@ class DkdvJvpProducer {
     // Loads the statistics of a query of a tile. The result is true if the query exists and sees no key.
     template <bool kQ, bool kHides>
     __device__ bool load_row(const QueryStep& own, int32 query, float& statistic, float& tangent) const {
-        const int64 first = common::first_statistic<Spec>(params_, own_.batch, own.head);
         const int32 row = own.tile * kBr + query;
         statistic = kQ ? common::infinity<float>() : 0.0f;
         tangent = 0.0f;
         if (query >= kBr || row >= params_.seqlen_q) return false;
-        const float lse = kQ || kHides ? params_.lse[first + row] : 0.0f;
+        const int64 index = common::first_statistic<Spec>(params_, own_.batch, own.head) + row;
+        const float lse = kQ || kHides ? params_.lse[index] : 0.0f;
         if (lse == -common::infinity<float>()) return true;
-        statistic = kQ ? common::in_base2(lse) : params_.delta[first + row];
-        tangent = (kQ ? params_.lset : params_.deltat)[first + row];
+        statistic = kQ ? common::in_base2(lse) : params_.delta[index];
+        tangent = (kQ ? params_.lset : params_.deltat)[index];
         return false;
     }
 
@@ -149,12 +149,13 @@ class DkdvJvpProducer {
     }
 
     // Stores zeros to rows of a tile and of its tangent: those of the bits of `rows`, which begin at row `first`. Each
-    // lane has a chunk of a row.
+    // lane has a chunk of a row, of one or two panels.
     template <bool kQ>
     __device__ static void clear_rows(uint32 smem, int32 first, uint32 rows, int32 lane) {
         constexpr int32 kChunks = 8 * kPanelsOf<kQ>;
-        const uint32 chunk = smem + lane % kChunks / 8 * kPanelBytes<kQ> + lane / kChunks * Shape::kTileRowsBytes +
-                             first * kPanelRowBytes + lane % 8 * 16;
+        const uint32 panel = lane % kChunks < 8 ? 0 : kPanelBytes<kQ>,
+                     tangent = lane < kChunks ? 0 : Shape::kTileRowsBytes;
+        const uint32 chunk = smem + panel + tangent + first * kPanelRowBytes + lane % 8 * 16;
 #pragma unroll 1
         for (; rows != 0; rows &= rows - 1)
             if (lane < kChunks * (1 + kMoves<kQ>)) store_shared(chunk + (__ffs(rows) - 1) * kPanelRowBytes, 0, 0, 0, 0);

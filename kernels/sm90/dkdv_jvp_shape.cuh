@@ -33,7 +33,10 @@ struct DkdvJvpShape {
     static_assert(kSharedBytes == Spec::kSharedBytes);
 
     // ------------------------------------------------------------------------------------------------------ registers
-    static constexpr int kProducerRegisters = 24, kConsumerRegisters = 240;
+    // True if S^T and K Q'^T are one product: registers suffice for accumulators of K' Q^T besides.
+    static constexpr bool kJoinsScores = kBr <= 32 || 2 * kBr + (kD + kDv) / 2 <= 160;
+    // A producer has the statistics of a query, or of two, in each lane.
+    static constexpr int kProducerRegisters = kBr > 32 ? 40 : 24, kConsumerRegisters = kBr > 32 ? 232 : 240;
     static_assert(registers_suffice(registers_at_entry(Spec::kWarps), kGroups, kProducerRegisters, kConsumerRegisters));
 };
 

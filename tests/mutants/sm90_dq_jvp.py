@@ -6,7 +6,7 @@ import functools
 
 from support.feature_cases import numbers
 from support.second_order_calls import CURVED
-from support.second_order_on_hopper import CAUSAL, TWO_GROUPS, call_on_hopper, check_dq_jvp, without_rows
+from support.second_order_on_hopper import CAUSAL, TWO_GROUPS, call_on_hopper, check_alone, without_rows
 
 from fa2cupy import TileConfig
 
@@ -31,7 +31,10 @@ CALLS = {
     "capped bias": {"bias": numbers((1, 70, 75), "bfloat16"), "softcap": 0.8},
 }
 #: The checks by name.
-CHECKS = {"numbers": check_dq_jvp, "hidden": lambda call, patch=None: without_rows(call, 8, patch)}
+CHECKS = {
+    "numbers": lambda call, patch: check_alone("dq_jvp", call, patch),
+    "hidden": lambda call, patch: without_rows("dq_jvp", call, 8, patch),
+}
 
 
 def run(call: str, check: str, patch: Mutant | None = None) -> None:

@@ -23,10 +23,10 @@ __all__ = [
     "ONE_GROUP",
     "TWO_GROUPS",
     "call_on_hopper",
-    "check_dq_jvp",
+    "check_alone",
     "check_jvp",
     "check_output_jvp",
-    "dq_jvp",
+    "run_alone",
     "without_rows",
 ]
 
@@ -54,19 +54,25 @@ def call_on_hopper(
     return call
 
 
-def dq_jvp(call: Call, patch: Patch | None = None) -> tuple[tuple[np.ndarray, ...], list[Stage]]:
-    """Launches only the kernel of dQ' and those ahead of it; returns dQ' and the tangents of further gradients."""
+def run_alone(operation: str, call: Call, patch: Patch | None = None) -> tuple[tuple[np.ndarray, ...], list[Stage]]:
+    """Launches only one kernel of `backward_jvp` and those ahead of it; returns its results and the stages."""
     with pytest.MonkeyPatch.context() as monkeypatch, simulated_gpu(monkeypatch, HOPPER, patch=patch) as launched:
-        monkeypatch.setitem(choice.SEVERAL, "backward_jvp", ("dq_jvp",))
-        dqt, _, _, *others = map(np.asarray, call.backward_jvp())
-    return (dqt, *others), launched
+        monkeypatch.setitem(choice.SEVERAL, "backward_jvp", (operation,))
+        results = call.backward_jvp()
+    return _own_results(operation, results), launched
 
 
-def check_dq_jvp(call: Call, patch: Patch | None = None) -> list[Stage]:
-    """Checks dQ' and the tangent of dbias by the errors of the formulas in the same precision; returns the stages."""
-    results, launched = dq_jvp(call, patch)
-    exact, naive = ((dqt, *others) for dqt, _, _, *others in (call.backward_jvp(reference), call.naive_backward_jvp()))
-    _check(results, exact, naive)
+def _own_results(operation: str, results: tuple) -> tuple[np.ndarray, ...]:
+    """Those of a kernel among the results of `backward_jvp`."""
+    dqt, dkt, dvt, *others = map(np.asarray, results)
+    return (dqt, *others) if operation == "dq_jvp" else (dkt, dvt)
+
+
+def check_alone(operation: str, call: Call, patch: Patch | None = None) -> list[Stage]:
+    """Checks the results of a kernel by the errors of the formulas in the same precision; returns the stages."""
+    results, launched = run_alone(operation, call, patch)
+    wanted = (_own_results(operation, one) for one in (call.backward_jvp(reference), call.naive_backward_jvp()))
+    _check(results, *wanted)
     return launched
 
 
@@ -79,14 +85,14 @@ def _check(results: Iterable[np.ndarray], exact: Iterable[np.ndarray], naive: It
             assert error <= allowed, f"the error is {error / allowed:.0%} of the allowed"
 
 
-def without_rows(call: Call, rows: int, patch: Patch | None = None) -> None:
+def without_rows(operation: str, call: Call, rows: int, patch: Patch | None = None) -> None:
     """Checks that the first rows, which see no key, contribute nothing even if they have NaN."""
-    wanted, _ = dq_jvp(call)
+    wanted, _ = run_alone(operation, call)
     for arrays in (call.arrays, call.direction):
         for name in ("q", "do"):
             if name in arrays:
                 arrays[name][:, :rows] = np.nan
-    found, _ = dq_jvp(call, patch)
+    found, _ = run_alone(operation, call, patch)
     for one, other in zip(found, wanted, strict=True):
         assert np.array_equal(one.astype("float32"), other.astype("float32")), "100% of the allowed"
 
