@@ -12,7 +12,7 @@ from ..problem.features import features_in_registers, features_of_scores
 from ..problem.strides import AnyStrides
 from .estimate import BlockCost, Costs
 from .family import Family, Kernel, TileRow
-from .operations import OF_DIRECTION
+from .operations import OF_DIRECTION, OPERATIONS
 from .records import LENGTHS, SCALES, SCHEDULE, Record
 from .tile import TileConfig
 
@@ -212,13 +212,13 @@ class Sm90(Family):
     def why_not(self, operation: str, problem: AttentionProblem, strides: Mapping[str, AnyStrides]) -> str | None:
         if not problem.softmax_scale > 0:
             return f"softmax_scale={problem.softmax_scale} is not positive"
-        head_dim = max(problem.head_dim, problem.columns_of("v"))
+        head_dim = max(problem.head_dim, problem.head_dim_v or 0)
         if operation == "dkdv_jvp" and head_dim > _WIDE:
             return f"registers do not hold the tangents of dk and dv of head_dim {head_dim}, only up to {_WIDE}"
         if 0 in problem.sizes_of("k" if self.owns(operation) == "keys" else "q"):
             return None  # the kernel is not launched
         for name in _MAPPED[operation]:
-            if problem.lacks(name):
+            if name in problem.absent:
                 continue
             reason = _why_not_mappable(problem.sizes_of(name), strides[name], problem.itemsize)
             if reason:
@@ -229,7 +229,8 @@ class Sm90(Family):
         return _RECORDS[operation]
 
     def shared_memory_bytes(self, kernel: Kernel, tile: TileConfig) -> int:
-        return self.shared_memory_with(OF_DIRECTION, kernel, tile)
+        most = OF_DIRECTION if OPERATIONS[kernel.operation].is_second_order else ()  # tangents need more
+        return self.shared_memory_with(most, kernel, tile)
 
     def shared_memory_with(self, features: tuple[str, ...], kernel: Kernel, tile: TileConfig) -> int:
         operation, _, head_dim, head_dim_v = kernel

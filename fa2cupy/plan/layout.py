@@ -195,7 +195,7 @@ class StageLayout:
 
     def _map(self, name: str, tile: TileConfig) -> TensorLayout | None:
         problem = self.problem
-        if problem.lacks(name):
+        if name in problem.absent:
             return None
         # Warps store results by themselves, in boxes of 16 rows.
         of_queries = dict.fromkeys(("q", "dout", "qt", "dot"), tile.b_r)

@@ -175,9 +175,10 @@ class AttentionProblem:
         shapes = {"q": self.q_shape, "k": self.k_shape, "v": self.v_shape, "o": self.o_shape}
         return shapes[{"dout": "o", "dot": "o"}.get(tensor, tensor.removeprefix("d").removesuffix("t"))]
 
-    def lacks(self, tensor: str) -> bool:
-        """True for a tangent that the call does not have, by the kernels' name for it."""
-        return tensor in LETTERS_OF_TANGENTS and LETTERS_OF_TANGENTS[tensor] not in self.settings.tangents
+    @cached_property
+    def absent(self) -> tuple[str, ...]:
+        """The tangents that the call does not have, by the kernels' names."""
+        return tuple([name for name, letter in LETTERS_OF_TANGENTS.items() if letter not in self.settings.tangents])
 
     def columns_of(self, tensor: str) -> int:
         """Columns of a tensor, by its name in calls or kernels."""
