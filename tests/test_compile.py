@@ -184,6 +184,7 @@ def selected_specs() -> tuple[KernelSpec, ...]:
     specs.update(dict.fromkeys(decode_specs(H100, "float16", 128, features=OF_DECODE)))
     of_second_order = (
         *itertools.product((H100,), ("float32", "float64"), (64, 128, 256), (False, True)),
+        *itertools.product((H100,), ("bfloat16",), (64, 96, 128), (False, True)),
         *itertools.product(map(DeviceInfo.named, ("sm_80", "sm_86")), ("bfloat16",), (64, 128, 256), (False, True)),
     )
     specs.update(dict.fromkeys(itertools.chain(*itertools.starmap(second_order_specs, of_second_order))))
