@@ -38,6 +38,8 @@ __all__ = [
     "RankBackwardKeywords",
     "RankForwardKeywords",
     "RankKeywords",
+    "RankScoreKeywords",
+    "RankSecondOrderKeywords",
     "Scheme",
     "ScoreKeywords",
     "SecondOrderKeywords",
@@ -79,6 +81,14 @@ class RankForwardKeywords(ScoreOptions, RankKeywords, KernelOptions, FeatureKeyw
 
 class RankBackwardKeywords(ScoreOptions, GradientOptions, RankKeywords, KernelOptions, FeatureKeywords, total=False):
     """Those of `fa2cupy.distributed.backward`, but for arrays that are no features, and of its `attention`."""
+
+
+class RankScoreKeywords(ScoreOptions, RankKeywords, FeatureKeywords, total=False):
+    """The keywords of `fa2cupy.distributed.jvp`, but for arrays that are no features."""
+
+
+class RankSecondOrderKeywords(ScoreOptions, SecondOrderOptions, RankKeywords, FeatureKeywords, total=False):
+    """Those of its `backward_jvp` and `double_backward`, but for arrays that are no features."""
 
 
 class Backprop(Protocol[ArrayT]):

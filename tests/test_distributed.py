@@ -273,6 +273,129 @@ class TestFeatures:
         )
 
 
+def tilted(score, b, h, q, k, table):
+    return score * table[h] + 0.1 * score**2
+
+
+class TestSecondOrder:
+    """`jvp`, `backward_jvp` and `double_backward` by ranks, with a direction of all arrays."""
+
+    SIZES = {**SIZES, "seqlen_q": 24, "seqlen_k": 32, "head_dim_v": 6}
+    CASES = {
+        "plain": {},
+        "no keys behind": {"causal": True, "window": (9, 0), "softcap": 1.3, "dropout_p": 0.3, "seed": 4},
+        "a bias with rows": {"bias": numbers((2, 8, 24, 32), "float64"), "sink": numbers((8,), "float64")},
+        "a bias that heads share": {"bias": numbers((24, 32), "float64"), "causal": True},
+        "a bias without rows": {"bias": numbers((8, 1, 32), "float64")},
+        "functions": {"score_mod": tilted, "score_args": (numbers((8,), "float64"),), "mask_mod": mods.causal()},
+        "packed": {
+            "cu_seqlens_q": np.array([0, 5, 5, 24], "int32"),
+            "cu_seqlens_k": np.array([0, 12, 20, 31], "int32"),
+            "causal": True,
+            "sink": numbers((8,), "float64"),
+        },
+    }
+
+    @staticmethod
+    def results(options: dict, given: dict, functions, comm=()) -> dict:
+        """Returns all results by name: of one call, or of a rank with its rows."""
+        of_features = [name for name in ("bias", "sink") if name in options]
+        switches = {f"return_d{name}": True for name in of_features}
+        tangents = {f"{name}_tangent": given[f"{name}_tangent"] for name in of_features}
+        q, k, v, do, qt, kt, vt, dot, dlse, dlset = (
+            given[name] for name in ("q", "k", "v", "do", "qt", "kt", "vt", "dot", "dlse", "dlset")
+        )
+        o, lse, ot, lset = functions.jvp(*comm, q, k, v, qt, kt, vt, **options, **tangents)
+        moved = functions.backward_jvp(
+            *comm, q, k, v, o, lse, do, qt, kt, vt, ot, lset, dot, dlse=dlse, dlset=dlset,
+            **options, **switches, **tangents,
+        )  # fmt: skip
+        cotangents = {f"gd{name}": given[f"{name}_tangent"] for name in of_features}
+        found = functions.double_backward(
+            *comm, q, k, v, o, lse, do, qt, None, vt, dlse=dlse, **options, **switches, **cotangents
+        )
+        names = ("o", "lse", "ot", "lset", "dqt", "dkt", "dvt", *(f"d{name}t" for name in of_features))
+        names += ("gq", "gk", "gv", "gdo", "gdlse", *(f"g{name}" for name in of_features))
+        return dict(zip(names, (o, lse, ot, lset, *moved, *found), strict=True))
+
+    def arrays(self, options: dict) -> dict:
+        q, k, v, do = make_inputs("float64", **self.SIZES)
+        if "cu_seqlens_q" in options:
+            q, k, v, do = (x[0] for x in (q, k, v, do))
+        lse = fa2cupy.forward(q, k, v, **options)[1]
+        given = {"q": q, "k": k, "v": v, "do": do, "dlse": lse}
+        given |= {name: options[name] for name in ("bias", "sink") if name in options}
+        names = {"q": "qt", "k": "kt", "v": "vt", "do": "dot", "dlse": "dlset"}
+        return given | {names.get(n, f"{n}_tangent"): numbers(x.shape, "float64", 7) for n, x in given.items()}
+
+    @pytest.mark.parametrize("how", [{}, {"order": "contiguous", "head_groups": 2}], ids=["zigzag", "groups"])
+    @pytest.mark.parametrize("size", [1, 2, 4])
+    @pytest.mark.parametrize("name", CASES)
+    def test_results_are_those_of_one_call(self, name, size, how):
+        if how and size == 4:
+            pytest.skip("one K/V head on a rank")
+        options, rows = self.CASES[name], 0 if name == "packed" else 1
+        given = self.arrays(options)
+        order = {"order": how.get("order", "zigzag")}
+
+        def axis(name: str, x) -> int | None:  # of rows that are spread over the ranks
+            if "bias" in name:
+                return -2 if x.ndim > 1 and x.shape[-2] > 1 else None
+            return None if "sink" in name else -1 if "ls" in name else rows
+
+        def work(comm):
+            def own(name, x):
+                at = axis(name, x) if hasattr(x, "shape") and ("seqlens" not in name) else None
+                return x if at is None else dist.shard(comm, x, axis=at, **order)
+
+            mine = {name: own(name, x) for name, x in given.items()}
+            results = self.results({n: own(n, x) for n, x in options.items()} | how, mine, dist, (comm,))
+            whole = {}
+            for name, x in results.items():
+                at = axis(name, x)
+                whole[name] = dist.total(comm, x) if at is None else dist.unshard(comm, x, axis=at, **order)
+            return whole
+
+        expected = self.results(options, given, fa2cupy)
+        assert_close(dist.simulate(size, work, timeout=20)[0], expected)
+
+    def test_results_go_into_the_callers_arrays(self):
+        given = self.arrays({})
+
+        def work(comm):
+            q, k, v, qt = (dist.shard(comm, given[name]) for name in ("q", "k", "v", "qt"))
+            ot = np.full((*q.shape[:3], 6), np.nan)
+            found = dist.jvp(comm, q, k, v, qt, None, None, out=(None, None, ot, None))
+            assert found[2] is ot and np.isfinite(ot).all()
+
+        dist.simulate(2, work)
+
+    @pytest.mark.parametrize(
+        ("size", "options", "match"),
+        [
+            (2, {"scheme": "gather"}, "^scheme: jvp is for 'heads' alone, got 'gather'"),
+            (2, {"scheme": "hybrid"}, "^scheme: jvp is for 'heads' alone, got 'hybrid'"),
+            (2, {"scheme": "ring"}, "^scheme: there is no 'ring' any more"),
+            (8, {}, "^k: jvp is for scheme='heads' alone, which needs a number of heads of k that is a multiple of"),
+            (2, {"qt": np.zeros((2, 12, 8, 7))}, "^qt: expected shape .* .shapes are those of the whole sequence"),
+            (2, {"bias_tangent": np.zeros((16, 32))}, "^bias_tangent: there is no bias; pass that of the forward"),
+            (2, {"return_dbias": True}, "^unexpected keyword argument 'return_dbias': it is one of"),
+        ],
+        ids=lambda value: value if isinstance(value, str) else "",
+    )
+    def test_refusals(self, size, options, match):
+        q, k, v, _ = make_inputs("float64", **(self.SIZES | {"seqlen_q": 16 * size, "seqlen_k": 16 * size}))
+
+        def work(comm):
+            own = [dist.shard(comm, x) for x in (q, k, v)]
+            qt = options.get("qt", own[0])
+            more = {name: x for name, x in options.items() if name != "qt"}
+            with pytest.raises((TypeError, ValueError, UnsupportedProblemError), match=match):
+                dist.jvp(comm, *own, qt, None, None, **more)
+
+        dist.simulate(size, work)
+
+
 class TestBits:
     """In `heads` and `gather` one call computes a row: with the tiles of the whole call, it has the same bits."""
 

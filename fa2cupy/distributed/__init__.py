@@ -7,7 +7,7 @@ arrays by MPI, or between simulated ranks.
 # Each folder uses those behind it: schemes/ says which part of which array goes where, call/ has what each call goes
 # through, movers/ carry the parts as copies or as messages, transport/ gets bytes to other ranks, and local/ is what a
 # rank does by itself.
-from .api import attention, backward, forward
+from .api import attention, backward, backward_jvp, double_backward, forward, jvp
 from .communicator import Communicator
 from .rows import pad, padded_length, positions, shard, unshard
 from .simulation import simulate
@@ -19,7 +19,10 @@ __all__ = [
     "Communicator",
     "attention",
     "backward",
+    "backward_jvp",
+    "double_backward",
     "forward",
+    "jvp",
     "pad",
     "padded_length",
     "positions",

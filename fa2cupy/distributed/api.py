@@ -14,12 +14,20 @@ from ..problem.arguments import unpack_out
 from ..problem.array_types import Array, ArrayT
 from ..problem.conversions import explains_absence
 from ..problem.keywords import check_keywords, options_of, takes
-from ..typing import Backprop, RankBackwardKeywords, RankForwardKeywords, RankKeywords
+from ..typing import (
+    Backprop,
+    RankBackwardKeywords,
+    RankForwardKeywords,
+    RankKeywords,
+    RankScoreKeywords,
+    RankSecondOrderKeywords,
+)
 from .call.agreement import collective
 from .call.choice import check_capture
 from .call.operands import Operands, result_views
 from .call.requests import CallArguments, checked
 from .call.run import Run
+from .call.second_order import CALLS, call_backend
 from .communicator import Communicator, Stage
 from .local.lanes import is_captured
 from .schemes import gather, heads, hybrid
@@ -27,7 +35,7 @@ from .schemes import gather, heads, hybrid
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-__all__ = ["attention", "backward", "forward"]
+__all__ = ["attention", "backward", "backward_jvp", "double_backward", "forward", "jvp"]
 
 _SCHEMES: dict[str, ModuleType] = {"heads": heads, "gather": gather, "hybrid": hybrid}
 
@@ -290,6 +298,175 @@ def attention(
     return with_backprop(inspect.unwrap(forward), backward, (comm, q, k, v), keywords, return_lse)
 
 
+@takes(RankScoreKeywords)
+@collective
+@explains_absence
+def jvp(
+    comm: Communicator,
+    q: ArrayT,
+    k: ArrayT,
+    v: ArrayT,
+    qt: ArrayT | None,
+    kt: ArrayT | None,
+    vt: ArrayT | None,
+    *,
+    bias_tangent: ArrayT | None = None,
+    sink_tangent: ArrayT | None = None,
+    out: tuple[ArrayT | None, ...] | None = None,
+    **keywords: Unpack[RankScoreKeywords],
+) -> tuple[ArrayT, ArrayT, ArrayT, ArrayT]:
+    """`fa2cupy.jvp` of a sequence whose rows are spread over several ranks.
+
+    Parameters
+    ----------
+    comm, q, k, v, causal, softmax_scale, layout, order, head_groups, **keywords
+        As for `forward`.
+    qt, kt, vt : ndarray or None
+        This rank's rows of the direction.
+    bias_tangent, sink_tangent : ndarray, optional
+        As bias and sink.
+    scheme : {None, "heads"}, optional
+        The number of K/V heads must be a multiple of the number of ranks.
+    out : tuple of (ndarray or None), optional
+        Arrays ``(o, lse, ot, lset)`` for this rank's results.
+
+    Returns
+    -------
+    o, lse, ot, lset : ndarray
+        As from `fa2cupy.jvp`, for this rank's rows.
+
+    Raises
+    ------
+    TypeError, ValueError, CommunicationError
+        As for `forward`.
+    UnsupportedProblemError
+        Another scheme than ``"heads"``, or a number of K/V heads that the ranks cannot divide.
+
+    Notes
+    -----
+    The arrays travel as in `forward`: q, k, v and the tangents that there are to the ranks that have the heads, and the
+    results back.
+    """
+    arrays = {"q": q, "k": k, "v": v, "qt": qt, "kt": kt, "vt": vt}
+    arrays |= {"bias_tangent": bias_tangent, "sink_tangent": sink_tangent}
+    return _results(comm, _arguments("jvp", arrays, out, keywords))
+
+
+@takes(RankSecondOrderKeywords)
+@collective
+@explains_absence
+def backward_jvp(
+    comm: Communicator,
+    q: ArrayT,
+    k: ArrayT,
+    v: ArrayT,
+    o: ArrayT,
+    lse: ArrayT,
+    do: ArrayT,
+    qt: ArrayT | None,
+    kt: ArrayT | None,
+    vt: ArrayT | None,
+    ot: ArrayT,
+    lset: ArrayT,
+    dot: ArrayT | None = None,
+    *,
+    dlse: ArrayT | None = None,
+    dlset: ArrayT | None = None,
+    bias_tangent: ArrayT | None = None,
+    sink_tangent: ArrayT | None = None,
+    out: tuple[ArrayT | None, ...] | None = None,
+    **keywords: Unpack[RankSecondOrderKeywords],
+) -> tuple[ArrayT, ...]:
+    """`fa2cupy.backward_jvp` of a sequence whose rows are spread over several ranks.
+
+    Parameters
+    ----------
+    comm, q, k, v, o, lse, do, dlse, causal, softmax_scale, layout, order, head_groups, **keywords
+        As for `backward`.
+    qt, kt, vt, ot, lset, bias_tangent, sink_tangent, scheme
+        As for `jvp`, and this rank's results of it.
+    dot, dlset : ndarray, shapes of o and lse, optional
+        This rank's rows of the tangents of do and dlse.
+    return_dbias, return_dsink : bool, optional
+        Also returns the tangents of the gradients of `bias` and of `sink`.
+    deterministic : bool, optional
+        As for `backward`.
+    out : tuple of (ndarray or None), optional
+        Arrays for this rank's results.
+
+    Returns
+    -------
+    dqt, dkt, dvt : ndarray, shapes of q, k, v
+        Those of this rank's rows.
+    dbiast, dsinkt : ndarray
+        Rows and shares, as from `backward`.
+
+    Raises
+    ------
+    TypeError, ValueError, UnsupportedProblemError, CommunicationError
+        As for `jvp`.
+    """
+    arrays = {"q": q, "k": k, "v": v, "o": o, "lse": lse, "do": do, "qt": qt, "kt": kt, "vt": vt, "ot": ot}
+    arrays |= {"lset": lset, "dot": dot, "dlse": dlse, "dlset": dlset}
+    arrays |= {"bias_tangent": bias_tangent, "sink_tangent": sink_tangent}
+    return _results(comm, _arguments("backward_jvp", arrays, out, keywords))
+
+
+@takes(RankSecondOrderKeywords)
+@collective
+@explains_absence
+def double_backward(
+    comm: Communicator,
+    q: ArrayT,
+    k: ArrayT,
+    v: ArrayT,
+    o: ArrayT,
+    lse: ArrayT,
+    do: ArrayT,
+    gdq: ArrayT | None,
+    gdk: ArrayT | None,
+    gdv: ArrayT | None,
+    *,
+    dlse: ArrayT | None = None,
+    gdbias: ArrayT | None = None,
+    gdsink: ArrayT | None = None,
+    out: tuple[ArrayT | None, ...] | None = None,
+    **keywords: Unpack[RankSecondOrderKeywords],
+) -> tuple[ArrayT, ...]:
+    """`fa2cupy.double_backward` of a sequence whose rows are spread over several ranks.
+
+    Parameters
+    ----------
+    comm, q, k, v, o, lse, do, dlse, causal, softmax_scale, layout, order, head_groups, **keywords
+        As for `backward`.
+    gdq, gdk, gdv : ndarray or None
+        Gradients of the loss for this rank's rows of dq, dk and dv.
+    gdbias, gdsink : ndarray, optional
+        Gradients for dbias, with the rows of bias, and for the whole dsink, the same on all ranks.
+    return_dbias, return_dsink : bool, optional
+        Also returns the gradients of `bias` and of `sink`.
+    deterministic, scheme
+        As for `backward` and `jvp`.
+    out : tuple of (ndarray or None), optional
+        Arrays for this rank's results.
+
+    Returns
+    -------
+    gq, gk, gv, gdo, gdlse : ndarray
+        As from `fa2cupy.double_backward`, for this rank's rows; gdlse only with dlse.
+    gbias, gsink : ndarray
+        Rows and shares, as from `backward`.
+
+    Raises
+    ------
+    TypeError, ValueError, UnsupportedProblemError, CommunicationError
+        As for `jvp`.
+    """
+    arrays = {"q": q, "k": k, "v": v, "o": o, "lse": lse, "do": do, "gdq": gdq, "gdk": gdk, "gdv": gdv}
+    arrays |= {"dlse": dlse, "gdbias": gdbias, "gdsink": gdsink}
+    return _results(comm, _arguments("double_backward", arrays, out, keywords))
+
+
 def _arguments(call: str, arrays: Mapping[str, Any], out: Any, keywords: Any) -> CallArguments:
     options = options_of(f"fa2cupy.distributed.{call}", keywords)
     of_ranks = {name: keywords.pop(name) for name in RankKeywords.__annotations__ if name in keywords}
@@ -330,4 +507,6 @@ def _alone(arguments: CallArguments) -> tuple[Array, ...]:
     """The call of a single rank, which has the whole sequence."""
     arrays, options = arguments.arrays, arguments.options
     backend = backend_of("q", arrays["q"])
+    if arguments.call in CALLS:
+        return call_backend(backend, arguments.call, arrays, arguments.out, options, arguments.keywords)
     return getattr(backend, arguments.call)(*arrays.values(), arguments.out, options, arguments.keywords)

@@ -28,6 +28,8 @@ from fa2cupy.typing import (
     RankBackwardKeywords,
     RankForwardKeywords,
     RankKeywords,
+    RankScoreKeywords,
+    RankSecondOrderKeywords,
     Scheme,
     ScoreKeywords,
     SecondOrderKeywords,
@@ -181,6 +183,11 @@ def on_rank(comm: dist.Communicator) -> float:
     assert_type(backprop, Backprop[NumpyArray])
     o, lse, backprop = dist.attention(comm, x, x, x, return_lse=True, **backward)
     dq, *_ = backprop(o, dlse=lse, out=(np.empty_like(o), None, None))
+    second_order: RankSecondOrderKeywords = {"causal": True, "scheme": "heads", "order": order, "deterministic": True}
+    scores: RankScoreKeywords = {"causal": True, "scheme": "heads", "order": order}
+    o, lse, ot, lset = dist.jvp(comm, x, x, x, x, None, None, **scores)
+    dist.backward_jvp(comm, x, x, x, o, lse, o, x, None, None, ot, lset, **second_order)
+    assert_type(dist.double_backward(comm, x, x, x, o, lse, o, x, None, None, **second_order), tuple[NumpyArray, ...])
     assert_type(dist.unshard(comm, o, order=order), NumpyArray)
     try:
         assert_type(dist.total(comm, dq), NumpyArray)

@@ -23,6 +23,7 @@ __all__ = [
     "SCHEMES",
     "check_capture",
     "check_scheme",
+    "check_second_order",
     "groups_of",
     "is_positional",
     "neighbours",
@@ -49,6 +50,19 @@ def scheme_of(scheme: object, problem: AttentionProblem, size: int, ranks_per_ho
     if scheme not in SCHEMES:
         raise ValueError(f"scheme: expected None, {', '.join(map(repr, SCHEMES))}, got {scheme!r}")
     return str(scheme)
+
+
+def check_second_order(call: str, scheme: object, problem: AttentionProblem, size: int) -> str:
+    """The scheme of a call of second order: ``"heads"``, or an error."""
+    if scheme not in (None, "heads"):
+        scheme_of(scheme, problem, size, size)
+        raise UnsupportedProblemError(f"scheme: {call} is for 'heads' alone, got {scheme!r}")
+    if not _divides(problem, size):
+        raise UnsupportedProblemError(
+            f"k: {call} is for scheme='heads' alone, which needs a number of heads of k that is a multiple of the "
+            f"{size} ranks, got {problem.num_heads_kv}"
+        )
+    return "heads"
 
 
 def ranks_with_heads(scheme: str, size: int, ranks_per_host: int) -> int:

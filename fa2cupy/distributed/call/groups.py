@@ -7,13 +7,12 @@ from dataclasses import replace
 
 from .choice import neighbours
 from .parts import over_scores
-from .requests import Request
+from .requests import OF_FEATURES, Request
 
 __all__ = ["groups_of_copies", "of_copies", "query_groups", "takes_copies"]
 
 #: The schemes whose ranks write each other's memory.
 _BY_COPIES = ("heads", "gather")
-_RESULTS = ("o", "lse", "dq", "dk", "dv")
 #: Bounds of the rows of all query heads of a rank. With fewer rows than the first, there is one group, because kernels
 #: of a part of the heads are slow. From the second on, the groups of ``"gather"`` have one size, because its memory is
 #: that of two groups, and the moves that no kernel hides take a small part of the time.
@@ -42,9 +41,9 @@ def _bytes_of_scores(request: Request) -> int:
     """The bytes of biases and masks that travel to a rank in ``"heads"``, and of the rows of dbias that come back."""
     if request.scheme != "heads" or request.problem.is_packed:
         return 0
-    returned = {result.name for result in request.results}
+    returned = {OF_FEATURES.get(result.name) for result in request.results}
     return sum(
-        array.nbytes * (1 if array.shape[1] > 1 else request.queries.size) * (1 + (f"d{name}" in returned))
+        array.nbytes * (1 if array.shape[1] > 1 else request.queries.size) * (1 + (name in returned))
         for name, array in over_scores(request.keywords).items()
         if array.shape[2] > 1
     )
@@ -110,4 +109,4 @@ def _with_small_ends(heads: int, rows: int) -> tuple[int, ...]:
 
 def _has_gradients(request: Request) -> bool:
     """True if gradients of features are asked for, which are summed over heads, in one group."""
-    return any(result.name not in _RESULTS for result in request.results)
+    return len(request.results) > request.with_rows

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from ...problem.array_types import Array
@@ -11,7 +11,9 @@ from ...problem.attention import SOURCE_AXES
 from ...problem.options import CallOptions
 from ..local.lanes import Lane
 from ..local.sums import subtract
+from .requests import OF_FEATURES, STATISTICS
 from .run import Run
+from .second_order import CALLS
 
 __all__ = ["Operands", "result_views"]
 
@@ -26,6 +28,8 @@ class Operands:
     o, do : ndarray or None
         The same; None in a forward.
     lse, delta, dlse : ndarray or None, shape (batch, head, row)
+    moved : mapping of ndarray
+        The further arrays of a call of second order, by name, without those of features.
     """
 
     q: Array
@@ -36,12 +40,21 @@ class Operands:
     do: Array | None = None
     delta: Array | None = None
     dlse: Array | None = None
+    moved: Mapping[str, Array] = field(default_factory=dict, kw_only=True)
 
     @classmethod
     def of(cls, arrays: Mapping[str, Any], layout: str) -> Operands:
         """The operands of a call, from its arrays by name."""
-        rank = arrays["q"].ndim
-        return cls(**{name: None if x is None else _view(name, x, layout, rank) for name, x in arrays.items()})
+        rank, of_features = arrays["q"].ndim, [name for names in CALLS.values() for name in names[3:]]
+        given = {name: x for name, x in arrays.items() if x is not None and name not in of_features}
+        views = {name: _view(name, x, layout, rank) for name, x in given.items()}
+        own = {one.name: views.pop(one.name) for one in fields(cls) if one.name in views}
+        return cls(**own, moved=views)
+
+    def by_name(self) -> dict[str, Array]:
+        """All arrays."""
+        own = {one.name: getattr(self, one.name) for one in fields(self) if one.name != "moved"}
+        return {name: x for name, x in own.items() if x is not None} | dict(self.moved)
 
     @property
     def of_backward(self) -> tuple[Array, Array, Array]:
@@ -66,13 +79,13 @@ class Operands:
 def result_views(names: tuple[str, ...], arrays: tuple[Array, ...], layout: str, rank: int) -> list[Array]:
     """Views of the results; gradients of features stay as they are."""
     return [
-        _view(name, array, layout, rank) if name in ("o", "lse", "dq", "dk", "dv") else array
+        array if name in OF_FEATURES or "_args" in name else _view(name, array, layout, rank)
         for name, array in zip(names, arrays, strict=True)
     ]
 
 
 def _view(name: str, array: Array, layout: str, rank: int) -> Array:
-    if name in ("lse", "delta", "dlse"):
+    if name in STATISTICS:
         return array[(None,) * (4 - rank)]
     batch, row, head, column = SOURCE_AXES[layout, rank]
     view = array.transpose([axis for axis in (batch, row, head, column) if axis is not None])

@@ -11,11 +11,16 @@ from ...problem.block_mask import BlockMask
 from ...problem.features import ARRAY_KEYWORDS, ARRAYS, feature_arrays
 from ...problem.function_checks import program_of
 from ...problem.strides import with_score_axes
+from .second_order import TANGENTS_OF_FEATURES
 
 __all__ = ["OVER_SCORES", "Part", "needs_place", "of_part", "over_scores", "part_keywords"]
 
 #: The arrays with an axis of queries: each rank has its own rows, unless it is the same for all.
-OVER_SCORES = tuple(name for name in ARRAY_KEYWORDS if any(2 in axes for axes in (ARRAYS[name].axes or {}).values()))
+OVER_SCORES = tuple(
+    name
+    for name in (*ARRAY_KEYWORDS, *TANGENTS_OF_FEATURES)
+    if any(2 in axes for axes in (ARRAYS[name].axes or {}).values())
+)
 
 
 class Part(NamedTuple):
@@ -71,7 +76,7 @@ def part_keywords(
     problem : AttentionProblem
         The whole problem.
     keywords : dict
-        Those of the whole problem.
+        Those of the whole problem, and tangents of features.
     part : Part
     scores : dict of ndarray
         The part's biases and masks, with four axes.
@@ -79,7 +84,8 @@ def part_keywords(
         First head and first query, if the caller's functions must be told.
     """
     found = dict(keywords) | dict(scores)
-    for name, array in feature_arrays(keywords).items():
+    tangents = {name: keywords[name] for name in TANGENTS_OF_FEATURES if name in keywords}
+    for name, array in (feature_arrays(keywords) | tangents).items():
         axes = ARRAYS[name].axes
         if name not in scores and axes is not None:
             found[name] = _without_queries(array, axes, problem, part)

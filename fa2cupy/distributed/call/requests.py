@@ -24,18 +24,34 @@ from ...problem.feature_checks import extra_gradients, is_seed
 from ...problem.features import ARRAYS, feature_arrays
 from ...problem.function_checks import function_arrays, program_of
 from ...problem.options import CallOptions, requested_method
+from ...problem.tangents import check_backward_jvp, check_double_backward, check_jvp
 from ..communicator import Communicator, Stage
 from .agreement import agree
-from .choice import check_scheme, groups_of, ranks_with_heads, scheme_of
+from .choice import check_scheme, check_second_order, groups_of, ranks_with_heads, scheme_of
 from .orders import RowOrder, check_order, divisor
 from .parts import OVER_SCORES
+from .second_order import CALLS, direction_of, tangents_of_features
 from .splits import with_splits_of_whole
 
-__all__ = ["CallArguments", "Request", "checked"]
+__all__ = ["OF_FEATURES", "OF_KEYS", "STATISTICS", "CallArguments", "Request", "checked"]
 
 _CHECKED_EACH_TIME = frozenset(("score_mod", "score_args", "mask_mod", "mask_args", "block_mask"))
 _MAX_REQUESTS = 4096
-_STATISTICS = ("lse", "delta", "dlse")
+#: The arguments and results with a number for each row of queries, and those with rows of keys.
+STATISTICS = frozenset(("lse", "delta", "dlse", "lset", "dlset", "gdlse"))
+OF_KEYS = frozenset(("k", "v", "kt", "vt", "gdk", "gdv", "dk", "dv", "dkt", "dvt", "gk", "gv"))
+#: The results that are no rows but shares of gradients of features, and these features. So are those of `score_args`.
+OF_FEATURES = {
+    **dict.fromkeys(("dbias", "dbiast", "gbias"), "bias"),
+    **dict.fromkeys(("dsink", "dsinkt", "gsink"), "sink"),
+}
+_CHECKS: Mapping[str, Any] = {
+    "forward": check_forward,
+    "backward": check_backward,
+    "jvp": check_jvp,
+    "backward_jvp": check_backward_jvp,
+    "double_backward": check_double_backward,
+}
 
 
 @dataclass(frozen=True)
@@ -44,9 +60,9 @@ class CallArguments:
 
     Attributes
     ----------
-    call : {"forward", "backward"}
+    call : {"forward", "backward", "jvp", "backward_jvp", "double_backward"}
     arrays : dict of ndarray
-        q, k, v; for a backward also o, lse, do, delta and dlse. The last two may be None.
+        q, k, v, and the other arrays that are no keywords of features, by the arguments' names. Some may be None.
     out : tuple of (ndarray or None), or None
     options : CallOptions
     keywords : dict
@@ -70,6 +86,11 @@ class CallArguments:
         own = {name: array for name, array in self.arrays.items() if array is not None}
         return own | feature_arrays(self.keywords) | function_arrays(self.keywords)
 
+    @property
+    def features(self) -> dict[str, Any]:
+        """The keywords of features, and their tangents."""
+        return {**self.keywords, **tangents_of_features(self.call, self.arrays)}
+
 
 @dataclass(frozen=True)
 class Request:
@@ -91,7 +112,7 @@ class Request:
     options : CallOptions
         Those of the calls of parts.
     keywords : dict
-        The keywords of features that are not None.
+        The keywords of features that are not None, and tangents of features.
     query_groups : tuple of slice
         The query heads of each group of a forward of ``"heads"``, if they are not those of `groups`.
     number : int
@@ -110,6 +131,12 @@ class Request:
     query_groups: tuple[slice, ...] = ()
     number: int = 1
 
+    @property
+    def with_rows(self) -> int:
+        """The number of results that have rows of queries or keys. Those of features are behind them."""
+        names = [result.name for result in self.results]
+        return next((i for i, name in enumerate(names) if name in OF_FEATURES or "_args" in name), len(names))
+
 
 def checked(comm: Communicator, arguments: CallArguments) -> Request:
     """The request of a call.
@@ -127,7 +154,7 @@ def checked(comm: Communicator, arguments: CallArguments) -> Request:
                 arguments, known.results, unpack_out(arguments.out, tuple(one.name for one in known.results))
             )
         comm.stage = Stage.TOGETHER
-        return replace(known, keywords=arguments.keywords)
+        return replace(known, keywords=arguments.features)
     array_backend(arguments.given, rows=ARRAYS)
     request = _request(comm, arguments)
     description = _description(arguments) | {"ranks_per_host": str(comm.ranks_per_host)}
@@ -183,14 +210,18 @@ def _request(comm: Communicator, arguments: CallArguments) -> Request:
     given = unpack_out(arguments.out, tuple(result.name for result in results))
     check_outputs(results, given)
     _check_overlap(arguments, results, given)
-    scheme = scheme_of(arguments.scheme, problem, comm.size, comm.ranks_per_host)
+    if arguments.call in CALLS:
+        scheme = check_second_order(arguments.call, arguments.scheme, problem, comm.size)
+    else:
+        scheme = scheme_of(arguments.scheme, problem, comm.size, comm.ranks_per_host)
     ranks = ranks_with_heads(scheme, comm.size, comm.ranks_per_host)
     check_scheme(scheme, problem, queries, ranks, on_gpu=not is_on_host(arrays["q"]))
-    has_gradients = len(results) > 3
+    request = Request(problem, results, scheme, queries, keys, arguments.head_groups, (), options, arguments.features)
+    has_gradients = len(results) > request.with_rows
     groups = groups_of(scheme, problem, ranks, arguments.head_groups, has_gradients)
-    if not is_on_host(arrays["q"]):
+    if not is_on_host(arrays["q"]) and arguments.call not in CALLS:
         options = with_splits_of_whole(arguments.call, problem, options, scheme, keywords)
-    return Request(problem, results, scheme, queries, keys, arguments.head_groups, groups, options, arguments.keywords)
+    return replace(request, groups=groups, options=options)
 
 
 def _shadows(size: int, order: str, arguments: CallArguments) -> tuple[dict[str, Any], dict[str, int]]:
@@ -199,11 +230,14 @@ def _shadows(size: int, order: str, arguments: CallArguments) -> tuple[dict[str,
     shadows: dict[str, Any] = {}
     rows: dict[str, int] = {}
     is_packed = arguments.keywords.get("cu_seqlens_q") is not None
+    direction = dict(zip(CALLS.get(arguments.call, ())[3:], ("bias", "sink"), strict=False))
     for name, array in arguments.arrays.items():
         if array is None:
             continue
         shape = list(array.shape)
-        if name in _STATISTICS:
+        if name in direction:
+            continue
+        if name in STATISTICS:
             axis = array.ndim - 1
         else:
             sizes_of(name, array, layout)
@@ -221,9 +255,10 @@ def _shadows(size: int, order: str, arguments: CallArguments) -> tuple[dict[str,
             rows.setdefault(name, length)
             shape[axis] = length * size
         shadows[name] = _shadow(tuple(shape), array.dtype)
-    for name, array in feature_arrays(arguments.keywords).items():
+    of_features = {name: arguments.arrays[name] for name in direction if arguments.arrays[name] is not None}
+    for name, array in (feature_arrays(arguments.keywords) | of_features).items():
         shape = list(array.shape)
-        if name in OVER_SCORES and not is_packed and array.ndim > 1:
+        if direction.get(name, name) in OVER_SCORES and not is_packed and array.ndim > 1:
             shape[-2] = _whole_rows(name, array, rows["q"], size)
         shadows[name] = _shadow(tuple(shape), array.dtype)
     return shadows, rows
@@ -261,9 +296,9 @@ def _whole_keywords(arguments: CallArguments, shadows: Mapping[str, Any]) -> dic
 def _whole_request(
     arguments: CallArguments, shadows: Mapping[str, Any], keywords: Mapping[str, Any], size: int
 ) -> WholeRequest:
-    check = check_forward if arguments.call == "forward" else check_backward
+    direction = (direction_of(arguments.call, shadows),) if arguments.call in CALLS else ()
     try:
-        return check(shadows, arguments.options, keywords)
+        return _CHECKS[arguments.call](shadows, *direction, arguments.options, keywords)
     except ValueError as error:
         if size == 1:
             raise
@@ -274,15 +309,14 @@ def _own_results(results: tuple[Result, ...], arguments: CallArguments) -> tuple
     """The same results with the shapes that they have on this rank."""
     arrays, options = arguments.arrays, arguments.options
     q, v = arrays["q"], arrays["v"]
-    if arguments.call == "forward":
-        batch, rows, heads, _ = sizes_of("q", q, options.layout)
-        shapes = {"o": (*q.shape[:-1], v.shape[-1]), "lse": (batch, heads, rows)[4 - q.ndim :]}
-    else:
-        extra = extra_gradients(
-            arguments.keywords, options.return_dbias, options.return_dsink, options.return_dscore_args
-        )
-        shapes = {f"d{name}": arrays[name].shape for name in ("q", "k", "v")}
-        shapes |= {name: array.shape for name, array in extra.items()}
+    batch, rows, heads, _ = sizes_of("q", q, options.layout)
+    shapes = dict.fromkeys(("o", "ot", "gdo"), (*q.shape[:-1], v.shape[-1]))
+    shapes |= dict.fromkeys(("lse", "lset", "gdlse"), (batch, heads, rows)[4 - q.ndim :])
+    for source in ("q", "k", "v"):
+        shapes |= dict.fromkeys((f"d{source}", f"d{source}t", f"g{source}"), arrays[source].shape)
+    extra = extra_gradients(arguments.keywords, options.return_dbias, options.return_dsink, options.return_dscore_args)
+    shapes |= {name: array.shape for name, array in extra.items()}
+    shapes |= {name: arguments.keywords[of].shape for name, of in OF_FEATURES.items() if f"d{of}" in extra}
     return tuple(result._replace(shape=tuple(shapes[result.name])) for result in results)
 
 

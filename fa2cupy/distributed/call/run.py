@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from copy import copy as shallow_copy
 from typing import Any
 
@@ -16,6 +16,7 @@ from ..movers.move import Mover
 from ..movers.resources import Resources
 from .groups import of_copies, takes_copies
 from .requests import Request
+from .second_order import CALLS, TANGENTS_OF_FEATURES, call_backend
 
 __all__ = ["Run"]
 
@@ -73,6 +74,17 @@ class Run(Resources):
         own, extra = self._axes(out[:3]), out[3:]
         arrays, (delta,) = self._axes(inputs), self._axes([delta])
         lane(self.backend.backward, *arrays, delta, None, (*own, *extra), self.options, keywords)
+
+    def second_order(
+        self, lane: Lane, call: str, arrays: Mapping[str, Array], out: Sequence[Array], keywords: dict[str, Any]
+    ) -> None:
+        """Queues a call of second order of arrays by name, given keywords and tangents of features."""
+        rows = self.request.with_rows
+        own = dict(zip(arrays, self._axes(list(arrays.values())), strict=True))
+        of_features = zip(TANGENTS_OF_FEATURES, CALLS[call][3:], strict=True)
+        own |= {name: keywords.pop(kept) for kept, name in of_features if kept in keywords}
+        results = (*self._axes(out[:rows]), *out[rows:])
+        lane(call_backend, self.backend, call, own, results, self.options, keywords)
 
     def _axes(self, arrays: Sequence[Array]) -> list[Array]:
         """The arrays without the axis of sequences, which packed ones do not have."""

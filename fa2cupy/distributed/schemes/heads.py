@@ -21,6 +21,7 @@ from ..call.choice import neighbours
 from ..call.operands import Operands
 from ..call.orders import RowOrder
 from ..call.parts import Part, needs_place, of_part, over_scores, part_keywords
+from ..call.requests import OF_FEATURES, OF_KEYS
 from ..call.run import Run
 from ..local.copies import copy
 from ..local.lanes import Lane
@@ -28,7 +29,7 @@ from ..local.sums import clear, sum_into
 from ..movers.move import Late, Memory, Move, Mover, Shape
 from ..transport.windows import Signal
 
-__all__ = ["HeadShares", "Heads", "backward", "forward"]
+__all__ = ["HeadShares", "Heads", "backward", "backward_jvp", "double_backward", "forward", "jvp"]
 
 #: The first inputs, q, k and v, do not wait for the kernel that writes delta: copying them takes longer than it.
 _EARLY = 3
@@ -138,7 +139,7 @@ class Heads:
     inputs : sequence of (ndarray, bool)
         What the kernels read, and whether its rows are those of the keys.
     out : sequence of ndarray
-        The results of this rank: o and lse, or dq, dk and dv with gradients of features behind them.
+        The results of this rank, such as dq, dk and dv, with gradients of features behind them.
     groups : sequence of slice, optional
         The query heads of each group, among those of a rank: all query heads of some K/V heads, or some query heads of
         one. By default, those of the request's groups.
@@ -173,19 +174,20 @@ class Heads:
         self._inputs = [self._route(mover.source(x), is_keys) for x, is_keys in inputs]
         scores = [self._scores[name] for name in self._rows_of_scores]
         self._inputs += [self._route(mover.source(x), axes=_STATISTICS) for x in scores]
-        are_keys = (False, False) if len(out) == 2 else (False, True, True)
-        self._out = [self._route(x, is_keys) for x, is_keys in zip(out, are_keys, strict=False)]
+        names = [result.name for result in request.results]
+        with_rows = zip(names[: request.with_rows], out, strict=False)
+        self._out = [self._route(x, name in OF_KEYS) for name, x in with_rows]
         self._returned = list(range(len(self._out)))
         self._summed: tuple[Array, Array] | None = None
-        if any(result.name == "dbias" for result in request.results) and self.has_rows("bias"):
-            self._return_bias(out)
+        of_bias = [number for number, name in enumerate(names) if OF_FEATURES.get(name) == "bias"]
+        if of_bias and self.has_rows("bias"):
+            self._return_bias(out, of_bias[0])
         self._written: Any = None
         self._results: list[list[Array]] = []
         self._begin()
 
-    def _return_bias(self, out: Sequence[Array]) -> None:
+    def _return_bias(self, out: Sequence[Array], number: int) -> None:
         """Lets each row of dbias go to its owner, which sums the rows of all ranks if heads share the bias."""
-        number = [result.name for result in self.run.request.results].index("dbias")
         target = out[number][(None,) * (4 - out[number].ndim)]
         array = target
         if target.shape[1] == 1:  # as if each rank had one head of it
@@ -293,7 +295,7 @@ class Heads:
 
     def results(self, group: int) -> list[Array]:
         """Arrays for the results of a group, without gradients of features."""
-        return [self.run.empty(*route.whole(group)[:2]) for route in self._out[:3]]
+        return [self.run.empty(*route.whole(group)[:2]) for route in self._out[: self.run.request.with_rows]]
 
     def _to_rows(self, source: int, target: int, group: int) -> list[Move]:
         return [
@@ -359,27 +361,29 @@ class HeadShares:
 
     def __init__(self, heads: Heads, extra: Sequence[Array], scores: dict[str, Array]):
         self._heads, self._extra = heads, extra
-        self._names = [result.name for result in heads.run.request.results[3:]]
+        request = heads.run.request
+        #: The features; None is an array of a score function.
+        self._of = [OF_FEATURES.get(result.name) for result in request.results[request.with_rows :]]
         self.results: list[Array] = []
-        for name, array in zip(self._names, extra, strict=True):
+        for of, array in zip(self._of, extra, strict=True):
             shape = array.shape
-            if name == "dbias":
+            if of == "bias":
                 shape = scores["bias"].shape
-            elif name == "dsink":
+            elif of == "sink":
                 shape = (heads.groups[0].stop,)
             self.results.append(heads.run.empty(shape, array.dtype))
 
     def store(self, lane: Lane) -> None:
         """Queues the copies of the shares that stay here. Those of other ranks' heads are 0."""
         own = self._heads.q_heads(self._heads.run.rank, 0)
-        for name, array, share in zip(self._names, self._extra, self.results, strict=True):
-            if name == "dbias" and self._heads.has_rows("bias"):
+        for of, array, share in zip(self._of, self._extra, self.results, strict=True):
+            if of == "bias" and self._heads.has_rows("bias"):
                 continue
-            if name == "dbias":
+            if of == "bias":
                 target = array[(None,) * (4 - array.ndim)]
                 lane(clear, target)
                 lane(copy, of_part(target, own, slice(None), target.shape[3]), share)
-            elif name == "dsink":
+            elif of == "sink":
                 lane(clear, array)
                 lane(copy, array[own], share)
             else:
@@ -417,3 +421,24 @@ def backward(run: Run, mover: Mover, operands: Operands, out: Sequence[Array]) -
         return results
 
     heads.compute(kernels)
+
+
+def _second_order(call: str, run: Run, mover: Mover, operands: Operands, out: Sequence[Array]) -> None:
+    """Computes what a call of second order returns: this rank's rows, and its shares of the gradients of features."""
+    arrays, rows = operands.by_name(), run.request.with_rows
+    heads = Heads(run, mover, operands, [(array, name in OF_KEYS) for name, array in arrays.items()], out)
+
+    def kernels(group: int, inputs: list[Array], scores: dict[str, Array]) -> list[Array]:
+        lane, shares = heads.lane(group), HeadShares(heads, out[rows:], scores)
+        results = [*heads.results(group), *shares.results]
+        whole = dict(zip(arrays, inputs, strict=True))
+        run.second_order(lane, call, whole, results, heads.keywords(group, scores))
+        shares.store(lane)
+        return results
+
+    heads.compute(kernels)
+
+
+jvp = functools.partial(_second_order, "jvp")
+backward_jvp = functools.partial(_second_order, "backward_jvp")
+double_backward = functools.partial(_second_order, "double_backward")
