@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
 
 from .api import backward, forward
-from .problem.arguments import check_bool
+from .errors import UnsupportedProblemError
+from .problem.arguments import check_bool, unpack_out
 from .problem.array_types import ArrayT
 from .problem.conversions import explains_absence
 from .problem.feature_checks import extra_gradients
 from .problem.function_checks import traced_now
 from .problem.keywords import check_keywords, takes
-from .problem.options import CallOptions, GradientOptions, requested_method
-from .typing import Backprop, BackwardKeywords
+from .problem.options import CallOptions, GradientOptions, SecondOrderOptions, requested_method
+from .second_order import backward_jvp, double_backward, jvp
+from .typing import Backprop, BackwardKeywords, KernelOptions
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-__all__ = ["attention", "with_backprop"]
+__all__ = ["Functions", "attention", "with_backprop"]
 
 
 @overload
@@ -56,7 +58,8 @@ def attention(
         requested gradients, for the gradients of o and lse; `out` is a tuple of arrays to write them to, as there. It
         keeps q, k, v, o, lse and the arrays of features alive: the arrays, not copies. A change of one in place, such
         as of k in a cache, gives wrong gradients. Numbers that `score_mod` and `mask_mod` read elsewhere are those of
-        the forward.
+        the forward. Its methods ``jvp``, ``backward_jvp`` and ``double_backward`` are the functions of these names
+        with the arrays and options that it keeps (`fa2cupy.typing.Backprop`).
 
     Raises
     ------
@@ -73,17 +76,25 @@ def attention(
     >>> dq, dk, dv = backprop(do, dlse=2 * lse / lse.size)
     >>> dqkv = np.empty((1, 64, 3, 2, 32), "float32")  # the gradient of a packed array
     >>> _ = backprop(do, out=(dqkv[:, :, 0], dqkv[:, :, 1], dqkv[:, :, 2]))
+    >>> gq, gk, gv, gdo, gdlse = backprop.double_backward(do, dq, None, None, dlse=lse)  # for the loss 0.5 * sum(dq**2)
     """
     check_keywords("fa2cupy.attention", keywords)
-    return with_backprop(forward, backward, (q, k, v), keywords, return_lse)
+    functions = Functions(forward, backward, jvp, backward_jvp, double_backward)
+    return with_backprop(functions, (q, k, v), keywords, return_lse)
+
+
+class Functions(NamedTuple):
+    """The functions that a closure calls."""
+
+    forward: Callable[..., tuple[Any, ...]]
+    backward: Callable[..., tuple[Any, ...]]
+    jvp: Callable[..., tuple[Any, ...]]
+    backward_jvp: Callable[..., tuple[Any, ...]]
+    double_backward: Callable[..., tuple[Any, ...]]
 
 
 def with_backprop(
-    forward: Callable[..., tuple[Any, Any]],
-    backward: Callable[..., tuple[Any, ...]],
-    inputs: tuple[Any, ...],
-    keywords: Mapping[str, Any],
-    return_lse: bool,
+    functions: Functions, inputs: tuple[Any, ...], keywords: Mapping[str, Any], return_lse: bool
 ) -> tuple[Any, ...]:
     """The results of `attention`, made of these functions; `inputs` are their positional arguments, up to v."""
     shared = traced_now(keywords)  # what a function reads may have changed when `backprop` is called
@@ -93,10 +104,60 @@ def with_backprop(
     options = CallOptions(**own)
     requested_method(options.method, options.deterministic)
     extra_gradients(shared, options.return_dbias, options.return_dsink, options.return_dscore_args)
-    o, lse = forward(*inputs, **shared)
-
-    def backprop(do: Any, dlse: Any = None, *, out: tuple[Any, ...] | None = None) -> tuple[Any, ...]:
-        return backward(*inputs, o, lse, do, dlse=dlse, out=out, **own, **shared)
-
-    backprop.__doc__ = Backprop.__call__.__doc__
+    o, lse = functions.forward(*inputs, **shared)
+    backprop = _Backprop(functions, inputs, (o, lse), shared, own)
     return (o, lse, backprop) if return_lse else (o, backprop)
+
+
+class _Backprop(Backprop[Any]):
+    """The gradient function of a call of `attention`: see `fa2cupy.typing.Backprop`.
+
+    Parameters
+    ----------
+    functions : Functions
+    inputs : tuple
+        Their positional arguments, up to v.
+    results : tuple of ndarray
+        o and lse.
+    shared, own : dict
+        The keywords of `forward`, and the other ones of `backward`.
+    """
+
+    def __init__(
+        self,
+        functions: Functions,
+        inputs: tuple[Any, ...],
+        results: tuple[Any, ...],
+        shared: dict[str, Any],
+        own: dict[str, Any],
+    ):
+        self._functions, self._inputs, self._results = functions, inputs, results
+        self._shared, self._own = shared, own
+
+    def __call__(self, do: Any, dlse: Any = None, *, out: tuple[Any, ...] | None = None) -> tuple[Any, ...]:
+        function = self._functions.backward
+        return function(*self._inputs, *self._results, do, dlse=dlse, out=out, **self._own, **self._shared)
+
+    def jvp(self, qt: Any, kt: Any, vt: Any, *, out: tuple[Any, ...] | None = None, **tangents: Any) -> tuple[Any, Any]:
+        given = (None, None, *unpack_out(out, ("ot", "lset")))
+        found = self._functions.jvp(*self._inputs, qt, kt, vt, out=given, **tangents, **self._scores())
+        return found[2], found[3]
+
+    def backward_jvp(self, do: Any, *moved: Any, **more: Any) -> tuple[Any, ...]:
+        function = self._functions.backward_jvp
+        return function(*self._inputs, *self._results, do, *moved, **more, **self._gradients(), **self._scores())
+
+    def double_backward(self, do: Any, *cotangents: Any, **more: Any) -> tuple[Any, ...]:
+        function = self._functions.double_backward
+        return function(*self._inputs, *self._results, do, *cotangents, **more, **self._gradients(), **self._scores())
+
+    def _scores(self) -> dict[str, Any]:
+        """The keywords without those that choose kernels, which functions of second order do not have."""
+        return {name: value for name, value in self._shared.items() if name not in KernelOptions.__annotations__}
+
+    def _gradients(self) -> dict[str, Any]:
+        if self._own.get("return_dscore_args"):
+            raise UnsupportedProblemError(
+                "return_dscore_args: gradients of the arrays of score functions have no second derivatives"
+            )
+        return {name: value for name, value in self._own.items() if name in SecondOrderOptions.__annotations__}

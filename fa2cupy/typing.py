@@ -92,7 +92,11 @@ class RankSecondOrderKeywords(ScoreOptions, SecondOrderOptions, RankKeywords, Fe
 
 
 class Backprop(Protocol[ArrayT]):
-    """What `fa2cupy.attention` returns to compute gradients."""
+    """What `fa2cupy.attention` returns to compute gradients, tangents and second derivatives.
+
+    The methods are the functions of the same names with the arrays and options of the call, but for those that choose
+    kernels. There are no third derivatives.
+    """
 
     def __call__(
         self, do: ArrayT, dlse: ArrayT | None = None, *, out: tuple[ArrayT | None, ...] | None = None
@@ -113,4 +117,96 @@ class Backprop(Protocol[ArrayT]):
         dq, dk, dv : ndarray
         dbias, dsink, *dscore_args : ndarray
             The requested ones.
+        """
+
+    def jvp(
+        self,
+        qt: ArrayT | None,
+        kt: ArrayT | None,
+        vt: ArrayT | None,
+        *,
+        bias_tangent: ArrayT | None = None,
+        sink_tangent: ArrayT | None = None,
+        out: tuple[ArrayT | None, ...] | None = None,
+    ) -> tuple[ArrayT, ArrayT]:
+        """Tangents of o and lse along a direction: see `fa2cupy.jvp`, which computes o and lse again.
+
+        Parameters
+        ----------
+        qt, kt, vt, bias_tangent, sink_tangent
+            As for `fa2cupy.jvp`.
+        out : tuple of (ndarray or None), optional
+            Arrays ``(ot, lset)`` to write the results to.
+
+        Returns
+        -------
+        ot, lset : ndarray, shapes and dtypes of o, lse
+        """
+
+    def backward_jvp(
+        self,
+        do: ArrayT,
+        qt: ArrayT | None,
+        kt: ArrayT | None,
+        vt: ArrayT | None,
+        ot: ArrayT,
+        lset: ArrayT,
+        dot: ArrayT | None = None,
+        *,
+        dlse: ArrayT | None = None,
+        dlset: ArrayT | None = None,
+        bias_tangent: ArrayT | None = None,
+        sink_tangent: ArrayT | None = None,
+        out: tuple[ArrayT | None, ...] | None = None,
+    ) -> tuple[ArrayT, ...]:
+        """Tangents of the gradients along a direction, such as a Hessian-vector product: see `fa2cupy.backward_jvp`.
+
+        Parameters
+        ----------
+        do, qt, kt, vt, ot, lset, dot, dlse, dlset, bias_tangent, sink_tangent, out
+            As for `fa2cupy.backward_jvp`; ot and lset are those of `jvp`.
+
+        Returns
+        -------
+        dqt, dkt, dvt : ndarray
+        dbiast, dsinkt : ndarray
+            The requested ones.
+
+        Raises
+        ------
+        UnsupportedProblemError
+            The gradients of `score_args` were requested, which have no derivatives.
+        """
+
+    def double_backward(
+        self,
+        do: ArrayT,
+        gdq: ArrayT | None,
+        gdk: ArrayT | None,
+        gdv: ArrayT | None,
+        *,
+        dlse: ArrayT | None = None,
+        gdbias: ArrayT | None = None,
+        gdsink: ArrayT | None = None,
+        out: tuple[ArrayT | None, ...] | None = None,
+    ) -> tuple[ArrayT, ...]:
+        """Gradients of a loss that is made of the results of this function: see `fa2cupy.double_backward`.
+
+        Parameters
+        ----------
+        do, gdq, gdk, gdv, dlse, gdbias, gdsink, out
+            As for `fa2cupy.double_backward`.
+
+        Returns
+        -------
+        gq, gk, gv, gdo : ndarray
+        gdlse : ndarray
+            Only with dlse.
+        gbias, gsink : ndarray
+            The requested ones.
+
+        Raises
+        ------
+        UnsupportedProblemError
+            The gradients of `score_args` were requested, which have no derivatives.
         """

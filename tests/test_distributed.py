@@ -359,6 +359,22 @@ class TestSecondOrder:
         expected = self.results(options, given, fa2cupy)
         assert_close(dist.simulate(size, work, timeout=20)[0], expected)
 
+    def test_the_closure(self):
+        given = self.arrays({})
+        wanted = self.results({}, given, fa2cupy)
+
+        def work(comm):
+            own = {n: dist.shard(comm, x, axis=-1 if "ls" in n else 1) for n, x in given.items()}
+            q, k, v, do, qt, kt, vt = (own[name] for name in ("q", "k", "v", "do", "qt", "kt", "vt"))
+            o, backprop = dist.attention(comm, q, k, v)
+            ot, lset = backprop.jvp(qt, kt, vt)
+            dqt, *_ = backprop.backward_jvp(do, qt, kt, vt, ot, lset, own["dot"], dlse=own["dlse"], dlset=own["dlset"])
+            gq, *_ = backprop.double_backward(do, qt, None, vt, dlse=own["dlse"])
+            return {n: dist.unshard(comm, x) for n, x in {"o": o, "ot": ot, "dqt": dqt, "gq": gq}.items()}
+
+        found = dist.simulate(2, work)[0]
+        assert_close(found, {name: wanted[name] for name in found})
+
     def test_results_go_into_the_callers_arrays(self):
         given = self.arrays({})
 

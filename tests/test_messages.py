@@ -267,8 +267,8 @@ forward(half, half, half, precision="split")
 forward(q, k, v, method="two_pass")
     unexpected keyword argument 'method': it is one of fa2cupy.backward and fa2cupy.attention.
 forward(q, k, v, deterministic=True)
-    unexpected keyword argument 'deterministic': it is one of fa2cupy.backward, fa2cupy.attention, fa2cupy.backward_jvp
-    and fa2cupy.double_backward.
+    unexpected keyword argument 'deterministic': it is one of fa2cupy.backward, fa2cupy.backward_jvp,
+    fa2cupy.double_backward and fa2cupy.attention.
 forward(q, k, v, return_lse=True)
     unexpected keyword argument 'return_lse'; write o, lse = fa2cupy.forward(...), which always gives both.
 forward(q, k, v, enable_gqa=True)
@@ -505,7 +505,8 @@ backward(q, k, v, o, lse, None)
 backward(q, k, v, o, lse, 1.0)
     do: ... got float; write numpy.full_like(o, 1.0)
 backward(q, k, v, o, attention(q, k, v)[1], do)
-    lse: ... got function; fa2cupy.attention returns (o, backprop), and with return_lse=True (o, lse, backprop)
+    lse: ... got fa2cupy.closure._Backprop; fa2cupy.attention returns (o, backprop), and with return_lse=True (o, lse,
+    backprop)
 backward(q, k, v, o, lse, do.astype("float64"))
     do: expected dtype float32 to match q, got float64; write do.astype("float32")
 backward(q, k, v, o, lse, do.astype(int))
@@ -619,14 +620,14 @@ decode(q, k_cache, v_cache, n.astype("int64"))
 decode(q, k_cache, v_cache, n[:1])
     cache_seqlens: expected shape (2,) to match q, got (1,)
 decode(q, k_cache, v_cache, n, dropout_p=0.1)
-    unexpected keyword argument 'dropout_p': it is one of fa2cupy.forward, fa2cupy.backward, fa2cupy.attention,
-    fa2cupy.jvp, fa2cupy.backward_jvp and fa2cupy.double_backward.
+    unexpected keyword argument 'dropout_p': it is one of fa2cupy.forward, fa2cupy.backward, fa2cupy.jvp,
+    fa2cupy.backward_jvp, fa2cupy.double_backward and fa2cupy.attention.
 decode(q, k_cache, v_cache, n, mask=ones(8, 8, dtype=bool))
-    unexpected keyword argument 'mask': it is one of fa2cupy.forward, fa2cupy.backward, fa2cupy.attention,
-    fa2cupy.jvp, fa2cupy.backward_jvp and fa2cupy.double_backward.
+    unexpected keyword argument 'mask': it is one of fa2cupy.forward, fa2cupy.backward, fa2cupy.jvp,
+    fa2cupy.backward_jvp, fa2cupy.double_backward and fa2cupy.attention.
 decode(q, k_cache, v_cache, n, score_mod=score)
-    unexpected keyword argument 'score_mod': it is one of fa2cupy.forward, fa2cupy.backward, fa2cupy.attention,
-    fa2cupy.jvp, fa2cupy.backward_jvp and fa2cupy.double_backward.
+    unexpected keyword argument 'score_mod': it is one of fa2cupy.forward, fa2cupy.backward, fa2cupy.jvp,
+    fa2cupy.backward_jvp, fa2cupy.double_backward and fa2cupy.attention.
 decode(q, k_cache, v_cache, n, config=TileConfig(8, 8, 1))
     unexpected keyword argument 'config': it is one of fa2cupy.forward, fa2cupy.backward and fa2cupy.attention.
 decode(q, k_cache, v_cache, n, window_size=(3, -1))

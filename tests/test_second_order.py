@@ -238,6 +238,39 @@ def test_numpy_gives_the_numbers_of_the_reference(call):
         assert_reference(call, given)
 
 
+def test_the_closure_of_attention_has_the_three_functions(call):
+    x, direction = call.arrays, call.direction(1)
+    given, moved = (x["q"], x["k"], x["v"]), tuple(direction[name] for name in "qkv")
+    # Options that choose kernels are those of the forward and of the backward.
+    options = call.keywords(x) | call.switches | {"method": "two_pass"}
+    o, lse, backprop = fa2cupy.attention(*given, **options, return_lse=True)
+    tangents = {f"{name}_tangent": direction[name] for name in call.changing if name in direction}
+    cotangents = {f"gd{name}": direction[name] for name in call.changing if name in direction}
+    out = np.full_like(o, np.nan), np.full_like(lse, np.nan)
+    ot, lset = backprop.jvp(*moved, **tangents, out=out)
+    assert ot is out[0] and lset is out[1]
+    found = (o, lse, ot, lset)
+    found += backprop.backward_jvp(
+        x["do"], *moved, ot, lset, dot=direction["do"], dlse=x["dlse"], dlset=direction["dlse"], **tangents
+    )
+    found += backprop.double_backward(x["do"], *moved, dlse=x["dlse"], **cotangents)
+    wanted = call.forward(x, fa2cupy) + all_results(call, direction, fa2cupy)
+    for one, other in zip(found, wanted, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_gradients_of_arrays_of_functions_have_no_derivatives():
+    call = Call("functions")
+    q, k, v, do = (call.arrays[name] for name in ("q", "k", "v", "do"))
+    o, lse, backprop = fa2cupy.attention(q, k, v, **call.options, return_dscore_args=True, return_lse=True)
+    moved = backprop.jvp(q, k, v)
+    message = "^return_dscore_args: gradients of the arrays of score functions have no second derivatives"
+    with pytest.raises(fa2cupy.UnsupportedProblemError, match=message):
+        backprop.backward_jvp(do, q, k, v, *moved)
+    with pytest.raises(fa2cupy.UnsupportedProblemError, match=message):
+        backprop.double_backward(do, q, k, v)
+
+
 def test_tiles_that_do_not_divide(call, monkeypatch):
     monkeypatch.setattr(second_order, "default_tile", lambda *_, **__: (2, 4))
     assert_reference(call, call.direction(1))

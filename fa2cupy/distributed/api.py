@@ -8,7 +8,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 from ..backends import backend_of
-from ..closure import with_backprop
+from ..closure import Functions, with_backprop
 from ..numerics.arrays import array_module
 from ..problem.arguments import unpack_out
 from ..problem.array_types import Array, ArrayT
@@ -287,7 +287,8 @@ def attention(
         Only with `return_lse`.
     backprop : callable
         ``backprop(do, dlse=None, *, out=None)`` returns the results of `backward`. All ranks call it together. It keeps
-        q, k, v, o, lse and the arrays of features alive, and nothing that came from other ranks.
+        q, k, v, o, lse and the arrays of features alive, and nothing that came from other ranks. Its methods are
+        `jvp`, `backward_jvp` and `double_backward` (`fa2cupy.typing.Backprop`).
 
     Raises
     ------
@@ -295,7 +296,8 @@ def attention(
         As for `forward` and `backward`.
     """
     check_keywords("fa2cupy.distributed.attention", keywords)
-    return with_backprop(inspect.unwrap(forward), backward, (comm, q, k, v), keywords, return_lse)
+    functions = Functions(inspect.unwrap(forward), backward, jvp, backward_jvp, double_backward)
+    return with_backprop(functions, (comm, q, k, v), keywords, return_lse)
 
 
 @takes(RankScoreKeywords)

@@ -125,6 +125,10 @@ def on_numpy() -> None:
     layer(q, k, v, config=TileConfig(16, 16, num_warps=4), num_splits=1, family="sm80")
     out, gradient = z_loss(q, k, v)
     gradient(out)
+    o, lse, backprop = fa2cupy.attention(q, k, v, return_lse=True)
+    ot, lset = backprop.jvp(q, None, v, out=(np.empty_like(o), None))
+    assert_type(backprop.backward_jvp(do, q, None, v, ot, lset, dlset=lset), tuple[NumpyArray, ...])
+    assert_type(backprop.double_backward(do, dq, None, dv, dlse=lse), tuple[NumpyArray, ...])
     assert_type(fa2cupy.attention(q, k, v), tuple[NumpyArray, Backprop[NumpyArray]])
 
     offsets, longest = fa2cupy.cu_seqlens([5, 11])
