@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from .backends import backend_of
 from .problem.array_types import ArrayT
-from .problem.conversions import explains_absence
+from .problem.conversions import explains_absence, third_derivative
 from .problem.keywords import ScoreKeywords, options_of, takes
 from .problem.tangents import Tangents
 from .typing import SecondOrderKeywords
@@ -167,7 +167,11 @@ def backward_jvp(
     options = options_of("fa2cupy.backward_jvp", keywords)
     tangents = Tangents(qt, kt, vt, bias_tangent, sink_tangent)
     results = {"o": o, "lse": lse, "do": do, "ot": ot, "lset": lset, "dot": dot, "dlse": dlse, "dlset": dlset}
-    return backend_of("q", q).backward_jvp((q, k, v), results, tangents, out, options, keywords)
+    try:
+        return backend_of("q", q).backward_jvp((q, k, v), results, tangents, out, options, keywords)
+    except TypeError as error:
+        given = (q, k, v, o, lse, do, qt, kt, vt, ot, lset, dot, dlse, dlset, bias_tangent, sink_tangent)
+        raise third_derivative(error, "backward_jvp", given) from None
 
 
 @takes(SecondOrderKeywords)
@@ -242,4 +246,8 @@ def double_backward(
     options = options_of("fa2cupy.double_backward", keywords)
     cotangents = Tangents(gdq, gdk, gdv, gdbias, gdsink)
     results = {"o": o, "lse": lse, "do": do, "dlse": dlse}
-    return backend_of("q", q).double_backward((q, k, v), results, cotangents, out, options, keywords)
+    try:
+        return backend_of("q", q).double_backward((q, k, v), results, cotangents, out, options, keywords)
+    except TypeError as error:
+        given = (q, k, v, o, lse, do, gdq, gdk, gdv, dlse, gdbias, gdsink)
+        raise third_derivative(error, "double_backward", given) from None

@@ -975,6 +975,18 @@ dist.Communicator.from_env({"RANK": "2", "WORLD_SIZE": "2"})
 forward(Box(q), k, v)
     q: ...Box; to differentiate through the call, make it a primitive of that library (docs/autograd.md, "Autograd
     recipes")
+jvp(Box(q), k, v, q, None, None)
+    q: ...Box; to differentiate through the call, make it a primitive of that library (docs/autograd.md, "Autograd
+    recipes")
+backward_jvp(q, k, v, o, lse, do, Box(q), None, None, o, lse)
+    backward_jvp: it is a second derivative of attention, and there are no third ones: its arguments must be plain
+    arrays (qt: expected a numpy.ndarray or cupy.ndarray, got ...Box)
+double_backward(Box(q), k, v, o, lse, do, q, None, None)
+    double_backward: it is a second derivative of attention, and there are no third ones: its arguments must be plain
+    arrays (q: expected a numpy.ndarray or cupy.ndarray, got ...Box)
+attention(q, k, v)[1].double_backward(do, Box(q), None, None)
+    double_backward: it is a second derivative of attention, and there are no third ones: its arguments must be plain
+    arrays (gdq: expected a numpy.ndarray or cupy.ndarray, got ...Box)
 forward(Tensor(q), k, v)
     q: ...Tensor; to differentiate through the call, make it a primitive of that library (docs/autograd.md, "Autograd
     recipes"); without a gradient, write q.data

@@ -8,14 +8,24 @@ from __future__ import annotations
 import inspect
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
 from .dtypes import ACCUMULATOR, DTYPES
 
-__all__ = ["NO_ROWS", "Absent", "ArrayRow", "as_dtype", "explains_absence", "moved", "refusal", "scalar_of"]
+__all__ = [
+    "NO_ROWS",
+    "Absent",
+    "ArrayRow",
+    "as_dtype",
+    "explains_absence",
+    "moved",
+    "refusal",
+    "scalar_of",
+    "third_derivative",
+]
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -133,11 +143,26 @@ def refusal(name: str, value: object, given: Mapping[str, object], rows: Mapping
     return f"{expected}; {hint}" if hint else expected
 
 
+def third_derivative(error: TypeError, call: str, arrays: Iterable[object]) -> TypeError:
+    """The error of a call that has second derivatives alone: if an array is that of a tape, one that says so."""
+    if not any(_is_on_tape(array) for array in arrays):
+        return error
+    return TypeError(
+        f"{call}: it is a second derivative of attention, and there are no third ones: its arguments must be plain "
+        f"arrays ({str(error).partition(';')[0]})"
+    )
+
+
+def _is_on_tape(value: object) -> bool:
+    """True for an object that stands for an array while a library records what is computed with it."""
+    return any(one.__name__ in _TAPES for one in type(value).__mro__) or _attribute(value, "requires_grad") is True
+
+
 def _hint(name: str, value: object, given: Mapping[str, object], rows: Mapping[str, ArrayRow]) -> str:
     """The end of the message; empty if there is none."""
     if value is None:
         return _ORIGINS.get(name, "")
-    if any(one.__name__ in _TAPES for one in type(value).__mro__) or _attribute(value, "requires_grad") is True:
+    if _is_on_tape(value):
         return _wrapped(name, value)
     device = _dlpack_device(value)
     if device is not None or _has(value, "__dlpack__"):
