@@ -1,8 +1,8 @@
 """References for results: the formulas with whole score matrices, one head at a time.
 
-`forward`, `delta`, `backward`, and `jvp`, `backward_jvp` and `double_backward`, work in float64. `baseline_forward` and
-`baseline_backward` are naive implementations in the working precision, which round each matrix product to the dtype of
-the inputs. `fa2cupy.testing` compares results with both.
+`forward`, `delta`, `backward`, and `jvp`, `second_jvp`, `backward_jvp` and `double_backward`, work in float64.
+`baseline_forward` and `baseline_backward` are naive implementations in the working precision, which round each matrix
+product to the dtype of the inputs. `fa2cupy.testing` compares results with both.
 
 Arguments, shapes and errors are those of the functions of the package. The functions take NumPy and CuPy arrays and
 compute where these are. They share only the argument checks and the generator of dropout with the rest of the package.
@@ -39,6 +39,7 @@ __all__ = [
     "forward",
     "gradient_noise",
     "jvp",
+    "second_jvp",
 ]
 
 
@@ -254,6 +255,46 @@ def jvp(
         o, lse = formulas.forward(q, k, v)
         ot, lset = formulas.jvp({"q": q, "k": k, "v": v, "o": o, "lse": lse}, tangents)
         return o, lse, ot, lset
+
+
+@takes(ScoreKeywords)
+def second_jvp(
+    q: ArrayT,
+    k: ArrayT,
+    v: ArrayT,
+    qt: ArrayT | None,
+    kt: ArrayT | None,
+    vt: ArrayT | None,
+    qu: ArrayT | None,
+    ku: ArrayT | None,
+    vu: ArrayT | None,
+    **keywords: Unpack[ScoreKeywords],
+) -> tuple[ArrayT, ArrayT]:
+    """The derivative of ot and lset of `jvp` along a second direction: forward over forward.
+
+    The package has no function for it that does not hold score matrices. For a loss, `fa2cupy.backward_jvp` gives the
+    products of its Hessian and all directions.
+
+    Parameters
+    ----------
+    q, k, v, qt, kt, vt, causal, softmax_scale, layout, **keywords
+        As for `fa2cupy.jvp`.
+    qu, ku, vu : ndarray or None, shapes and dtypes of q, k, v
+        The second direction, along which q, k and v change, but not qt, kt and vt.
+
+    Returns
+    -------
+    ott, lsett : ndarray of float64, shapes of o and lse
+    """
+    check_keywords("fa2cupy.reference.second_jvp", keywords)
+    problem = problem_from_arrays(q, k, v, **keywords)
+    one, other = Tangents(qt, kt, vt, None, None), Tangents(qu, ku, vu, None, None)
+    for names, tangents in ((TANGENTS, one), (("qu", "ku", "vu", *TANGENTS[3:]), other)):
+        check_tangents(names, tangents, {"q": q, "k": k, "v": v}, keywords)
+    with device_context(q):
+        formulas = SecondOrder(problem, keywords, q, "float64", "float64")
+        _, lse = formulas.forward(q, k, v)
+        return formulas.second_jvp({"q": q, "k": k, "v": v, "lse": lse}, one, other)
 
 
 @takes(ScoreKeywords)

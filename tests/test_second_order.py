@@ -7,7 +7,9 @@ from types import ModuleType
 
 import numpy as np
 import pytest
+from support import CHECKOUT
 from support.feature_cases import booleans, extras, numbers
+from support.pages import python_blocks
 
 import fa2cupy
 from fa2cupy import mods, reference
@@ -148,6 +150,18 @@ def test_tangents_of_gradients_of_the_reference_are_differences(call):
     direction = call.direction(1)
     near = [call.backward(call.moved(direction, distance)) for distance in (STEP, -STEP)]
     assert_differences(call.backward_jvp(direction), *near)
+
+
+def test_second_tangents_of_the_reference_are_differences(call):
+    given = (call.arrays, call.direction(1), call.direction(2))
+    arrays, moved, further = (tuple(one[name] for name in "qkv") for one in given)
+    options = call.keywords(call.arrays)
+
+    def near(distance: float) -> tuple:
+        at = (x + distance * y for x, y in zip(arrays, further, strict=True))
+        return reference.jvp(*at, *moved, **options)[2:]
+
+    assert_differences(reference.second_jvp(*arrays, *moved, *further, **options), near(STEP), near(-STEP))
 
 
 def test_the_double_backward_of_the_reference_is_the_gradient_of_the_backward(call):
@@ -299,6 +313,35 @@ def test_errors_are_bounded_by_those_of_the_formulas_in_the_same_precision(dtype
         assert result.dtype == q.dtype
         error, allowed = (abs(x.astype("float64") - exact).max() for x in (result, naive))
         assert error <= 3 * allowed + 1e-5 * abs(exact).max()
+
+
+@pytest.fixture(scope="module")
+def recipe() -> dict:
+    """Returns the names of the recipe for autograd in docs/autograd.md, without its examples."""
+    pytest.importorskip("autograd")
+    names = {"np": np, "fa2cupy": fa2cupy}
+    blocks = [block.text for block in python_blocks("docs/autograd.md") if "@primitive" in block.text]
+    assert len(blocks) == 2
+    for text in blocks:
+        exec(text, names)
+    return names
+
+
+@pytest.mark.skipif(not (CHECKOUT / "docs").is_dir(), reason="not in a checkout")
+@pytest.mark.parametrize("name", CASES)
+def test_the_recipe_passes_the_check_of_autograd_itself(recipe, name):
+    call = Call(name)
+    options = call.keywords(call.arrays)
+    q, k, v = (call.arrays[name] for name in "qkv")
+    is_finite = np.isfinite(fa2cupy.forward(q, k, v, **options)[1])
+
+    def loss(q, k, v):
+        o, lse = recipe["attention"](q, k, v, **options)
+        lse = recipe["anp"].where(is_finite, lse, 0.0)
+        return recipe["anp"].sum(recipe["anp"].sin(2 * o)) + recipe["anp"].sum(lse**2)
+
+    np.random.seed(0)  # autograd draws directions
+    recipe["check_grads"](loss, (0, 1, 2), modes=["fwd", "rev"], order=2)(q, k, v)
 
 
 #: Positional arguments.

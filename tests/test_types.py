@@ -75,7 +75,8 @@ def test_the_program_has_every_public_name():
 
 
 SIGNED = FUNCTIONS | {
-    f"fa2cupy.distributed.{name}": getattr(dist, name) for name in ("forward", "backward", "attention")
+    f"fa2cupy.distributed.{name}": getattr(dist, name)
+    for name in ("forward", "backward", "attention", "jvp", "backward_jvp", "double_backward")
 }
 
 

@@ -13,6 +13,12 @@
 
 The double backward needs no others: with cotangents of dQ, dK and dV in place of Q', K' and V', the gradients of Q, K
 and V are dQ', dK' and dV', and that of dO is O', because second derivatives are symmetric.
+
+Along a second direction, whose tangents are Q", K", V", T" and lse", T' and O' change by
+
+    T'" = f' softmax_scale (Q' K"^T + Q" K'^T) + f'' (softmax_scale (Q' K^T + Q K'^T)) o (the same of Q", K")
+    W   = (T' - lse') o (T" - lse") + T'"               lse'" = rowsum(P o W) + P_sink lse' lse"
+    O'" = (keep o P o (W - lse'")) V + (keep o P o (T' - lse')) V" + (keep o P o (T" - lse")) V'
 """
 
 from __future__ import annotations
@@ -56,6 +62,31 @@ class SecondOrder(Formulas):
             self._statistics(lset)[part.own] = self._visible_rows(row_lset, row_lse)
             self._heads_first(ot)[part.own] = self._visible_rows(of_head, row_lse)
         return ot, lset
+
+    def second_jvp(self, arrays: Mapping[str, Any], one: Tangents, other: Tangents) -> tuple[Any, Any]:
+        """O'" and lse'" along two directions of q, k and v. `arrays` has q, k, v and lse."""
+        q, k, v, lse = (arrays[name] for name in ("q", "k", "v", "lse"))
+        one, other = (self._filled(tangents, q, k, v) for tangents in (one, other))
+        ott, lsett = self.xp.zeros(self.problem.o_shape, self.rounded), self.xp.zeros(lse.shape, self.work)
+        for part in self._heads():
+            row_lse = self._statistics(lse)[part.own]
+            p, products, scores, slopes = self._weights(q, k, row_lse, one, part)
+            _, other_products, other_scores, _ = self._weights(q, k, row_lse, other, part)
+            row_lset, other_row_lset = ((p * x).sum(axis=1) for x in (scores, other_scores))
+            scores, other_scores = scores - row_lset[:, None], other_scores - other_row_lset[:, None]
+            (qt, kt), (qu, ku) = ((self._rows(x.q, part, row_lse), self._head(x.k, part.shared)) for x in (one, other))
+            mixed = self.problem.softmax_scale * (self._product(qt, ku.T) + self._product(qu, kt.T))
+            bend = slopes.curvature(self.xp, p) * products * other_products
+            change = scores * other_scores + slopes.total(self.xp, p) * mixed + bend
+            row = (p * change).sum(axis=1)
+            if "sink" in self.arrays:
+                row = row + self._sink_share(row_lse, part) * row_lset * other_row_lset
+            of_head = self._weighted(p * (change - row[:, None]), v, part)
+            of_head = of_head + self._weighted(p * scores, other.v, part)
+            of_head = of_head + self._weighted(p * other_scores, one.v, part)
+            self._statistics(lsett)[part.own] = self._visible_rows(row, row_lse)
+            self._heads_first(ott)[part.own] = self._visible_rows(of_head, row_lse)
+        return ott, lsett
 
     def backward_jvp(
         self, arrays: Mapping[str, Any], tangents: Tangents, extra: Mapping[str, Array]

@@ -149,6 +149,7 @@ def on_numpy() -> None:
     exact, exact_lse = reference.forward(q, k, v, **scores)
     reference.backward(q, k, v, exact, exact_lse, do, **scores)
     exact, exact_lse, exact_ot, exact_lset = reference.jvp(q, k, v, q, None, v, **scores)
+    reference.second_jvp(q, k, v, q, None, v, None, k, v, **scores)
     moved = exact_ot, exact_lset, do
     reference.backward_jvp(q, k, v, exact, exact_lse, do, q, None, v, *moved, **scores)
     reference.double_backward(q, k, v, exact, exact_lse, do, None, k, v, **scores)
