@@ -64,6 +64,15 @@ sparse
     tiles that are visited, and ``ratio`` is that number over the one of the call without a map. One head is compared
     with float64 first. Then the map of documents of 131072 x 131072 is made, beside PyTorch's ``create_block_mask``.
     Rows are in sparse.csv; the table at the end has the ratios.
+second_order
+    `fa2cupy.jvp`, `fa2cupy.backward_jvp` and `fa2cupy.double_backward` with 16384 tokens and num_heads * head_dim =
+    2048 in bfloat16, and with 4096 tokens in float32 and float64, after a check of one head against float64. FLOPs are
+    those of six, ten and twelve products, where a forward has two and a backward five. The forward and the backward of
+    the same shape take turns with them: ``share`` is our TFLOP/s over theirs, and ``times`` our time over theirs.
+    Beside them are the derivatives written out in CuPy with cuBLAS, where score matrices fit in memory, and in forward
+    mode the Triton kernel of jvp_flash_attention, if that package is installed (it needs PyTorch and Triton).
+    ``peak_bytes`` is the peak memory of a call with its results. One head of 131072 rows follows, by itself and in one
+    round. Rows are in second_order.csv; host times of warm calls are measured in the section host.
 numpy
     Only if asked for, and without a GPU: calls on NumPy arrays in float32, forward, backward and decode with every
     feature, beside attention written out in NumPy, which keeps P for its backward, and PyTorch's operator for the CPU
@@ -115,11 +124,14 @@ from common.peers import (
     HEAD_DIM_PEERS,
     OPERATIONS,
     PEERS,
+    SECOND_ORDER_PEERS,
     Fa2cupy,
     Simt,
     available_peers,
 )
 from common.plots import bar_panels, can_plot
+from common.second_order import COLUMNS as SECOND_ORDER_COLUMNS
+from common.second_order import LONGEST, SecondOrderBenchmark, second_order_problems, second_order_table
 from common.sparse import COLUMNS as SPARSE_COLUMNS
 from common.sparse import SparseBenchmark, sparse_problems, sparse_table
 from common.startup import COLUMNS as STARTUP_COLUMNS
@@ -135,7 +147,7 @@ COLUMNS = (
 MODEL_COLUMNS = ("model", *COLUMNS[: COLUMNS.index("causal")], "num_heads_kv", *COLUMNS[COLUMNS.index("causal") : -1])
 SECTIONS = (
     "speed", "training", "memory", "host", "startup", "models", "features", "float32", "head_dims", "float64", "decode",
-    "functions", "calls", "sparse",
+    "functions", "calls", "sparse", "second_order",
 )  # fmt: skip
 #: The section that needs no GPU. It is not a part of everything.
 ON_NUMPY = "numpy"
@@ -294,6 +306,15 @@ class Benchmark:
                 self.rows.append(self._row(problem, operation, name) | {"host_us": microseconds})
                 print(f"  {operation:12s}{name:16s}{microseconds:8.1f} us of host time a call")
 
+    def host_of_second_order(self, problem: Problem) -> None:
+        """Measures the host time of ours in second order."""
+        run = SecondOrderBenchmark(self.gpu, self.stamp, (), self.rounds, self.budget_ms)
+        for operation, microseconds in run.host(problem).items():
+            columns = {**self.stamp, **problem.columns(), "operation": operation, "provider": self.ours.name}
+            self.rows.append(columns | {"host_us": microseconds})
+            print(f"  {operation:13s}{self.ours.name:15s}{microseconds:8.1f} us of host time a call")
+        self.failures += run.failures
+
     def startup(self, problem: Problem, path: Path) -> None:
         """Measures first calls, in processes of their own."""
         try:
@@ -409,7 +430,7 @@ def plot(rows: Sequence[dict[str, object]], folder: Path) -> list[Path]:
 def show(rows: Sequence[dict[str, object]], folder: Path) -> None:
     """Shows an earlier run: its table, and its plots if it has any and they can be drawn."""
     tables = {"model": model_table, "precision": precision_table, "pattern": sparse_table, "busy": numpy_table}
-    tables |= {"over_plain": features.table, "head_dim_v": head_dim_table}
+    tables |= {"over_plain": features.table, "head_dim_v": head_dim_table, "share": second_order_table}
     for column, table in tables.items():
         if column in rows[0]:
             print(*table(rows), sep="\n")
@@ -498,7 +519,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     )
     names = tuple(function_cases.FUNCTIONS)
     add("--functions", nargs="+", choices=names, default=names, metavar="NAME", help=f"of {', '.join(names)}")
-    names = tuple(PEERS | HEAD_DIM_PEERS | FLOAT64_PEERS)
+    names = tuple(PEERS | HEAD_DIM_PEERS | FLOAT64_PEERS | SECOND_ORDER_PEERS)
     add("--peers", nargs="*", choices=names, default=names, metavar="NAME", help=f"of {', '.join(names)}")
     add(
         "--rounds",
@@ -557,14 +578,9 @@ def run(options: argparse.Namespace, gpu: Gpu, folder: Path) -> Benchmark:
         some = [peer for peer in peers if peer.name in decoding.PEERS]
         path = folder / "decode.csv"
         benchmark.failures += decoding.run_decode(gpu, some, options.short_rounds, MODEL_BUDGET_MS, path)
-    if "sparse" in options.sections:
-        benchmark.failures += run_sparse(options, gpu, folder / "sparse.csv")
-    if "features" in options.sections:
-        benchmark.failures += run_features(options, gpu, folder / "features-peers.csv")
-    if "functions" in options.sections:
-        benchmark.failures += run_functions(options, gpu, folder / "functions.csv")
-    if "calls" in options.sections:
-        benchmark.failures += run_calls(gpu, folder / "function-calls.csv")
+    for name, (measure, file) in OWN_FILES.items():
+        if name in options.sections:
+            benchmark.failures += measure(options, gpu, folder / file)
     return benchmark
 
 
@@ -589,6 +605,7 @@ def run_speed(options: argparse.Namespace, benchmark: Benchmark, path: Path) -> 
                 bar.update()
         if "host" in options.sections:
             benchmark.host(HOST_PROBLEM, options.operations)
+            benchmark.host_of_second_order(HOST_PROBLEM)
     finally:
         write_csv(path, COLUMNS, benchmark.rows)
 
@@ -671,6 +688,26 @@ def run_sparse(options: argparse.Namespace, gpu: Gpu, path: Path) -> list[str]:
     return run.failures
 
 
+def run_second_order(options: argparse.Namespace, gpu: Gpu, path: Path) -> list[str]:
+    """Runs the section second_order; returns its failures."""
+    peers = available_peers(gpu, [name for name in SECOND_ORDER_PEERS if name in options.peers], SECOND_ORDER_PEERS)
+    beside = SecondOrderBenchmark(gpu, stamp_of(gpu), peers, options.short_rounds, MODEL_BUDGET_MS)
+    alone = SecondOrderBenchmark(gpu, stamp_of(gpu), (), 1, MODEL_BUDGET_MS)
+    work = [(beside, problem) for problem in second_order_problems()]
+    work.append((alone, Problem("bfloat16", 128, LONGEST, 1, 1, False)))
+    print("compiling")
+    gpu.precompile([problem for _, problem in work], OPERATIONS, second_order=True)
+    rows: list[dict[str, object]] = []
+    with progress(len(work), "second_order") as bar:
+        for run, problem in work:
+            run.measure(problem, bar.write)
+            rows = beside.rows + alone.rows
+            write_csv(path, SECOND_ORDER_COLUMNS, rows)
+            bar.update()
+    print("", *second_order_table(rows), "", sep="\n")
+    return beside.failures + alone.failures
+
+
 def run_features(options: argparse.Namespace, gpu: Gpu, path: Path) -> list[str]:
     """Runs the section features; returns its failures."""
     peers = available_peers(gpu, [name for name in features.OPERATORS if name in options.peers], features.PEERS)
@@ -689,7 +726,7 @@ def run_functions(options: argparse.Namespace, gpu: Gpu, path: Path) -> list[str
     return run.failures
 
 
-def run_calls(gpu: Gpu, path: Path) -> list[str]:
+def run_calls(options: argparse.Namespace, gpu: Gpu, path: Path) -> list[str]:
     """Runs the section calls; returns its failures."""
     rows = []
     try:
@@ -703,6 +740,16 @@ def run_calls(gpu: Gpu, path: Path) -> list[str]:
     except RuntimeError as error:
         return [f"FAILED: {error}"]
     return []
+
+
+#: Sections that return their failures and write a file of their own, in the order in which they run.
+OWN_FILES = {
+    "sparse": (run_sparse, "sparse.csv"),
+    "second_order": (run_second_order, "second_order.csv"),
+    "features": (run_features, "features-peers.csv"),
+    "functions": (run_functions, "functions.csv"),
+    "calls": (run_calls, "function-calls.csv"),
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -33,6 +33,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "float32 training": speed.float32_training,
     "float64": speed.float64,
     "float64 errors": speed.float64_errors,
+    "second order": speed.second_order,
     "costs": features.costs,
     "peers": features.peers,
     "FlexAttention, keywords": features.flex_keywords,

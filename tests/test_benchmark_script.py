@@ -50,7 +50,9 @@ def test_benchmark_from_checks_to_files(small_benchmark, tmp_path, capsys):
     }  # fmt: skip
     assert all(row["ms_median"] == row["ms_min"] == row["ms_max"] == "2" for row in timed)
     assert all((row["ratio"] == "1") == (row["provider"] == "cupy unfused") for row in timed)
-    assert all(bool(row["tile"]) == (row["provider"] == "fa2cupy") for row in rows)
+    tiled = [row for row in rows if row["operation"] not in ("jvp", "backward_jvp")]
+    assert all(bool(row["tile"]) == (row["provider"] == "fa2cupy") for row in tiled)
+    assert [row["operation"] for row in rows if row not in tiled and row["host_us"]] == ["jvp", "backward_jvp"]
     forward = next(row for row in timed if row["operation"] == "forward")
     assert float(forward["tflops"]) == pytest.approx(4 * 2 * 32**2 * 64 / 2e-3 / 1e12, rel=1e-4)
     assert int(forward["extra_bytes"]) == 100 + 2 * 32 * 4  # 100 bytes of the fake meter, and lse

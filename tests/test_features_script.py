@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import re
 import sys
 from types import SimpleNamespace
 
@@ -11,11 +12,12 @@ import benchmark
 import features
 import numpy as np
 import pytest
-from common import check, decoding, feature_cases, flex, function_cases, measure, peers, sparse
+from common import check, decoding, feature_cases, flex, function_cases, measure, peers, second_order, sparse
 from common.measure import Candidate, Problem
 from support.fake_timing import FakeGpu, HastyGpu, needs_cupy
 from support.fake_torch import FakeTensor, fake_torch
 
+import fa2cupy
 from fa2cupy.families.device import DeviceInfo
 
 
@@ -387,6 +389,91 @@ def test_float64_from_checks_to_files(operators, tmp_path, monkeypatch, capsys):
     assert "| 16 causal | 1.00 / 1.00 / 1.00 |" in capsys.readouterr().out
     assert benchmark.main(["--plot-only", str(tmp_path / "float64.csv")]) == 0
     assert capsys.readouterr().out.startswith("| forward / default / deterministic | 40 |\n")
+
+
+@pytest.fixture
+def small_second_order(monkeypatch):
+    small = [measure.Problem(dtype, 16, 40, 1, 2, True) for dtype in ("bfloat16", "float64")]
+    monkeypatch.setattr(benchmark, "second_order_problems", lambda: small)
+    monkeypatch.setattr(benchmark, "LONGEST", 90)
+    monkeypatch.setattr(second_order, "BLOCK_ELEMENTS", 800)  # several blocks of queries
+    monkeypatch.setattr(measure.host_microseconds, "__defaults__", (2, 2, 2))
+
+
+def test_second_order_from_checks_to_files(operators, small_second_order, tmp_path, monkeypatch, capsys):
+    def jvp(q, k, v, qt, kt, vt, mask, dropout_p, causal):
+        assert (mask, dropout_p) == (None, 0.0) and all(x.flags.c_contiguous for x in (q, k, v, qt, kt, vt))
+        arrays = map(np.asarray, (q, k, v, qt, kt, vt))
+        o, _, ot, _ = fa2cupy.jvp(*arrays, causal=causal, layout="bhsd")
+        return o.view(FakeTensor), (ot.view(FakeTensor), "what its backward needs")
+
+    package = SimpleNamespace(JVPAttn=SimpleNamespace(forward=jvp))
+    monkeypatch.setitem(sys.modules, "jvp_flash_attention", SimpleNamespace(jvp_attention=package))
+    monkeypatch.setitem(sys.modules, "jvp_flash_attention.jvp_attention", package)
+    monkeypatch.setattr(peers.importlib.metadata, "version", lambda name: f"1.2 of {name}")
+    gpu = FakeGpu()
+    run = benchmark.run(benchmark.parse_arguments(["--sections", "second_order"]), gpu, tmp_path)
+    assert not run.failures and not run.rows
+    assert [path.name for path in tmp_path.iterdir()] == ["second_order.csv"]
+    assert len(gpu.precompiled[0]) == 3
+    rows = measure.read_csv(tmp_path / "second_order.csv")
+    assert tuple(rows[0]) == second_order.COLUMNS
+    names = tuple(second_order.OPERATIONS)
+    assert names == ("jvp", "backward_jvp", "double_backward")
+    both = ("fa2cupy", "cupy written out")
+    assert {(row["dtype"], row["seqlen"], row["operation"], row["provider"]) for row in rows} == {
+        *((dtype, "40", name, one) for dtype in ("bfloat16", "float64") for name in names for one in both),
+        ("bfloat16", "40", "jvp", "jvp_flash_attention"),
+        *(("bfloat16", "90", name, "fa2cupy") for name in names),
+    }
+    ours = {row["operation"]: row for row in rows if row["provider"] == "fa2cupy"}
+    assert [ours[name]["share"] for name in names] == ["3", "2", "2.4"]  # all calls take the same time here
+    assert {row["times"] for row in ours.values()} == {"1"}
+    assert all((row["ratio"] == "1") is (row["provider"] != "fa2cupy") for row in rows)
+    assert float(ours["backward_jvp"]["tflops"]) == pytest.approx(2 * 90**2 * 10 * 128 / 2e-3 / 1e12, rel=1e-4)
+    told = capsys.readouterr().out
+    assert "with jvp_flash_attention 1.2 of jvp_flash_attention" in told
+    assert "| float64 16 causal | 1.00 / 1.00 / 1.00 |" in told
+    assert benchmark.main(["--plot-only", str(tmp_path / "second_order.csv")]) == 0
+    assert capsys.readouterr().out.startswith("| jvp / backward_jvp / double_backward | 40 | 90 |\n")
+
+
+@pytest.mark.parametrize(("name", "result"), [("jvp", 2), ("backward_jvp", 1), ("double_backward", 3)])
+def test_wrong_results_of_second_order_are_reported_and_not_timed(
+    small_second_order, tmp_path, monkeypatch, name, result
+):
+    function = getattr(fa2cupy, name)
+
+    def wrong(*arrays, **options):
+        found = function(*arrays, **options)
+        found[result][-1, -1] += 1
+        return found
+
+    monkeypatch.setattr(second_order.fa2cupy, name, wrong)
+    run = benchmark.run(benchmark.parse_arguments(["--sections", "second_order", "--peers"]), FakeGpu(), tmp_path)
+    assert len(run.failures) == 3
+    assert all(re.search(rf"WRONG: .* second order: {name} \w+ differs from float64", text) for text in run.failures)
+    assert not measure.read_csv(tmp_path / "second_order.csv")
+
+
+def test_a_peer_with_wrong_derivatives_is_left_out(small_second_order, tmp_path, monkeypatch):
+    right = peers.TwiceWrittenOut.jvp
+    monkeypatch.setattr(peers.TwiceWrittenOut, "jvp", lambda self, qt, kt, vt: right(self, qt, None, vt))
+    run = benchmark.run(benchmark.parse_arguments(["--sections", "second_order"]), FakeGpu(), tmp_path)
+    assert len(run.failures) == 2 * 3
+    assert all("cupy written out: result" in text for text in run.failures)
+    assert {row["provider"] for row in measure.read_csv(tmp_path / "second_order.csv")} == {"fa2cupy"}
+
+
+def test_the_sizes_of_second_order():
+    problems = list(second_order.second_order_problems())
+    assert len(set(problems)) == len(problems) == 3 * 2 * 2 + 2 * 2 * 2 * 2
+    assert all(one.num_heads * one.head_dim == 2048 for one in problems)
+    tokens = {"bfloat16": 16384, "float32": 4096, "float64": 4096}
+    assert all(one.batch * one.seqlen == tokens[one.dtype] for one in problems)
+    written_out = peers.CupyTwice(FakeGpu())
+    assert {one.seqlen for one in problems if written_out.supports(one, "jvp")} == {2048, 4096}
+    assert all(written_out.supports(one, "jvp") for one in problems if one.seqlen < 16384)
 
 
 def test_the_sizes_of_float64():

@@ -28,7 +28,18 @@ def test_gpu_check_runs_the_sections_that_a_change_is_held_to(monkeypatch, tmp_p
     assert Path(noted_run).is_file() and notes == str(tmp_path / "notes")
     options = benchmark.parse_arguments(arguments)
     assert Path(script).name == "benchmark.py" and options.out == str(tmp_path)
-    on_top = {"models", "features", "float32", "head_dims", "float64", "decode", "functions", "calls", "sparse"}
+    on_top = {
+        "models",
+        "features",
+        "float32",
+        "head_dims",
+        "float64",
+        "decode",
+        "functions",
+        "calls",
+        "sparse",
+        "second_order",
+    }
     assert set(options.sections) == set(benchmark.SECTIONS) - on_top
 
 

@@ -13,7 +13,8 @@ from types import ModuleType
 import pages
 import pytest
 import support.pages
-from measured import picture
+from common import measure, second_order
+from measured import picture, rows, speed
 from support import CHECKOUT
 from support.keyword_functions import FUNCTIONS
 from support.pages import PAGES, python_blocks, run_page
@@ -127,6 +128,27 @@ def test_measured_parts_are_those_of_the_csvs():
     marked = re.findall(r"^<!-- measured: (.*) -->\n\n.", "".join(texts.values()), re.MULTILINE)
     assert set(marked) == set(pages.PARTS)
     assert len(marked) == len(re.findall(r"^<!-- end of ", "".join(texts.values()), re.MULTILINE))
+
+
+def test_a_section_without_a_csv_says_how_it_is_measured_and_one_with_it_has_its_numbers(tmp_path, monkeypatch):
+    monkeypatch.setattr(rows, "_read", rows._read.__wrapped__)
+    monkeypatch.setattr(rows, "SCRIPTS", tmp_path)
+    assert speed.second_order().startswith("They have not been measured on this card yet: `python")
+    folder = tmp_path / "results" / "h200"
+    folder.mkdir(parents=True)
+    made = []
+    for operation in second_order.OPERATIONS:
+        row = {"gpu": "Some GPU", "date": "2026-01-02", "dtype": "bfloat16", "head_dim": 64, "causal": 1}
+        row |= {"operation": operation, "ms_median": 7.0, "tflops": 321.0, "peak_bytes": 2**21}
+        ours = {**row, "provider": "fa2cupy", "share": 0.75}
+        made += [{**ours, "seqlen": seqlen} for seqlen in (2048, second_order.LONGEST)]
+        made.append({**row, "seqlen": 2048, "provider": "cupy written out", "ratio": 4.5})
+    measure.write_csv(folder / "second_order.csv", second_order.COLUMNS, made)
+    text = speed.second_order()
+    assert "Some GPU, 2026-01-02, beside cupy written out: [second_order.csv]" in text
+    assert "| bfloat16 64 causal | 321 (0.75) / 321 (0.75) / 321 (0.75) |" in text
+    assert "| bfloat16 64 causal | 4.50 / 4.50 / 4.50 |" in text
+    assert "one head of 131072 rows, head_dim 64, takes 7 ms and 2 MiB, results included." in text
 
 
 def test_the_picture_has_a_peer_in_each_panel(monkeypatch):

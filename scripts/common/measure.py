@@ -59,6 +59,9 @@ _PRODUCTS = {
     "backward": (3, 2),
     "backward_dq": (2, 1),
     "backward_dkdv": (2, 2),
+    "jvp": (3, 3),
+    "backward_jvp": (7, 3),
+    "double_backward": (7, 5),
 }
 
 
@@ -228,8 +231,9 @@ class Gpu:
         operations: Iterable[str],
         features: Sequence[Sequence[str]] = ((),),
         family: str | None = None,
+        second_order: bool = False,
     ) -> None:
-        """Compiles the kernels of the calls in parallel; `features`, `family` are those of `fa2cupy.precompile`."""
+        """Compiles the kernels of the calls in parallel; keywords are those of `fa2cupy.precompile`."""
         methods = [name for name in operations if name != "forward"]
         groups: dict[tuple[str, int | None], list[Problem]] = {}
         for problem in problems:
@@ -237,7 +241,7 @@ class Gpu:
         for (dtype, head_dim_v), group in groups.items():
             sizes = {"head_dims": sorted({p.head_dim for p in group}), "head_dim_v": head_dim_v}
             masks = sorted({p.causal for p in group})
-            how = {"methods": methods, "features": features, "family": family}
+            how = {"methods": methods, "features": features, "family": family, "second_order": second_order}
             precompile(dtypes=[dtype], **sizes, causal=masks, **how, decode=False)
 
     def compile(self, specs: Iterable[KernelSpec]) -> None:

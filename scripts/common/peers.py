@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib.metadata
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
@@ -21,6 +22,8 @@ from common.measure import (
     backward_options,
     rotating,
 )
+from common.twice_written_out import TwiceWrittenOut
+from language_model.arrays import CupyArrays
 
 import fa2cupy
 from fa2cupy.families.choice import Choice, choose
@@ -34,6 +37,7 @@ __all__ = [
     "HEAD_DIM_PEERS",
     "OPERATIONS",
     "PEERS",
+    "SECOND_ORDER_PEERS",
     "Fa2cupy",
     "TorchPeer",
     "available_peers",
@@ -417,9 +421,116 @@ class CupyUnfused(_Peer):
         return (array * head_dim**-0.5).astype(array.dtype, copy=False)
 
 
+class CupyTwice(_Peer):
+    """Attention and its derivatives written out in CuPy: products by cuBLAS, softmax in float32 or wider.
+
+    `jvp` computes P; the others have P, and what it changes by, from before.
+    """
+
+    name = "cupy written out"
+    dtypes = CupyUnfused.dtypes
+    operations = ("jvp", "backward_jvp", "double_backward")
+    max_scores = 1.2e9
+
+    def __init__(self, gpu: Gpu):
+        self.gpu, self.xp = gpu, gpu.xp
+        self._products: dict[str, Callable] = {}
+
+    def supports(self, problem: Problem, operation: str) -> bool:
+        """Returns True up to a size of the score matrices, of which it has several at a time."""
+        fits = problem.batch * problem.num_heads * problem.seqlen**2 <= self.max_scores
+        return super().supports(problem, operation) and fits
+
+    def call(self, problem: Problem, operation: str, sets: Sequence) -> Callable[[], tuple]:
+        """Binds the operation to rotating inputs, as stacks of matrices."""
+        product = self._product(problem)
+        self._shape = problem.batch, problem.num_heads, problem.seqlen, -1
+
+        def stack(array):
+            flat = array.swapaxes(1, 2) if array.ndim == 4 else array
+            return self.xp.ascontiguousarray(flat).reshape(-1, *flat.shape[2:])
+
+        stacks = [type(one)(*map(stack, one)) for one in sets]
+        made = [TwiceWrittenOut(self.xp, one.q, one.k, one.v, problem.causal, product) for one in stacks]
+        if operation == "jvp":
+
+            def jvp(q, k, v, *moved) -> tuple:
+                call = TwiceWrittenOut(self.xp, q, k, v, problem.causal, product)
+                return call.o, call.jvp(*moved)[0]
+
+            return rotating(jvp, [(one.q, one.k, one.v, one.qt, one.kt, one.vt) for one in stacks])
+        for call, one in zip(made, stacks, strict=True):
+            call.jvp(one.qt, one.kt, one.vt)
+
+        def backward_jvp(call, one) -> tuple:
+            moved = (one.qt, one.kt, one.vt)
+            if operation == "backward_jvp":
+                return call.backward_jvp(one.do, *moved, one.ot, one.lset)
+            ot, lset = call.jvp(*moved)
+            return *call.backward_jvp(one.do, *moved, ot, lset), ot
+
+        return rotating(backward_jvp, list(zip(made, stacks, strict=True)))
+
+    def _product(self, problem: Problem) -> Callable | None:
+        """Returns the product of stacks; cupy.matmul has none of bfloat16."""
+        if problem.dtype != "bfloat16" or self.xp is np:
+            return None
+        if problem.dtype not in self._products:
+            self._products[problem.dtype] = CupyArrays(problem.dtype).matmul
+        return self._products[problem.dtype]
+
+    def arrays(self, operation: str, results: tuple) -> tuple:
+        """Does the same as `Fa2cupy.arrays`, for all results but lse and lset."""
+        return tuple(array.reshape(*self._shape).swapaxes(1, 2) for array in results)
+
+    def peak_bytes(self, call: Callable[[], object]) -> int:
+        """Does the same as `Fa2cupy.peak_bytes`."""
+        return self.gpu.peak_bytes(call)
+
+    def release(self) -> None:
+        """Does nothing: `Gpu.release` frees CuPy's memory."""
+
+
+class JvpFlashAttention(TorchPeer):
+    """The Triton kernel of the package jvp_flash_attention for PyTorch, below its autograd function: forward mode.
+
+    It takes contiguous (batch, heads, seqlen, head_dim).
+    """
+
+    name = "jvp_flash_attention"
+    operations = ("jvp",)
+    dtypes = (*_HALF, "float32")
+
+    def __init__(self, gpu: Gpu):
+        super().__init__(gpu)
+        from jvp_flash_attention.jvp_attention import JVPAttn
+
+        self._forward = JVPAttn.forward
+        print(f"with jvp_flash_attention {importlib.metadata.version('jvp_flash_attention')}")
+
+    def call(self, problem: Problem, operation: str, sets: Sequence) -> Callable[[], tuple]:
+        """Binds the kernel to rotating inputs."""
+        inputs = [
+            tuple(self.own(x).contiguous() for x in (one.q, one.k, one.v, one.qt, one.kt, one.vt)) for one in sets
+        ]
+
+        def jvp(*tensors) -> tuple:
+            with self.torch.no_grad():
+                o, context = self._forward(*tensors, None, 0.0, problem.causal)
+            return o, context[0]
+
+        return rotating(jvp, inputs)
+
+    def arrays(self, operation: str, results: tuple) -> tuple:
+        """Returns o and ot."""
+        return tuple(self.array(tensor.transpose(1, 2)) for tensor in results)
+
+
 PEERS = {"flash": TorchFlash, "cudnn": TorchCudnn, "efficient": TorchEfficient, "unfused": CupyUnfused}
 #: The peers of the section head_dims.
 HEAD_DIM_PEERS = {**{name: PEERS[name] for name in ("flash", "cudnn", "efficient")}, "flash4": FlashAttention4}
+#: Those of the section second_order.
+SECOND_ORDER_PEERS = {"written_out": CupyTwice, "jvp_flash": JvpFlashAttention}
 #: Those of the section float64.
 FLOAT64_PEERS = {"simt": Simt, "unfused": CupyUnfused, "math": TorchMath}
 

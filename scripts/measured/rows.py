@@ -15,6 +15,7 @@ __all__ = [
     "OURS",
     "PEERS",
     "Row",
+    "is_measured",
     "pair",
     "paragraphs",
     "percent",
@@ -43,6 +44,11 @@ def _folder(name: str) -> str:
 @functools.cache
 def _read(name: str) -> list[Row]:
     return read_csv(SCRIPTS / "results" / _folder(name) / name)
+
+
+def is_measured(name: str) -> bool:
+    """Returns True if there is a CSV of this name."""
+    return (SCRIPTS / "results" / _folder(name) / name).is_file()
 
 
 def rows_of(name: str, **wanted: object) -> list[Row]:

@@ -19,6 +19,9 @@ from benchmark import (
     TRAINING_PROBLEMS,
     head_dim_problems,
 )
+from common.measure import format_bytes
+from common.second_order import LONGEST as SECOND_ORDER_LONGEST
+from common.second_order import second_order_table
 from common.tables import speed_table
 from language_model.training import LOG_EVERY
 from measured.rows import (
@@ -26,6 +29,7 @@ from measured.rows import (
     OURS,
     PEERS,
     Row,
+    is_measured,
     pair,
     paragraphs,
     percent,
@@ -49,6 +53,7 @@ __all__ = [
     "memory",
     "methods",
     "models",
+    "second_order",
     "short_calls",
     "summary",
     "tokens_per_second",
@@ -295,6 +300,28 @@ def float64() -> str:
         sentence(
             f"One head of {FLOAT64_LONGEST} rows, head_dim 128: {speeds[0]} TFLOP/s in the forward and {speeds[1]} in "
             f"the backward, with {held[0]} and {held[1]} beyond inputs and results."
+        ),
+    )
+
+
+def second_order() -> str:
+    """TFLOP/s of tangents and second derivatives, their shares of the first order's, and ratios."""
+    name, command = "second_order.csv", "python scripts/benchmark.py --sections second_order"
+    if not is_measured(name):
+        return sentence(f"They have not been measured on this card yet: `{command}` does it.")
+    rows = rows_of(name)
+    others = {row["provider"] for row in rows} - {OURS}
+    tables = second_order_table(rows)
+    middle = tables.index("")
+    (longest,) = rows_of(name, seqlen=SECOND_ORDER_LONGEST, operation="double_backward")
+    return paragraphs(
+        source(name, command, " and ".join(sorted(others))),
+        "\n".join(tables[:middle]),
+        "The least time of the others over ours:",
+        "\n".join(tables[middle + 1 :]),
+        sentence(
+            f"A double backward of one head of {SECOND_ORDER_LONGEST} rows, head_dim {longest['head_dim']}, takes "
+            f"{float(longest['ms_median']):.0f} ms and {format_bytes(float(longest['peak_bytes']))}, results included."
         ),
     )
 

@@ -43,7 +43,7 @@ class FakeGpu:
 
     release = synchronize
 
-    def precompile(self, problems, operations, features=((),), family=None):
+    def precompile(self, problems, operations, features=((),), family=None, second_order=False):
         self.precompiled = list(problems), operations, features, family
 
     def compile(self, specs):

@@ -27,6 +27,9 @@ class FakeTensor(np.ndarray):
 
     detach = requires_grad_
 
+    def contiguous(self):
+        return np.ascontiguousarray(self).view(FakeTensor)
+
     def expand(self, *shape):
         return np.broadcast_to(self, shape, subok=True)
 
@@ -46,6 +49,7 @@ def fake_torch() -> ModuleType:
     functional = SimpleNamespace(scaled_dot_product_attention=math.forward)
     torch.nn = SimpleNamespace(attention=attention, functional=functional)
     torch.autograd = SimpleNamespace(grad=math.grad)
+    torch.no_grad = contextlib.nullcontext
     return torch
 
 
