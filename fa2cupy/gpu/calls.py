@@ -15,7 +15,7 @@ from ..problem.features import ARRAY_KEYWORDS
 from ..problem.function_checks import ARGUMENTS, sequence_of
 from ..problem.options import CallOptions
 from ..problem.tangents import COTANGENTS, TANGENTS, Tangents
-from .arguments import arguments_of
+from .arguments import Arguments, arguments_of
 from .device_memory import temporaries
 from .signatures import Items, run
 
@@ -33,6 +33,7 @@ __all__ = [
 
 _FORWARD, _DELTA, _BACKWARD = map(arguments_of, ("forward", "delta", "backward"))
 _DECODE, _MERGE = map(arguments_of, ("decode", "merge"))
+_JVP, _BACKWARD_JVP, _DOUBLE_BACKWARD = map(arguments_of, ("jvp", "backward_jvp", "double_backward"))
 
 _ARRAYS = frozenset((*ARRAY_KEYWORDS, "dlse"))
 _FUNCTIONS = {args: role for role, args in ARGUMENTS.items()}
@@ -134,16 +135,7 @@ def jvp(
     keywords: Mapping[str, object],
 ) -> tuple[cupy.ndarray, ...]:
     """`fa2cupy.jvp` on CuPy arrays."""
-    names, arrays, values = _split(keywords)
-    of_features = _of_features(TANGENTS, tangents)
-    arguments = arguments_of("jvp", (*names, *of_features))
-    inputs = (q, k, v, *tangents[:3], *arrays, *of_features.values())
-    return run(arguments, (*inputs, *unpack_out(out, arguments.results)), options, values, keywords)
-
-
-def _of_features(names: tuple[str, ...], tangents: Tangents) -> dict[str, cupy.ndarray]:
-    """The tangents of the bias and of the sink that a call has, by their arguments' names."""
-    return {name: array for name, array in zip(names[3:], tangents[3:], strict=True) if array is not None}
+    return _second_order(_JVP, (q, k, v, *tangents[:3]), None, tangents, (), out, options, keywords)
 
 
 def backward_jvp(
@@ -156,7 +148,9 @@ def backward_jvp(
 ) -> tuple[cupy.ndarray, ...]:
     """`fa2cupy.backward_jvp` on CuPy arrays; `results` are o, lse, their gradients, and tangents of all these."""
     more = tuple([f"{name}t" for name in _gradients_of_features(options, keywords)])
-    return _tangents_of_gradients("backward_jvp", inputs, results, tangents, more, out, options, keywords)
+    moved = results["ot"], results["lset"], results["dot"], results["dlset"]
+    arrays = (*inputs, results["o"], results["lse"], results["do"], *tangents[:3], *moved)
+    return _second_order(_BACKWARD_JVP, arrays, results["dlse"], tangents, more, out, options, keywords)
 
 
 def double_backward(
@@ -170,30 +164,42 @@ def double_backward(
     """`fa2cupy.double_backward` on CuPy arrays; `results` are o, lse and their gradients."""
     of_dlse = () if results["dlse"] is None else ("gdlse",)
     more = (*of_dlse, *[f"g{name.removeprefix('d')}" for name in _gradients_of_features(options, keywords)])
-    return _tangents_of_gradients("double_backward", inputs, results, cotangents, more, out, options, keywords)
+    arrays = (*inputs, results["o"], results["lse"], results["do"], *cotangents[:3])
+    return _second_order(_DOUBLE_BACKWARD, arrays, results["dlse"], cotangents, more, out, options, keywords)
 
 
-def _tangents_of_gradients(
-    call: str,
-    inputs: tuple[cupy.ndarray, cupy.ndarray, cupy.ndarray],
-    results: Mapping[str, cupy.ndarray | None],
+def _second_order(
+    plain: Arguments,
+    own: tuple[cupy.ndarray | None, ...],
+    dlse: cupy.ndarray | None,
     tangents: Tangents,
     more: tuple[str, ...],
     out: tuple[cupy.ndarray | None, ...] | None,
     options: CallOptions,
     keywords: Mapping[str, object],
 ) -> tuple[cupy.ndarray, ...]:
-    """The results of `backward_jvp` or `double_backward`, with those that `more` names."""
-    dlse = results["dlse"]
+    """The results of a call of second order.
+
+    Parameters
+    ----------
+    plain : Arguments
+        The arrays of a call without features.
+    own : tuple of (cupy.ndarray or None)
+        Its inputs.
+    dlse, tangents, out, options, keywords
+        As the public functions have them.
+    more : tuple of str
+        The results besides those of `plain`.
+    """
+    _, _, _, bias_tangent, sink_tangent = tangents
+    if not keywords and dlse is None and bias_tangent is None and sink_tangent is None and not more:
+        return run(plain, (*own, *unpack_out(out, plain.results)), options)
     names, arrays, values = _split(keywords if dlse is None else {**keywords, "dlse": dlse})
-    of_tangents = COTANGENTS if call == "double_backward" else TANGENTS
-    arguments = arguments_of(call, (*names, *_of_features(of_tangents, tangents)), more)
-    of_outputs = {name: array for name, array in results.items() if name in arguments.inputs}
-    given = {**dict(zip("qkv", inputs, strict=True)), **of_outputs}
-    given |= dict(zip(of_tangents, tangents, strict=True))
-    given |= dict(zip(names, arrays, strict=True))
-    taken = tuple(given[name] for name in arguments.inputs)
-    return run(arguments, (*taken, *unpack_out(out, arguments.results)), options, values, keywords)
+    given = zip((COTANGENTS if plain is _DOUBLE_BACKWARD else TANGENTS)[3:], tangents[3:], strict=True)
+    of_features = {name: array for name, array in given if array is not None}
+    arguments = arguments_of(plain.call, (*names, *of_features), more)
+    results = unpack_out(out, arguments.results)
+    return run(arguments, (*own, *arrays, *of_features.values(), *results), options, values, keywords)
 
 
 def tile_states(layout: MapLayout, like: cupy.ndarray | None, keywords: Mapping[str, object]) -> cupy.ndarray:
