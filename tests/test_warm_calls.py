@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gc
 import inspect
+import sys
 import weakref
+from pathlib import Path
 
 import ml_dtypes
 import numpy as np
@@ -20,7 +22,7 @@ from support.option_pairs import option_pairs
 from support.strided_arrays import gapped, shifted
 
 import fa2cupy
-from fa2cupy import BlockMask, TileConfig, api, mods
+from fa2cupy import BlockMask, TileConfig, api, mods, second_order
 from fa2cupy.families.sm90_float32 import Sm90Float32
 from fa2cupy.gpu import calls as gpu_calls
 from fa2cupy.gpu import prepare, signatures
@@ -63,6 +65,22 @@ class Calls:
         return [*self._seen, [(x.shape, x.strides, x.dtype, x.device_id) for x in results]]
 
 
+def moves_of(function) -> int:
+    """Returns the calls of the package's Python functions in a call, without those of the fake GPU."""
+    package, count = str(Path(fa2cupy.__file__).parent), 0
+
+    def note(frame, event, _) -> None:
+        nonlocal count
+        count += event == "call" and frame.f_code.co_filename.startswith(package)
+
+    sys.setprofile(note)
+    try:
+        function()
+    finally:
+        sys.setprofile(None)
+    return count
+
+
 @pytest.fixture
 def calls(monkeypatch):
     made = Calls(monkeypatch)
@@ -100,6 +118,24 @@ OF_BACKWARD = ("method", "deterministic", "return_dbias", "return_dsink", "delta
 CASES = [
     (name, op) for name in OPTIONS for op in ("forward", "backward") if op == "backward" or name not in OF_BACKWARD
 ]
+
+
+def test_a_warm_call_of_second_order_makes_hardly_more_moves_than_one_of_first_order(calls, monkeypatch):
+    for module in (api, second_order):
+        monkeypatch.setattr(module, "backend_of", lambda name, array: gpu_calls)
+    given = arrays_of("float32")
+    q, k, v, o, lse, do = (given[name] for name in ("q", "k", "v", "o", "lse", "do"))
+    timed = {
+        "forward": lambda: fa2cupy.forward(q, k, v),
+        "jvp": lambda: fa2cupy.jvp(q, k, v, q, k, v),
+        "backward": lambda: fa2cupy.backward(q, k, v, o, lse, do, method="two_pass"),
+        "backward_jvp": lambda: fa2cupy.backward_jvp(q, k, v, o, lse, do, q, k, v, o, lse),
+    }
+    for function in timed.values():
+        function()
+    moves = {name: moves_of(function) for name, function in timed.items()}
+    assert 0 < moves["jvp"] <= moves["forward"] + 3
+    assert 0 < moves["backward_jvp"] <= moves["backward"] + 4
 
 
 def test_every_keyword_has_its_case():
