@@ -103,6 +103,35 @@ def test_long_backward_calls_take_turns(uncached_rows, expected, monkeypatch):
     assert found == expected
 
 
+@pytest.mark.sample(seed=(0,), size=(2,))
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("scheme", ["heads", "heads copies"])
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_nor_in_second_order(with_bias, scheme, size, seed, monkeypatch):
+    rows = 8 * size
+    arrays = make_inputs("float32", seqlen_q=rows, num_heads=4 * size, head_dim=4)
+    biases = [numbers((1, 4 * size, rows, rows), "float32", number) for number in range(2)]
+
+    def work(comm) -> list:
+        q, k, v, do = (dist.shard(comm, x) for x in arrays)
+        bias, tangent = (dist.shard(comm, x, axis=-2) for x in biases)
+        options = {"causal": True, **({"bias": bias} if with_bias else {"head_groups": 4})}
+        of_bias = {"bias_tangent": tangent} if with_bias else {}
+        back, of_gradient = ({"return_dbias": True}, {"gdbias": tangent}) if with_bias else ({}, {})
+        o, lse, ot, lset = dist.jvp(comm, q, k, v, v, q, None, **options, **of_bias)
+        found = dist.backward_jvp(comm, q, k, v, o, lse, do, v, q, None, ot, lset, o, **options, **back, **of_bias)
+        found += dist.double_backward(comm, q, k, v, o, lse, do, v, q, None, dlse=lse, **options, **back, **of_gradient)
+        return [ot, lset, *found]
+
+    expected = dist.simulate(size, work)
+    with windows_of(scheme, monkeypatch), ranks.slow_lanes(monkeypatch, ranks.random_delays(0.002, seed)):
+        found = dist.simulate(size, work, timeout=20)
+    for one, other in zip(found, expected, strict=True):
+        for result, wanted in zip(one, other, strict=True):
+            np.testing.assert_array_equal(result, wanted)
+
+
 @pytest.mark.sample(seed=(0,))
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("scheme", ["heads", "gather", "gather copies", "hybrid"])

@@ -20,6 +20,7 @@ from support.feature_cases import numbers
 
 import fa2cupy
 import fa2cupy.distributed as dist
+from fa2cupy import reference
 from fa2cupy.distributed import api
 from fa2cupy.distributed.call import groups as groups_module
 from fa2cupy.distributed.call import run as run_module
@@ -144,6 +145,31 @@ def test_results_are_those_of_the_whole_sequence(scheme, dtype, layout, gpus):
     assert {count for _, _, _, count, _, _ in nccl.log} <= set(range(8, 4096))
     computing = {stream for _, stream in cupy.launches}
     assert computing and not computing & {stream for kind, stream in sharing.log if kind == "copy"}
+
+
+def test_calls_of_second_order_move_more_arrays_in_the_same_way(gpus):
+    _, _, nccl, sharing = gpus
+    inputs = make_inputs("float32", seqlen_q=64, num_heads=16, num_heads_kv=8, head_dim=16)
+    waits = []
+
+    def results(functions, arrays, *comm, **how):
+        q, k, v, do = arrays
+        o, lse, ot, lset = functions.jvp(*comm, q, k, v, q, None, v, causal=True, **how)
+        found = functions.backward_jvp(*comm, q, k, v, o, lse, do, q, None, v, ot, lset, dot=do, causal=True, **how)
+        return (o, ot, *found, *functions.double_backward(*comm, q, k, v, o, lse, do, q, None, v, causal=True, **how))
+
+    def work(comm):
+        for _ in range(2):
+            found = results(dist, shards(comm, inputs), comm, head_groups=2)
+            if comm.rank == 0:
+                waits.append(len(nccl.log))
+        return found
+
+    found = [together(parts, SIZE, 1) for parts in zip(*run_all(nccl, work), strict=True)]
+    for one, other in zip(found, results(reference, inputs), strict=True):
+        np.testing.assert_allclose(one, other, atol=2e-5)
+    assert {kind for kind, _ in sharing.log} >= {"copy", "wait"}
+    assert not [entry for entry in nccl.log[waits[0] :] if entry[0] == 0], "the second time nothing is compared"
 
 
 @pytest.mark.parametrize("heads_kv", [16, 8])

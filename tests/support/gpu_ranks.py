@@ -35,7 +35,7 @@ FEATURES = ("window", "softcap", "alibi", "bias", "bias of keys", "mask", "paddi
 CASES = (
     *((scheme, name) for scheme in ("heads", "gather", "hybrid") for name in ("causal", *FEATURES)),
     ("heads", "groups"), ("heads", "packed"), ("heads", "sparse"), ("heads", "two head_dims"),
-    ("gather", "two head_dims"),
+    ("gather", "two head_dims"), ("heads", "second order"),
     *((scheme, "graph") for scheme in ("heads", "gather", "hybrid")),
 )  # fmt: skip
 #: What the last rank does while the others make calls on which all ranks have agreed before.
@@ -70,6 +70,10 @@ def case_of(name: str) -> tuple[dict, dict]:
 
 def compare(comm: dist.Communicator, scheme: str, name: str) -> str:
     """Returns what is wrong with a case on this rank; empty if nothing is."""
+    if name == "graph":
+        return compare_graph(comm, scheme)
+    if name == "second order":
+        return compare_second_order(comm)
     import cupy
 
     def on_device(x):
@@ -134,6 +138,32 @@ def compare_graph(comm: dist.Communicator, scheme: str) -> str:
     return ""
 
 
+def compare_second_order(comm: dist.Communicator) -> str:
+    """Compares tangents and second derivatives of ranks with those of one GPU, in float32, for all GPUs have these."""
+    import cupy
+
+    q, k, v, do = make_inputs("float32", **SIZES, xp=cupy)
+    qt, kt, vt, dot = make_inputs("float32", **SIZES, xp=cupy, seed=1)
+    arrays = {"q": q, "k": k, "v": v, "do": do, "qt": qt, "kt": kt, "vt": vt, "dot": dot}
+
+    def results(functions: Any, own: dict, *comm: dist.Communicator) -> tuple:
+        given, moved = (tuple(own[name] for name in names) for names in (("q", "k", "v"), ("qt", "kt", "vt")))
+        o, lse, ot, lset = functions.jvp(*comm, *given, *moved, causal=True)
+        options = {"causal": True, "deterministic": True}
+        found = functions.backward_jvp(*comm, *given, o, lse, own["do"], *moved, ot, lset, own["dot"], **options)
+        found += functions.double_backward(*comm, *given, o, lse, own["do"], *moved, **options)
+        return (o, ot, *found)
+
+    expected = results(fa2cupy, arrays)
+    own = {name: dist.shard(comm, x) for name, x in arrays.items()}
+    for attempt in range(3):
+        found = results(dist, own, comm)
+        for number, (one, other) in enumerate(zip(found, expected, strict=True)):
+            if not (dist.unshard(comm, one) == other).all():
+                return f"result {number} of call {attempt} has other bits"
+    return ""
+
+
 def compare_failure(comm: dist.Communicator, how: str) -> str:
     """Lets the last rank leave the others alone: streams must still end, and the next call raises the error."""
     q, k, v = _first_calls(comm)
@@ -178,7 +208,7 @@ def work(rank: int, size: int, port: int, cases: tuple, answers) -> None:
     try:
         comm = _communicator(rank, size, port, timeout=60.0)
         for case in cases:
-            answers.put((rank, case, compare_graph(comm, case[0]) if case[1] == "graph" else compare(comm, *case)))
+            answers.put((rank, case, compare(comm, *case)))
     except BaseException:  # the parent fails the cases that are left
         answers.put((rank, None, traceback.format_exc()))
 

@@ -111,6 +111,38 @@ class _Formulas:
         dk, dv = (x.reshape(x.shape[0], x.shape[1] // group, group, *x.shape[2:]).sum(2) for x in (dk, dv))
         return tuple(x.transpose(0, 2, 1, 3) for x in (scale * ds @ k, dk, dv))
 
+    def _jvp(self, written: tuple[str, ...] = ("o", "lse", "ot", "lset")) -> None:
+        names = ("q", "k", "v", "qt", "kt", "vt")
+        options = {"causal": self.spec.causal, "softmax_scale": self._scale()}
+        found = reference.jvp(*map(self.launch.array, names), **options)
+        for name, result in zip(("o", "lse", "ot", "lset"), found, strict=True):
+            if name in written:
+                self.launch.array(name)[...] = result
+
+    def _output_jvp(self) -> None:
+        self._jvp(("ot", "lset"))
+
+    def _delta_jvp(self) -> None:
+        names = ("o", "dout", "ot", "dot", "dlse", "dlset")
+        o, do, ot, dot, dlse, dlset = (self.launch.array(n) if n in self.launch.pointers else None for n in names)
+        tangent = reference.delta(ot, do) + (0 if dot is None else reference.delta(o, dot))
+        self.launch.array("delta")[...] = reference.delta(o, do) - (0 if dlse is None else dlse)
+        self.launch.array("deltat")[...] = tangent - (0 if dlset is None else dlset)
+
+    def _dq_jvp(self) -> None:
+        self.launch.array("dqt")[...] = self._tangents()[0]
+
+    def _dkdv_jvp(self) -> None:
+        self.launch.array("dkt")[...], self.launch.array("dvt")[...] = self._tangents()[1:]
+
+    def _tangents(self) -> tuple:
+        """Returns dqt, dkt and dvt from delta and its tangent in memory: as dlse they are, with o of zeros."""
+        names = ("q", "k", "v", "dout", "qt", "kt", "vt", "dot", "lse", "lset", "delta", "deltat")
+        q, k, v, do, qt, kt, vt, dot, lse, lset, delta, deltat = map(self.launch.array, names)
+        options = {"causal": self.spec.causal, "softmax_scale": self._scale(), "dlse": -delta, "dlset": -deltat}
+        zeros = np.zeros_like(do)
+        return reference.backward_jvp(q, k, v, zeros, lse, do, qt, kt, vt, zeros, lset, dot, **options)
+
     def _scale(self) -> float:
         values = self.values
         return values["softmax_scale"] if "softmax_scale" in values else values["scale_log2"] / np.log2(np.e)
