@@ -32,7 +32,9 @@ _FUNCTIONS = {
 _RESULTS = {"families/", "gpu/", "jit/", "plan/", "problem/"}
 #: The bias and the sink have tangents, and so have their gradients.
 _TANGENTS = {"cpu/second_order", "numerics/second_order"}
-_OF_TANGENTS = {"families/operations", "gpu/", "plan/specs", "problem/", "reference", "second_order"}
+_OF_TANGENTS = {
+    "distributed/api", "families/operations", "gpu/", "plan/specs", "problem/", "reference", "second_order", "typing",
+}  # fmt: skip
 #: The other modules that name a feature. A name that ends with "/" is a folder.
 OTHERS = {
     "score_mod": {*_FUNCTIONS, "jit/params", "mods", "testing"},
@@ -57,7 +59,7 @@ OTHERS = {
         "__init__", "distributed/", "families/", "gpu/", "plan/", "problem/block_mask", "problem/checks", "sparse",
     },
     "given_lse": {"families/", "plan/", "problem/"},
-    "sink": {*_TANGENTS, "problem/tangents", "cpu/attention", "families/operations", "testing"},
+    "sink": {*_TANGENTS, "distributed/", "problem/tangents", "cpu/attention", "families/operations", "testing"},
     "dropout_p": {"distributed/", "families/operations", "problem/checks", "problem/philox"},
     "dlse": {
         *_TANGENTS, "closure", "cpu/attention", "distributed/", "families/operations", "gpu/", "plan/", "problem/",
