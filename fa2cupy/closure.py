@@ -139,9 +139,10 @@ class _Backprop(Backprop[Any]):
         return function(*self._inputs, *self._results, do, dlse=dlse, out=out, **self._own, **self._shared)
 
     def jvp(self, qt: Any, kt: Any, vt: Any, *, out: tuple[Any, ...] | None = None, **tangents: Any) -> tuple[Any, Any]:
-        given = (None, None, *unpack_out(out, ("ot", "lset")))
-        found = self._functions.jvp(*self._inputs, qt, kt, vt, out=given, **tangents, **self._scores())
-        return found[2], found[3]
+        o, lse = self._results
+        given = {"o": o, "lse": lse, "out": (None, None, *unpack_out(out, ("ot", "lset")))}
+        *_, ot, lset = self._functions.jvp(*self._inputs, qt, kt, vt, **given, **tangents, **self._scores())
+        return ot, lset
 
     def backward_jvp(self, do: Any, *moved: Any, **more: Any) -> tuple[Any, ...]:
         function = self._functions.backward_jvp

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from .backends import backend_of
+from .problem.arguments import output_name, unpack_out
 from .problem.array_types import ArrayT
 from .problem.conversions import explains_absence, third_derivative
 from .problem.keywords import ScoreKeywords, options_of, takes
@@ -14,7 +15,7 @@ from .typing import SecondOrderKeywords
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-__all__ = ["backward_jvp", "double_backward", "jvp"]
+__all__ = ["backward_jvp", "double_backward", "jvp", "out_of_tangents"]
 
 
 @takes(ScoreKeywords)
@@ -27,6 +28,8 @@ def jvp(
     kt: ArrayT | None,
     vt: ArrayT | None,
     *,
+    o: ArrayT | None = None,
+    lse: ArrayT | None = None,
     bias_tangent: ArrayT | None = None,
     sink_tangent: ArrayT | None = None,
     out: tuple[ArrayT | None, ...] | None = None,
@@ -42,15 +45,18 @@ def jvp(
         The direction: the tangents of q, k and v. None is one of zeros, whose products are not computed.
     causal, softmax_scale, layout, **keywords
         As for `forward`.
+    o, lse : ndarray, optional
+        The results of `forward` with the same options, both of them: they are then not computed again.
     bias_tangent, sink_tangent : ndarray, shapes and dtypes of bias, sink, optional
         Tangents of the bias and of the sink. ALiBi's slopes and the arrays of functions have none.
     out : tuple of (ndarray or None), optional
-        Arrays ``(o, lse, ot, lset)`` to write the results to. They must not overlap each other or an input.
+        Arrays ``(o, lse, ot, lset)`` to write the results to. They must not overlap each other or an input. The first
+        two are None if o and lse are given.
 
     Returns
     -------
     o, lse : ndarray
-        As from `forward`.
+        As from `forward`, or the given ones.
     ot, lset : ndarray, shapes and dtypes of o, lse
         Their tangents. A row without a visible key has zeros.
 
@@ -66,9 +72,10 @@ def jvp(
     Notes
     -----
     With P = exp(S - lse) and the tangent T of the scores, T = softmax_scale (Qt K^T + Q Kt^T) without features,
-    lset = rowsum(P * T) and Ot = (P * T) V - lset * O + P Vt: six matrix products, where `forward` has two. Memory
-    beyond inputs and results is as for `forward`: T is never held for all scores. The dropped elements are those of
-    `forward`. The docstring of ``fa2cupy/numerics/second_order.py`` has the terms that features add.
+    lset = rowsum(P * T) and Ot = (P * T) V - lset * O + P Vt: six matrix products, five with o and lse, where
+    `forward` has two. Memory beyond inputs and results is as for `forward`: T is never held for all scores. The dropped
+    elements are those of `forward`. The docstring of ``fa2cupy/numerics/second_order.py`` has the terms that features
+    add.
 
     Examples
     --------
@@ -81,7 +88,21 @@ def jvp(
     """
     options = options_of("fa2cupy.jvp", keywords)
     tangents = Tangents(qt, kt, vt, bias_tangent, sink_tangent)
-    return backend_of("q", q).jvp(q, k, v, tangents, out, options, keywords)
+    if o is None and lse is None:
+        return backend_of("q", q).jvp(q, k, v, tangents, out, options, keywords)
+    results, own_out = {"o": o, "lse": lse}, out_of_tangents(out)
+    ot, lset = backend_of("q", q).output_jvp((q, k, v), results, tangents, own_out, options, keywords)
+    found: Any = o, lse, ot, lset
+    return found
+
+
+def out_of_tangents(out: tuple[Any, ...] | None) -> tuple[Any, ...]:
+    """The arrays for ot and lset among those of the argument `out` of a `jvp` that is given o and lse."""
+    o, lse, *moved = unpack_out(out, ("o", "lse", "ot", "lset"))
+    for name, array in (("o", o), ("lse", lse)):
+        if array is not None:
+            raise ValueError(f"{output_name(name)}: it is not written if {name} is given; expected None")
+    return tuple(moved)
 
 
 @takes(SecondOrderKeywords)

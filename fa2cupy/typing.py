@@ -129,7 +129,7 @@ class Backprop(Protocol[ArrayT]):
         sink_tangent: ArrayT | None = None,
         out: tuple[ArrayT | None, ...] | None = None,
     ) -> tuple[ArrayT, ArrayT]:
-        """Tangents of o and lse along a direction: see `fa2cupy.jvp`, which computes o and lse again.
+        """Tangents of o and lse along a direction: see `fa2cupy.jvp`.
 
         Parameters
         ----------

@@ -318,6 +318,22 @@ def test_layouts_and_ranks_agree(dtype):
 
 
 @pytest.mark.parametrize("is_packed", (False, True), ids=("", "packed"))
+def test_results_that_are_given_are_not_computed_again(is_packed):
+    inputs, direction = draw("float64", (300, 300)), draw("float64", (300, 300), seed=1)
+    options: dict = {"causal": True}
+    if is_packed:
+        inputs, direction = (tuple(x[0] for x in arrays) for arrays in (inputs, direction))
+        options |= dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), cp.asarray([0, 70, 70, 290], dtype="int32"))
+    arrays = (*inputs[:3], *direction[:3])
+    o, lse, *wanted = fa2cupy.jvp(*arrays, **options)
+    out = tuple(cp.full_like(x, cp.nan) for x in wanted)
+    found = fa2cupy.jvp(*arrays, o=o, lse=lse, out=(None, None, *out), **options)
+    assert all(one is other for one, other in zip(found, (o, lse, *out), strict=True))
+    for one, other in zip(out, wanted, strict=True):
+        cp.testing.assert_allclose(one, other, atol=1e-12)
+
+
+@pytest.mark.parametrize("is_packed", (False, True), ids=("", "packed"))
 def test_calls_are_captured_in_a_graph(is_packed):
     """Code that reads offsets or waits for the device could not be captured."""
     inputs, direction = draw("float32", (300, 300)), draw("float32", (300, 300), seed=1)

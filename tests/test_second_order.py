@@ -273,6 +273,18 @@ def test_the_closure_of_attention_has_the_three_functions(call):
         np.testing.assert_array_equal(one, other)
 
 
+def test_given_results_are_not_computed_again(call, monkeypatch):
+    direction = call.direction(1)
+    wanted = call._jvp(direction, fa2cupy)
+    monkeypatch.setattr(second_order, "attend", None)  # cannot be called
+    given = (*(call.arrays[name] for name in "qkv"), *(direction[name] for name in "qkv"))
+    more = call._tangents(direction) | call.keywords(call.arrays)
+    found = fa2cupy.jvp(*given, o=wanted[0], lse=wanted[1], **more)
+    assert found[0] is wanted[0] and found[1] is wanted[1]
+    for one, other in zip(found, wanted, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
 def test_gradients_of_arrays_of_functions_have_no_derivatives():
     call = Call("functions")
     q, k, v, do = (call.arrays[name] for name in ("q", "k", "v", "do"))
@@ -383,6 +395,30 @@ class TestCalls:
                 "sink_tangent: expected",
             ),
             ("jvp", {}, {"out": (None, None)}, r"out: expected a tuple \(o, lse, ot, lset\)"),
+            (
+                "jvp",
+                {},
+                {"o": np.zeros((1, 4, 4, 8), "float32")},
+                "lse: expected .* got None; o, lse = fa2cupy.forward",
+            ),
+            (
+                "jvp",
+                {},
+                {"lse": np.zeros((1, 4, 4), "float32")},
+                "o: expected .* got None; o, lse = fa2cupy.forward",
+            ),
+            (
+                "jvp",
+                {},
+                {"o": np.zeros((1, 4, 4, 8), "float32"), "lse": np.zeros((1, 4, 4))},
+                "lse: expected dtype float32 to match q, got float64",
+            ),
+            (
+                "jvp",
+                {},
+                {"o": 1, "lse": 2, "out": (np.zeros(1), None, None, None)},
+                r"out \(o\): it is not written if o is given",
+            ),
             ("backward_jvp", {"ot": np.zeros((1, 4, 4, 1), "float32")}, {}, "ot: expected shape .* to match o"),
             (
                 "backward_jvp",

@@ -96,7 +96,15 @@ def test_jvp_of_packed_sequences(launched, dtype):
     packed_call(dtype=dtype, **options).check_jvp()
 
 
-@pytest.mark.sample(causal=(True,), dtype=("float32",))
+def test_tangents_of_given_results(launched):
+    call = packed_call(bias=numbers((3, 1, 1, 52), "float64"), sink=np.array([0.3, -np.inf, 0.1, 0.2]))
+    o, lse, *wanted = call.jvp()
+    for one, other in zip(call.jvp(o=place(o), lse=place(lse)), wanted, strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-12)
+    assert [stage.spec.operation for stage in launched][-1] == "output_jvp"
+
+
+@pytest.mark.sample(causal=(True,))
 @of_both_masks
 @of_other_dtypes
 def test_errors_of_jvp_are_bounded_by_those_of_the_formulas_in_the_same_precision(launched, dtype, causal):

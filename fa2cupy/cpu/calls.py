@@ -5,7 +5,7 @@ from __future__ import annotations
 from .attention import backward, default_tile, delta, forward
 from .decode import decode
 from .merge import merge
-from .second_order import backward_jvp, double_backward, jvp
+from .second_order import backward_jvp, double_backward, jvp, output_jvp
 from .tile_states import tile_states
 
 __all__ = [
@@ -18,5 +18,6 @@ __all__ = [
     "forward",
     "jvp",
     "merge",
+    "output_jvp",
     "tile_states",
 ]

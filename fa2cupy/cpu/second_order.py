@@ -24,6 +24,7 @@ from ..problem.tangents import (
     check_backward_jvp,
     check_double_backward,
     check_jvp,
+    check_output_jvp,
 )
 from .attention import arrays_of, attend, default_tile, fill_unused, row_sums
 from .results import results_for
@@ -32,7 +33,7 @@ from .sums import Sums, in_shares
 from .threads import in_threads
 from .tiles import Heads, heads_of, multiplications, rows, store
 
-__all__ = ["backward_jvp", "double_backward", "jvp"]
+__all__ = ["backward_jvp", "double_backward", "jvp", "output_jvp"]
 
 _Tile = tuple[int, int]
 
@@ -55,14 +56,47 @@ def jvp(
     fill_unused(problem, (o, 0), (lse, -np.inf), (ot, 0), (lset, 0))
     tile = default_tile(problem.heads_per_group, problem.score_shape[2])
     attend(heads, tile, (q, k, v), (o, lse))
+    _write_tangents(heads, tile, (q, k, v), (o, lse), tangents, (ot, lset))
+    return o, lse, ot, lset
+
+
+def output_jvp(
+    inputs: tuple[np.ndarray, np.ndarray, np.ndarray],
+    results: Mapping[str, np.ndarray | None],
+    tangents: Tangents,
+    out: tuple[np.ndarray | None, ...] | None,
+    options: CallOptions,
+    keywords: Mapping[str, object],
+) -> tuple[np.ndarray, ...]:
+    """The tangents that `fa2cupy.jvp` returns for given `results`, o and lse, on NumPy arrays."""
+    arrays = _checked_arrays(inputs, results, ())
+    request = check_output_jvp(arrays, tangents, options, keywords)
+    problem = request.problem
+    heads = heads_of(problem, keywords)
+    ot, lset = results_for(request.results, out, arrays | _given(TANGENTS, tangents) | arrays_of(keywords))
+    fill_unused(problem, (ot, 0), (lset, 0))
+    tile = default_tile(problem.heads_per_group, problem.score_shape[2])
+    _write_tangents(heads, tile, inputs, (arrays["o"], arrays["lse"]), tangents, (ot, lset))
+    return ot, lset
+
+
+def _write_tangents(
+    heads: Sequence[Heads],
+    tile: _Tile,
+    inputs: tuple[np.ndarray, ...],
+    results: tuple[np.ndarray, np.ndarray],
+    tangents: Tangents,
+    moved: tuple[np.ndarray, np.ndarray],
+) -> None:
+    """Writes the tangents `moved` of `results`, o and lse."""
+    (o, lse), (ot, lset) = results, moved
 
     def of_head(head: Heads) -> None:
-        ot_rows, lset_rows = _Tangent(head, (q, k, v), lse, tangents).results(o, tile)
+        ot_rows, lset_rows = _Tangent(head, inputs, lse, tangents).results(o, tile)
         store(ot_rows, head.queries(ot))
         store(lset_rows, head.statistics(lset))
 
     in_threads(of_head, heads, multiplications(heads))
-    return o, lse, ot, lset
 
 
 def backward_jvp(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
+from dataclasses import replace
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal, overload
 
@@ -14,6 +15,7 @@ from ..problem.arguments import unpack_out
 from ..problem.array_types import Array, ArrayT
 from ..problem.conversions import explains_absence
 from ..problem.keywords import check_keywords, options_of, takes
+from ..second_order import out_of_tangents
 from ..typing import (
     Backprop,
     RankBackwardKeywords,
@@ -312,6 +314,8 @@ def jvp(
     kt: ArrayT | None,
     vt: ArrayT | None,
     *,
+    o: ArrayT | None = None,
+    lse: ArrayT | None = None,
     bias_tangent: ArrayT | None = None,
     sink_tangent: ArrayT | None = None,
     out: tuple[ArrayT | None, ...] | None = None,
@@ -325,6 +329,8 @@ def jvp(
         As for `forward`.
     qt, kt, vt : ndarray or None
         This rank's rows of the direction.
+    o, lse : ndarray, optional
+        This rank's results of `forward`, which are then not computed again.
     bias_tangent, sink_tangent : ndarray, optional
         As bias and sink.
     scheme : {None, "heads"}, optional
@@ -351,7 +357,13 @@ def jvp(
     """
     arrays = {"q": q, "k": k, "v": v, "qt": qt, "kt": kt, "vt": vt}
     arrays |= {"bias_tangent": bias_tangent, "sink_tangent": sink_tangent}
-    return _results(comm, _arguments("jvp", arrays, out, keywords))
+    arguments = _arguments("jvp", arrays, out, keywords)
+    if o is None and lse is None:
+        return _results(comm, arguments)
+    arguments = replace(arguments, call="output_jvp", arrays={**arrays, "o": o, "lse": lse}, out=out_of_tangents(out))
+    ot, lset = _results(comm, arguments)
+    found: Any = o, lse, ot, lset
+    return found
 
 
 @takes(RankSecondOrderKeywords)

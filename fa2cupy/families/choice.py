@@ -93,7 +93,8 @@ def choose_with_copies(
 
     Parameters
     ----------
-    call : {"forward", "delta", "backward", "decode", "merge", "tile_states", "jvp", "backward_jvp", "double_backward"}
+    call : {"forward", "delta", "backward", "decode", "merge", "tile_states", "jvp", "output_jvp", "backward_jvp",
+            "double_backward"}
     problem : AttentionProblem
     device : DeviceInfo
     taken_by : callable

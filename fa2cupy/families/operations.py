@@ -291,5 +291,9 @@ TILED = tuple(name for name, operation in OPERATIONS.items() if operation.is_til
 
 #: The tiled operations of each method of the backward.
 METHODS = {"single_pass": ("backward",), "two_pass": ("backward_dq", "backward_dkdv")}
-#: The tiled operations of the calls that have several and no methods.
-SEVERAL = {"backward_jvp": ("dq_jvp", "dkdv_jvp"), "double_backward": ("output_jvp", "dq_jvp", "dkdv_jvp")}
+#: The tiled operations of the calls that are given lse and have no methods.
+SEVERAL = {
+    "output_jvp": ("output_jvp",),
+    "backward_jvp": ("dq_jvp", "dkdv_jvp"),
+    "double_backward": ("output_jvp", "dq_jvp", "dkdv_jvp"),
+}

@@ -35,6 +35,7 @@ _ARRAYS = {
     "merge": (("o_parts", "lse_parts"), (), ("o", "lse")),
     "tile_states": ((), (), ("states",)),
     "jvp": (("q", "k", "v", "qt", "kt", "vt"), ("qt", "kt", "vt"), ("o", "lse", "ot", "lset")),
+    "output_jvp": (("q", "k", "v", "o", "lse", "qt", "kt", "vt"), ("qt", "kt", "vt"), ("ot", "lset")),
     "backward_jvp": (
         ("q", "k", "v", "o", "lse", "do", "qt", "kt", "vt", "ot", "lset", "dot", "dlset"),
         ("qt", "kt", "vt", "dot", "dlset"),
@@ -90,7 +91,8 @@ def arguments_of(call: str, features: tuple[str, ...] = (), gradients: tuple[str
 
     Parameters
     ----------
-    call : {"forward", "delta", "backward", "decode", "merge", "tile_states", "jvp", "backward_jvp", "double_backward"}
+    call : {"forward", "delta", "backward", "decode", "merge", "tile_states", "jvp", "output_jvp", "backward_jvp",
+            "double_backward"}
     features : tuple of str, optional
         Further inputs, all optional.
     gradients : tuple of str, optional

@@ -28,12 +28,14 @@ __all__ = [
     "forward",
     "jvp",
     "merge",
+    "output_jvp",
     "tile_states",
 ]
 
 _FORWARD, _DELTA, _BACKWARD = map(arguments_of, ("forward", "delta", "backward"))
 _DECODE, _MERGE = map(arguments_of, ("decode", "merge"))
-_JVP, _BACKWARD_JVP, _DOUBLE_BACKWARD = map(arguments_of, ("jvp", "backward_jvp", "double_backward"))
+_JVP, _OUTPUT_JVP = map(arguments_of, ("jvp", "output_jvp"))
+_BACKWARD_JVP, _DOUBLE_BACKWARD = map(arguments_of, ("backward_jvp", "double_backward"))
 
 _ARRAYS = frozenset((*ARRAY_KEYWORDS, "dlse"))
 _FUNCTIONS = {args: role for role, args in ARGUMENTS.items()}
@@ -136,6 +138,19 @@ def jvp(
 ) -> tuple[cupy.ndarray, ...]:
     """`fa2cupy.jvp` on CuPy arrays."""
     return _second_order(_JVP, (q, k, v, *tangents[:3]), None, tangents, (), out, options, keywords)
+
+
+def output_jvp(
+    inputs: tuple[cupy.ndarray, cupy.ndarray, cupy.ndarray],
+    results: Mapping[str, cupy.ndarray | None],
+    tangents: Tangents,
+    out: tuple[cupy.ndarray | None, ...] | None,
+    options: CallOptions,
+    keywords: Mapping[str, object],
+) -> tuple[cupy.ndarray, ...]:
+    """The tangents that `fa2cupy.jvp` returns for given `results`, o and lse, on CuPy arrays."""
+    arrays = (*inputs, results["o"], results["lse"], *tangents[:3])
+    return _second_order(_OUTPUT_JVP, arrays, None, tangents, (), out, options, keywords)
 
 
 def backward_jvp(

@@ -20,6 +20,7 @@ from ..plan.plans import (
     plan_gradient_tangents,
     plan_jvp,
     plan_merge,
+    plan_output_jvp,
     plan_tile_states,
 )
 from ..plan.stages import Plan
@@ -51,6 +52,7 @@ from ..problem.tangents import (
     check_backward_jvp,
     check_double_backward,
     check_jvp,
+    check_output_jvp,
 )
 from .arguments import IN_KERNELS, TENSORS, Arguments
 from .copies import CopyingCall
@@ -127,6 +129,7 @@ _CHECKS: dict[str, Callable[[_Arrays, CallOptions, Mapping[str, Any]], Request]]
     "merge": lambda arrays, options, keywords: check_merge(arrays, options),
     "tile_states": lambda arrays, options, keywords: check_tile_states(keywords),
     "jvp": lambda arrays, *more: check_jvp(arrays, _tangents(TANGENTS, arrays), *more),
+    "output_jvp": lambda arrays, *more: check_output_jvp(arrays, _tangents(TANGENTS, arrays), *more),
     "backward_jvp": lambda arrays, *more: check_backward_jvp(arrays, _tangents(TANGENTS, arrays), *more),
     "double_backward": lambda arrays, *more: check_double_backward(arrays, _tangents(COTANGENTS, arrays), *more),
 }
@@ -142,6 +145,7 @@ _PLANS = {
     "delta": plan_delta,
     "tile_states": plan_tile_states,
     "jvp": plan_jvp,
+    "output_jvp": plan_output_jvp,
     "backward_jvp": plan_gradient_tangents,
     "double_backward": plan_gradient_tangents,
 }

@@ -27,6 +27,7 @@ __all__ = [
     "plan_gradient_tangents",
     "plan_jvp",
     "plan_merge",
+    "plan_output_jvp",
     "plan_tile_states",
 ]
 
@@ -60,6 +61,19 @@ def plan_jvp(problem: AttentionProblem, device: DeviceInfo, strides: Mapping[str
     lists, of_lists = layout.lists(choice.tiles)
     stages = [*_clear_unused(layout, "clear_forward"), *lists, layout.tiled("jvp", choice.tiles["jvp"])]
     return _plan(stages, of_lists, ["ot", "lset"] if problem.is_packed else [])
+
+
+def plan_output_jvp(
+    problem: AttentionProblem, device: DeviceInfo, strides: Mapping[str, AnyStrides], choice: Choice
+) -> Plan:
+    """The plan of `fa2cupy.jvp` for given o and lse. `strides` are those of `plan_jvp`."""
+    has_own_lse = "forward" in choice.tiles
+    layout = StageLayout(_with_given_lse(problem) if has_own_lse else problem, device, choice.family, strides)
+    tiled = [layout.tiled(operation, tile) for operation, tile in choice.tiles.items()]
+    workspaces = [Workspace(_OWN_LSE, _statistics_bytes(problem))] if has_own_lse else []
+    lists, of_lists = layout.lists(choice.tiles)
+    stages = [*lists, *(_with_own_lse(tiled) if has_own_lse else tiled)]
+    return _plan(stages, [*workspaces, *of_lists], ["ot", "lset"] if problem.is_packed else [])
 
 
 def plan_gradient_tangents(

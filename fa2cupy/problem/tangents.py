@@ -18,6 +18,7 @@ __all__ = [
     "check_backward_jvp",
     "check_double_backward",
     "check_jvp",
+    "check_output_jvp",
     "check_tangents",
 ]
 
@@ -52,6 +53,18 @@ def check_jvp(
     request = _with_tangents(request, tangents)
     o, lse = request.results
     return request._replace(results=(o, lse, o._replace(name="ot"), lse._replace(name="lset")))
+
+
+def check_output_jvp(
+    arrays: Mapping[str, Any], tangents: Tangents, options: CallOptions, keywords: Mapping[str, Any]
+) -> Request:
+    """The same for a call with o and lse, which are no results of it."""
+    array_backend({name: arrays[name] for name in ("q", "o", "lse")})
+    request = check_jvp(arrays, tangents, options, keywords)
+    o, lse, *moved = request.results
+    for result in (o, lse):
+        check_array(result.name, arrays[result.name], result.shape, result.dtype, "q")
+    return request._replace(results=tuple(moved))
 
 
 def check_backward_jvp(

@@ -51,10 +51,12 @@ def backward(q, k, v, o, lse, do, *, delta=None, dlse=None, out=None, **keywords
     return calls.backward(q, k, v, o, lse, do, delta, dlse, out, _options(keywords), keywords)
 
 
-def jvp(q, k, v, qt, kt, vt, *, bias_tangent=None, sink_tangent=None, out=None, **keywords):
-    """Calls `fa2cupy.gpu.calls.jvp` by keyword."""
-    tangents = Tangents(qt, kt, vt, bias_tangent, sink_tangent)
-    return calls.jvp(q, k, v, tangents, out, _options(keywords), keywords)
+def jvp(q, k, v, qt, kt, vt, *, o=None, lse=None, bias_tangent=None, sink_tangent=None, out=None, **keywords):
+    """Calls `fa2cupy.gpu.calls.jvp` by keyword, or `output_jvp` given o and lse, which then returns ot and lset."""
+    tangents, options = Tangents(qt, kt, vt, bias_tangent, sink_tangent), _options(keywords)
+    if o is None:
+        return calls.jvp(q, k, v, tangents, out, options, keywords)
+    return calls.output_jvp((q, k, v), {"o": o, "lse": lse}, tangents, out, options, keywords)
 
 
 def backward_jvp(

@@ -54,6 +54,7 @@ def scheme_of(scheme: object, problem: AttentionProblem, size: int, ranks_per_ho
 
 def check_second_order(call: str, scheme: object, problem: AttentionProblem, size: int) -> str:
     """The scheme of a call of second order: ``"heads"``, or an error."""
+    call = call.removeprefix("output_")
     if scheme not in (None, "heads"):
         scheme_of(scheme, problem, size, size)
         raise UnsupportedProblemError(f"scheme: {call} is for 'heads' alone, got {scheme!r}")

@@ -24,7 +24,7 @@ from ...problem.feature_checks import extra_gradients, is_seed
 from ...problem.features import ARRAYS, feature_arrays
 from ...problem.function_checks import function_arrays, program_of
 from ...problem.options import CallOptions, requested_method
-from ...problem.tangents import check_backward_jvp, check_double_backward, check_jvp
+from ...problem.tangents import check_backward_jvp, check_double_backward, check_jvp, check_output_jvp
 from ..communicator import Communicator, Stage
 from .agreement import agree
 from .choice import check_scheme, check_second_order, groups_of, ranks_with_heads, scheme_of
@@ -49,6 +49,7 @@ _CHECKS: Mapping[str, Any] = {
     "forward": check_forward,
     "backward": check_backward,
     "jvp": check_jvp,
+    "output_jvp": check_output_jvp,
     "backward_jvp": check_backward_jvp,
     "double_backward": check_double_backward,
 }
@@ -60,7 +61,7 @@ class CallArguments:
 
     Attributes
     ----------
-    call : {"forward", "backward", "jvp", "backward_jvp", "double_backward"}
+    call : {"forward", "backward", "jvp", "output_jvp", "backward_jvp", "double_backward"}
     arrays : dict of ndarray
         q, k, v, and the other arrays that are no keywords of features, by the arguments' names. Some may be None.
     out : tuple of (ndarray or None), or None

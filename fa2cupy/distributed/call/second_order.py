@@ -12,7 +12,7 @@ from ...problem.tangents import COTANGENTS, TANGENTS, Tangents
 __all__ = ["CALLS", "TANGENTS_OF_FEATURES", "call_backend", "direction_of", "tangents_of_features"]
 
 #: By call, the names of the arrays that are the direction.
-CALLS = {"jvp": TANGENTS, "backward_jvp": TANGENTS, "double_backward": COTANGENTS}
+CALLS = {"jvp": TANGENTS, "output_jvp": TANGENTS, "backward_jvp": TANGENTS, "double_backward": COTANGENTS}
 #: The names of tangents and cotangents of features in the features' table.
 TANGENTS_OF_FEATURES = TANGENTS[3:]
 
@@ -40,6 +40,7 @@ def call_backend(
     inputs, direction = tuple(arrays[name] for name in ("q", "k", "v")), direction_of(call, arrays)
     if call == "jvp":
         return backend.jvp(*inputs, direction, out, options, keywords)
-    results = {"dot": None, "dlse": None, "dlset": None} if call == "backward_jvp" else {"dlse": None}
+    optional = {"backward_jvp": ("dot", "dlse", "dlset"), "double_backward": ("dlse",)}
+    results: dict[str, Any] = dict.fromkeys(optional.get(call, ()))
     results |= {name: x for name, x in arrays.items() if name not in ("q", "k", "v", *CALLS[call])}
     return getattr(backend, call)(inputs, results, direction, out, options, keywords)

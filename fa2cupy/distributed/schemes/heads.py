@@ -29,7 +29,7 @@ from ..local.sums import clear, sum_into
 from ..movers.move import Late, Memory, Move, Mover, Shape
 from ..transport.windows import Signal
 
-__all__ = ["HeadShares", "Heads", "backward", "backward_jvp", "double_backward", "forward", "jvp"]
+__all__ = ["HeadShares", "Heads", "backward", "backward_jvp", "double_backward", "forward", "jvp", "output_jvp"]
 
 #: The first inputs, q, k and v, do not wait for the kernel that writes delta: copying them takes longer than it.
 _EARLY = 3
@@ -440,5 +440,6 @@ def _second_order(call: str, run: Run, mover: Mover, operands: Operands, out: Se
 
 
 jvp = functools.partial(_second_order, "jvp")
+output_jvp = functools.partial(_second_order, "output_jvp")
 backward_jvp = functools.partial(_second_order, "backward_jvp")
 double_backward = functools.partial(_second_order, "double_backward")
