@@ -435,6 +435,7 @@ class CupyTwice(_Peer):
     def __init__(self, gpu: Gpu):
         self.gpu, self.xp = gpu, gpu.xp
         self._products: dict[str, Callable] = {}
+        self.release()
 
     def supports(self, problem: Problem, operation: str) -> bool:
         """Returns True up to a size of the score matrices, of which it has several at a time."""
@@ -445,31 +446,35 @@ class CupyTwice(_Peer):
         """Binds the operation to rotating inputs, as stacks of matrices."""
         product = self._product(problem)
         self._shape = problem.batch, problem.num_heads, problem.seqlen, -1
+        if self._sets is not sets:
+            self._sets, self._stacks, self._made = sets, [type(one)(*map(self._stack, one)) for one in sets], []
 
-        def stack(array):
-            flat = array.swapaxes(1, 2) if array.ndim == 4 else array
-            return self.xp.ascontiguousarray(flat).reshape(-1, *flat.shape[2:])
+        def made(q, k, v) -> TwiceWrittenOut:
+            return TwiceWrittenOut(self.xp, q, k, v, problem.causal, product)
 
-        stacks = [type(one)(*map(stack, one)) for one in sets]
-        made = [TwiceWrittenOut(self.xp, one.q, one.k, one.v, problem.causal, product) for one in stacks]
-        if operation == "jvp":
-
-            def jvp(q, k, v, *moved) -> tuple:
-                call = TwiceWrittenOut(self.xp, q, k, v, problem.causal, product)
-                return call.o, call.jvp(*moved)[0]
-
-            return rotating(jvp, [(one.q, one.k, one.v, one.qt, one.kt, one.vt) for one in stacks])
-        for call, one in zip(made, stacks, strict=True):
-            call.jvp(one.qt, one.kt, one.vt)
+        def jvp(q, k, v, *moved) -> tuple:
+            call = made(q, k, v)
+            return call.o, call.jvp(*moved)[0]
 
         def backward_jvp(call, one) -> tuple:
-            moved = (one.qt, one.kt, one.vt)
-            if operation == "backward_jvp":
-                return call.backward_jvp(one.do, *moved, one.ot, one.lset)
-            ot, lset = call.jvp(*moved)
-            return *call.backward_jvp(one.do, *moved, ot, lset), ot
+            return call.backward_jvp(one.do, one.qt, one.kt, one.vt, one.ot, one.lset)
 
-        return rotating(backward_jvp, list(zip(made, stacks, strict=True)))
+        def double_backward(call, one) -> tuple:
+            ot, lset = call.jvp(one.qt, one.kt, one.vt)
+            return *call.backward_jvp(one.do, one.qt, one.kt, one.vt, ot, lset), ot
+
+        if operation == "jvp":
+            return rotating(jvp, [(one.q, one.k, one.v, one.qt, one.kt, one.vt) for one in self._stacks])
+        if not self._made:
+            self._made = [made(one.q, one.k, one.v) for one in self._stacks]
+            for call, one in zip(self._made, self._stacks, strict=True):
+                call.jvp(one.qt, one.kt, one.vt)
+        function = backward_jvp if operation == "backward_jvp" else double_backward
+        return rotating(function, list(zip(self._made, self._stacks, strict=True)))
+
+    def _stack(self, array):
+        flat = array.swapaxes(1, 2) if array.ndim == 4 else array
+        return self.xp.ascontiguousarray(flat).reshape(-1, *flat.shape[2:])
 
     def _product(self, problem: Problem) -> Callable | None:
         """Returns the product of stacks; cupy.matmul has none of bfloat16."""
@@ -488,7 +493,10 @@ class CupyTwice(_Peer):
         return self.gpu.peak_bytes(call)
 
     def release(self) -> None:
-        """Does nothing: `Gpu.release` frees CuPy's memory."""
+        """Drops what it has of the last inputs."""
+        self._sets: Sequence | None = None
+        self._stacks: list = []
+        self._made: list[TwiceWrittenOut] = []
 
 
 class JvpFlashAttention(TorchPeer):
@@ -499,7 +507,6 @@ class JvpFlashAttention(TorchPeer):
 
     name = "jvp_flash_attention"
     operations = ("jvp",)
-    dtypes = (*_HALF, "float32")
 
     def __init__(self, gpu: Gpu):
         super().__init__(gpu)

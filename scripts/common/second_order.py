@@ -120,9 +120,9 @@ class SecondOrderBenchmark:
         ``share`` is our TFLOP/s over those of the forward, or for the others of the backward, and ``times`` the time
         over the time of these calls; ``ratio`` is a peer's time over ours.
         """
-        self.gpu.release()
         for peer in self.peers:
             peer.release()
+        self.gpu.release()
         try:
             sets = self._sets(problem)
             results = {name: self._call(problem, name, sets[:1])() for name in OPERATIONS}
