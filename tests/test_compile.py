@@ -480,7 +480,8 @@ def test_every_file_of_kernels_is_used_by_some_kernel():
         specs += default_specs(DeviceInfo.named("sm_90"), "float64", 64, True, method, "sm80")
     specs += [merge_spec(H100, "float16", 64), *decode_specs(H100, "float16", 64), *decode_specs(H100, "float32", 64)]
     specs += [*specs_of_ranks("sm_90", ["float16"]), *second_order_specs(H100, "float32", 64)]
-    specs += [*second_order_specs(DeviceInfo.named("sm_80"), "float16", 64), *second_order_specs(H100, "float16", 64)]
+    for arch, dtype in (("sm_80", "float16"), ("sm_80", "float64"), ("sm_90", "float16")):
+        specs += second_order_specs(DeviceInfo.named(arch), dtype, 64)
     specs += second_order_specs(H100, "float32", 64, features=("sink", "return_dsink"))
     functions = {"mask_mod": mods.causal(), "score_mod": lambda score, b, h, q, k: 2 * score}
     for family, method in itertools.product(("sm90", "sm80"), (None, "two_pass")):

@@ -49,7 +49,7 @@ OTHERS = {
     "bias_tangent": {*_OF_TANGENTS, "jit/params"},
     "sink_tangent": _OF_TANGENTS,
     **dict.fromkeys(OF_DIRECTION, {"families/operations"}),
-    "dout_tangent": {"families/operations", "families/sm90"},
+    "dout_tangent": {"families/operations"},
     "mask": {"demo", "families/sm90"},
     "key_padding_mask": {"problem/arguments"},
     "mask_mod": {

@@ -96,15 +96,18 @@ def test_jvp_of_packed_sequences(launched, dtype):
     packed_call(dtype=dtype, **options).check_jvp()
 
 
-def test_tangents_of_given_results(launched):
-    call = packed_call(bias=numbers((3, 1, 1, 52), "float64"), sink=np.array([0.3, -np.inf, 0.1, 0.2]))
+@pytest.mark.sample(family=("simt", "sm80"))
+def test_tangents_of_given_results(launched, dtype):
+    options = {"bias": numbers((3, 1, 1, 52), "float64"), "sink": np.array([0.3, -np.inf, 0.1, 0.2])}
+    call = packed_call(dtype=dtype, **options)
     o, lse, *wanted = call.jvp()
+    tolerance = 1e-12 if dtype == "float64" else 4e-2  # o, which is subtracted lse' times, is rounded
     for one, other in zip(call.jvp(o=place(o), lse=place(lse)), wanted, strict=True):
-        np.testing.assert_allclose(one, other, atol=1e-12)
+        np.testing.assert_allclose(*(np.asarray(x, "float64") for x in (one, other)), atol=tolerance)
     assert [stage.spec.operation for stage in launched][-1] == "output_jvp"
 
 
-@pytest.mark.sample(causal=(True,))
+@pytest.mark.sample(causal=(True,), dtype=("float32",))
 @of_both_masks
 @of_other_dtypes
 def test_errors_of_jvp_are_bounded_by_those_of_the_formulas_in_the_same_precision(launched, dtype, causal):
@@ -316,12 +319,15 @@ def test_warps_of_float64(launched, tiles, check):
 
 @pytest.mark.parametrize(
     ("pair", "family"),
-    [((136, 8), SIMT), ((8, 136), SIMT), ((8, 88), SIMT), ((8, 80), SM80_FLOAT64), ((128, 128), SM80_FLOAT64)],
+    [
+        *((pair, "simt") for pair in ((136, 8), (8, 136), (8, 88))),
+        *((pair, "sm80_float64") for pair in ((8, 80), (128, 128))),
+    ],
     ids=str,
 )
 def test_columns_that_warps_of_float64_do_not_hold_are_left_to_cuda_cores(pair, family):
     specs = second_order_specs(DeviceInfo.named("sm_90"), "float64", pair[0], head_dim_v=pair[1])
-    assert {spec.family for spec in specs} == {None, family}
+    assert {spec.family for spec in specs} == {None, ALL[family]}
 
 
 # ----------------------------------------------------------------------------------------------------------- mutants

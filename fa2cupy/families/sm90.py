@@ -19,7 +19,7 @@ from .tile import TileConfig
 __all__ = ["SM90", "Sm90"]
 
 _H100, _H100_LATER = "NVIDIA H100 80GB HBM3, 2026-11-21", "NVIDIA H100 80GB HBM3, 2026-11-22"
-_H200 = "NVIDIA H200, 2026-11-27"
+_H100_LAST, _H200 = "NVIDIA H100 80GB HBM3, 2026-11-27", "NVIDIA H200, 2026-11-27"
 #: Features that need registers in the inner loop, so that the backward with more queries at a time would spill. (With a
 #: window it would not spill, but compute more scores outside the window.)
 _IN_REGISTERS, _IN_MANY_REGISTERS = features_in_registers(1), features_in_registers(2)
@@ -184,25 +184,24 @@ class Sm90(Family):
             (
                 TileRow(64, TileConfig(128, 64, 12, 2), features=_BY_POSITION),
                 TileRow(128, TileConfig(128, 48, 12, 2), features=_BY_POSITION),
-                TileRow(64, TileConfig(128, 96, 12, 2)),
+                TileRow(64, TileConfig(128, 128, 12, 2), _H100_LAST),
                 TileRow(96, TileConfig(128, 80, 12, 2)),
-                TileRow(128, TileConfig(128, 64, 12, 2)),
+                TileRow(128, TileConfig(128, 64, 12, 2), _H100_LAST),
                 TileRow(256, TileConfig(64, 32, 12, 2)),
             ),
         ),
         "dq_jvp": (
             TileRow(64, TileConfig(128, 48, 12, 2), features=_IN_REGISTERS),
             TileRow(128, TileConfig(128, 32, 12, 2), features=_IN_REGISTERS),
-            TileRow(64, TileConfig(128, 80, 12, 2)),
-            TileRow(128, TileConfig(128, 64, 12, 2)),
+            TileRow(64, TileConfig(128, 64, 12, 3), _H100_LAST),
+            TileRow(128, TileConfig(128, 64, 12, 2), _H100_LAST),
         ),
         "dkdv_jvp": (
             TileRow(64, TileConfig(32, 128, 12, 3), features=_IN_REGISTERS),
-            TileRow(64, TileConfig(48, 128, 12, 3), features=("dout_tangent",)),
-            TileRow(64, TileConfig(64, 128, 12, 3)),
+            TileRow(64, TileConfig(64, 128, 12, 4), _H100_LAST),
             TileRow(128, TileConfig(16, 128, 12, 3), features=_IN_REGISTERS),
             TileRow(96, TileConfig(48, 128, 12, 2)),
-            TileRow(128, TileConfig(32, 128, 12, 3)),
+            TileRow(128, TileConfig(32, 128, 12, 3), _H100_LAST),
         ),
     }
 

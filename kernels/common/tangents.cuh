@@ -202,6 +202,15 @@ struct MovedRow {
     Real lse, delta, lse_tangent, delta_tangent;
 };
 
+// The same for accumulators of dP and dP' that start from -delta and -delta' unless dropout rules that out.
+template <class Spec, class Real>
+__device__ __forceinline__ MovedRow<Real> without_delta(const MovedRow<Real>& row) {
+    if constexpr (kProductsFromDelta<Spec>)
+        return {row.lse, 0, row.lse_tangent, 0};
+    else
+        return row;
+}
+
 // The first half of `differentiate_twice`, which reads neither dP nor dP': replaces p = Q K^T by P, before dropout, and
 // the tangents of these products by those of the scores. lse(i, j) is that of the element's query, as for
 // `take_exponentials`: +inf in rows past the end and in rows without a visible key, whose products must be finite.
