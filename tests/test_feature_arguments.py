@@ -12,6 +12,7 @@ from support.feature_cases import SIZES, inputs_of, numbers, options_of, run
 import fa2cupy
 from fa2cupy import UnsupportedProblemError, block_mask, mods
 from fa2cupy.families import registry as families
+from fa2cupy.families.operations import OF_DIRECTION
 from fa2cupy.families.sm80 import SM80
 from fa2cupy.jit.params import param_layout
 from fa2cupy.problem import strides
@@ -277,13 +278,16 @@ def test_every_feature_has_its_row_and_its_numbers():
         "bias_tangent",
         "sink_tangent",
     }
-    assert names | only_kernels == set(FEATURES)
-    arrays = {array for name, need in FEATURES.items() if name not in only_kernels for array in need.arrays}
+    of_direction = set(OF_DIRECTION)
+    assert names | only_kernels | of_direction == set(FEATURES)
+    arrays = {
+        array for name, need in FEATURES.items() if name not in only_kernels | of_direction for array in need.arrays
+    }
     assert arrays == {*ARRAY_KEYWORDS, KEY_LISTS, QUERY_LISTS}
     everything = dataclasses.replace(
         NO_SETTINGS, score_mod=SCORE_MOD, mask_mod=MASK_MOD, block_mask=MAP,
         window=(3, None), softcap=2.0, dropout_p=0.5, seed=2**40 + 7, num_sequences=2,
-        max_seqlen_q=8, max_seqlen_k=9, arrays=ARRAY_KEYWORDS, **dict.fromkeys(only_kernels, True),
+        max_seqlen_q=8, max_seqlen_k=9, arrays=ARRAY_KEYWORDS, tangents="qkvo", **dict.fromkeys(only_kernels, True),
     )  # fmt: skip
     assert everything.features == tuple(FEATURES)
     assert everything.record(Sizes(100, 200, everything.window, 0.25)) == {

@@ -12,7 +12,7 @@ from ..problem.features import features_in_registers, features_of_scores
 from ..problem.strides import AnyStrides
 from .estimate import BlockCost, Costs
 from .family import Family, Kernel, TileRow
-from .operations import OF_DIRECTION, OPERATIONS
+from .operations import OF_DIRECTION
 from .records import LENGTHS, SCALES, SCHEDULE, Record
 from .tile import TileConfig
 
@@ -86,6 +86,7 @@ _RECORDS = {
     ),
 }
 _OF_JVP = ("jvp", "output_jvp")
+_OF_TANGENTS = (*_OF_JVP, "dq_jvp", "dkdv_jvp")
 #: The tensors of each kernel that have tensor maps.
 _MAPPED = {
     operation: tuple(pointer.partition(":")[0] for pointer in record.pointers.split() if pointer.endswith("_map"))
@@ -119,7 +120,7 @@ class Sm90(Family):
     """Kernels for sm_90a only. The blocks of ``backward`` own key tiles; the other kernels are persistent."""
 
     name = "sm90"
-    operations = (*Family.operations, *_OF_JVP, "dq_jvp", "dkdv_jvp")
+    operations = (*Family.operations, *_OF_TANGENTS)
     dtypes = ("float16", "bfloat16")
     min_compute_capability = max_compute_capability = 90
     row_alignment = 16
@@ -228,7 +229,7 @@ class Sm90(Family):
         return _RECORDS[operation]
 
     def shared_memory_bytes(self, kernel: Kernel, tile: TileConfig) -> int:
-        most = OF_DIRECTION if OPERATIONS[kernel.operation].is_second_order else ()  # tangents need more
+        most = OF_DIRECTION if kernel.operation in _OF_TANGENTS else ()  # tangents need more
         return self.shared_memory_with(most, kernel, tile)
 
     def shared_memory_with(self, features: tuple[str, ...], kernel: Kernel, tile: TileConfig) -> int:

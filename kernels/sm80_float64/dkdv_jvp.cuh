@@ -124,9 +124,9 @@ struct DkdvJvp {
             const auto slopes = common::differentiate_twice<true, Spec>(
                 p, tangents, ds, ds_tangent, mask, outside, params, score_tile, [&](int, int j) {
                     const uint32 at = smem + kStatistics + (sharers.first_column() + Scores::col(j, lane)) * 8;
-                    return common::MovedRow<double>{
-                        load_shared<double>(at), load_shared<double>(at + kStatisticBytes),
-                        load_shared<double>(at + 2 * kStatisticBytes), load_shared<double>(at + 3 * kStatisticBytes)};
+                    return common::MovedRow<double>{load_shared<double>(at), load_shared<double>(at + kStatisticBytes),
+                                                    load_shared<double>(at + 2 * kStatisticBytes),
+                                                    load_shared<double>(at + 3 * kStatisticBytes)};
                 });
             slopes.apply(ds, ds_tangent);
 
@@ -158,9 +158,8 @@ struct DkdvJvp {
         store<kHeadDimV, kDv>(dv, common::kept_scale<Spec>(params), params,
                               params.dvt + params.dvt_strides.offset(batch, 0, head_kv), params.dvt_strides.row,
                               first_key, half, lane);
-        store<kHeadDim, kD>(dk, params.softmax_scale, params,
-                            params.dkt + params.dkt_strides.offset(batch, 0, head_kv), params.dkt_strides.row, first_key,
-                            half, lane);
+        store<kHeadDim, kD>(dk, params.softmax_scale, params, params.dkt + params.dkt_strides.offset(batch, 0, head_kv),
+                            params.dkt_strides.row, first_key, half, lane);
     }
 
   private:

@@ -105,8 +105,7 @@ struct Forward {
             common::natural_scores<Spec>(scores, params, score_tile);
             if (position >= tiles.full_end || (tiles.kLeftLimit && position < tiles.full_begin))
                 common::hide_scores<false, Spec>(scores, mask, params, score_tile, -common::infinity<double>());
-            take_softmax(softmax, sharers, scores,
-                         [&](const double (&factors)[2]) { scale_rows(output, factors); });
+            take_softmax(softmax, sharers, scores, [&](const double (&factors)[2]) { scale_rows(output, factors); });
             common::drop<Spec>(scores, params, score_tile);
             sharers.give(scores);
 
@@ -114,9 +113,8 @@ struct Forward {
             __syncthreads();  // V and P are there, K is free
             if (position > tiles.begin) copy_k(tiles.at(position - 1));
             const auto p = sharers.whole(scores);
-            add_sums<kGroup>(output, [&](Fragment<kGroup>& sums, int first8) {
-                multiply_columns(sums, p, v_rows, 0, first8);
-            });
+            add_sums<kGroup>(output,
+                             [&](Fragment<kGroup>& sums, int first8) { multiply_columns(sums, p, v_rows, 0, first8); });
         }
 
         double total[2] = {softmax.sum[0], softmax.sum[1]}, inverse_sum[2], row_lse[2];

@@ -47,8 +47,8 @@ class Sharers {
     static_assert(kScores % (8 * kWarps) == 0);
 
   public:
-    using Scores = Fragment<kN8>;       // of this warp
-    using All = Fragment<kScores / 8>;  // of all
+    using Scores = Fragment<kN8>;                                         // of this warp
+    using All = Fragment<kScores / 8>;                                    // of all
     static constexpr int kBytes = kWarps == 1 ? 0 : kWarps * kSlotBytes;  // of shared memory
 
     // `half`: which of the warps this is. `barrier`: a named one that no other warps use.

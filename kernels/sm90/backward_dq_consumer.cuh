@@ -37,8 +37,8 @@ class BackwardDqConsumer : common::HeadTerms<Spec>,
     using Base = QueryGradientConsumer<BackwardDqConsumer, Spec, BackwardDqShape<Spec>>;
     using Base::first_row, Base::is_last, Base::mask, Base::multiply_keys, Base::multiply_rows, Base::score_tile;
     using Base::kBc, Base::kD;
-    using Base::lane_, Base::memory_, Base::params_;
     using Base::keys_, Base::queries_, Base::release_key, Base::release_query, Base::release_value, Base::values_;
+    using Base::lane_, Base::memory_, Base::params_;
     using typename Base::Gradient, typename Base::KeyPosition, typename Base::Operand, typename Base::Scores,
         typename Base::Shape;
     friend Base;

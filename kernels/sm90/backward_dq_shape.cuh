@@ -31,8 +31,8 @@ struct BackwardDqShape : QueryTileShape<Spec, 2> {
     static constexpr int kValueStages = kTwoAndTwo ? 2 : kStages - 1;
     static constexpr int kWithoutArray = kFixedBytes + kStages * kKeyBytes + kValueStages * kValueBytes;
     // Formulas of tangents read arrays in global memory.
-    static constexpr bool kHoldsArray = !Moved::kMoves && common::kMayHoldArray<Spec> &&
-                                        kWithoutArray + kOperandBytes + kHeldBytes <= kMostBytes;
+    static constexpr bool kHoldsArray =
+        !Moved::kMoves && common::kMayHoldArray<Spec> && kWithoutArray + kOperandBytes + kHeldBytes <= kMostBytes;
     static constexpr int kBesidesQueries = kWithoutArray + (kHoldsArray ? kHeldBytes : 0);
     // dQ has its own buffer if that fits or, where V has a head_dim of its own, one of all panels that fit. Else it is
     // stored through dO's buffer. If second buffers of Q and dO fit beside all of dQ, they are loaded one query tile
@@ -40,8 +40,8 @@ struct BackwardDqShape : QueryTileShape<Spec, 2> {
     static constexpr int kFreeBytes = kMostBytes - kBesidesQueries - kOperandBytes;
     static constexpr int kOutputBytes = kPanels * kQueryPanelBytes;
     static constexpr int kOutputPanels = kFreeBytes >= kOutputBytes ? kPanels
-                                         : kIsPair                 ? common::max_of(kFreeBytes, 0) / kQueryPanelBytes
-                                                                   : 0;
+                                         : kIsPair                  ? common::max_of(kFreeBytes, 0) / kQueryPanelBytes
+                                                                    : 0;
     static constexpr bool kOwnOutput = kOutputPanels > 0;
     static constexpr int kQueryBuffers = kFreeBytes >= kOutputBytes + kOperandBytes ? 2 : 1;
     static constexpr int kSharedBytes =

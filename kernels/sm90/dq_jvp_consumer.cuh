@@ -27,13 +27,12 @@
 namespace fa2::sm90 {
 
 template <class Spec>
-class DqJvpConsumer
-    : public QueryGradientConsumer<DqJvpConsumer<Spec>, Spec, BackwardDqShape<Spec, MovedBy<Spec>>> {
+class DqJvpConsumer : public QueryGradientConsumer<DqJvpConsumer<Spec>, Spec, BackwardDqShape<Spec, MovedBy<Spec>>> {
     using Base = QueryGradientConsumer<DqJvpConsumer, Spec, BackwardDqShape<Spec, MovedBy<Spec>>>;
     using Base::first_row, Base::is_last, Base::multiply_keys, Base::score_tile;
     using Base::kD;
-    using Base::lane_, Base::memory_, Base::params_;
     using Base::keys_, Base::queries_, Base::release_key, Base::release_query, Base::release_value, Base::values_;
+    using Base::lane_, Base::memory_, Base::params_;
     using typename Base::Gradient, typename Base::KeyPosition, typename Base::Operand, typename Base::Scores,
         typename Base::Shape;
     using Moved = typename Shape::Moved;
@@ -73,9 +72,9 @@ class DqJvpConsumer
         issue_dp();
         const auto& record = record_of<Spec>(params_, tile);
         const common::ScoreTile where = score_tile(tile, block);
-        const auto slopes = common::move_softmax<false, Spec>(scores_, tangents_, common::mask_of<Spec>(record),
-                                                              {masked, false}, record, where,
-                                                              [&](int i, int) { return lse_[i]; });
+        const auto slopes =
+            common::move_softmax<false, Spec>(scores_, tangents_, common::mask_of<Spec>(record), {masked, false},
+                                              record, where, [&](int i, int) { return lse_[i]; });
         wgmma_wait<0>();
         pin(dp_);
         pin(dp_tangent_);
