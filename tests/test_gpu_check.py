@@ -56,7 +56,7 @@ def test_gpu_check_judges_each_part_of_the_sanitized_calls(monkeypatch, tmp_path
     monkeypatch.setattr(gpu_check.shutil, "which", lambda _: "compute-sanitizer")
     found = gpu_check._run_sanitizers(tmp_path, tmp_path)
     parts = re.search("PARTS = {(.*?)}", gpu_check.SANITIZED.read_text(encoding="utf-8"), re.DOTALL)[1]
-    assert tuple(re.findall('"(.*?)"', parts)) == gpu_check.SANITIZED_PARTS
+    assert tuple(re.findall('"([^"]*)":', parts)) == gpu_check.SANITIZED_PARTS
     each = {part: "3 errors" if part == "packed" else "0 errors" for part in gpu_check.SANITIZED_PARTS}
     assert found["memcheck"] == "; ".join(f"{part}: {text}" for part, text in each.items())
     assert found["initcheck"] == "0 errors" and found["racecheck"].startswith("0 errors; not judged: ")

@@ -181,22 +181,21 @@ def sparse() -> None:
         check_calls(q, k, v, do, dtype, {"block_mask": given, "causal": True})
 
 
-def second_order() -> None:
+def second_order(dtype: str) -> None:
     """Calls forward mode and second derivatives: plain, with tangents of features, with functions and a map, packed."""
     sizes = {"num_heads": 2, "seqlen_q": 150, "seqlen_k": 130}
     offsets = dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), cupy.asarray(np.array([3, 90, 90, 130], np.int32)))
     mask = fa2cupy.mods.causal()
     made = fa2cupy.block_mask(mask, (), 1, 1, 150, 130, tile=(64, 64), like=offsets["cu_seqlens_q"])
-    for dtype in ("float32", "float64", "bfloat16"):
-        for columns in COLUMNS:
-            inputs = make_inputs(dtype, **sizes, num_heads_kv=1, **columns_of(*columns), xp=cupy)
-            check_tangents(*inputs, {"causal": True})
-        inputs = make_inputs(dtype, **sizes, batch=2, num_heads_kv=1, head_dim=64, xp=cupy)
-        for names in FEATURES:
-            given = {k: x for name in names for k, x in options_of(name, dtype, sizes | {"batch": 2}).items()}
-            check_tangents(*inputs, on_gpu(given, cupy.asarray))
-        check_tangents(*inputs, {**on_gpu(CURVED, cupy.asarray), "mask_mod": mask, "block_mask": made})
-        check_tangents(*(x[0] for x in inputs), {**offsets, "causal": True})
+    for columns in COLUMNS:
+        inputs = make_inputs(dtype, **sizes, num_heads_kv=1, **columns_of(*columns), xp=cupy)
+        check_tangents(*inputs, {"causal": True})
+    inputs = make_inputs(dtype, **sizes, batch=2, num_heads_kv=1, head_dim=64, xp=cupy)
+    for names in FEATURES:
+        given = {k: x for name in names for k, x in options_of(name, dtype, sizes | {"batch": 2}).items()}
+        check_tangents(*inputs, on_gpu(given, cupy.asarray))
+    check_tangents(*inputs, {**on_gpu(CURVED, cupy.asarray), "mask_mod": mask, "block_mask": made})
+    check_tangents(*(x[0] for x in inputs), {**offsets, "causal": True})
 
 
 def check_tangents(q, k, v, do, options: dict) -> None:
@@ -233,7 +232,10 @@ PARTS = {
     "plain": plain, "features": with_settings, "functions": with_functions, "packed": packed, "sparse": sparse,
     "float32-59": functools.partial(of_parts, 59), "float32-128": functools.partial(of_parts, 128),
     "float32-250": functools.partial(of_parts, 250), "float32-96-64": functools.partial(of_parts, 96, 64),
-    "float64": of_float64, "decode": decoding, "second-order": second_order, "copies": copied,
+    "float64": of_float64, "decode": decoding,
+    "second-order-float32": functools.partial(second_order, "float32"),
+    "second-order-float64": functools.partial(second_order, "float64"),
+    "second-order-bfloat16": functools.partial(second_order, "bfloat16"), "copies": copied,
 }  # fmt: skip
 
 if __name__ == "__main__":
