@@ -145,7 +145,7 @@ def test_a_section_without_a_csv_says_how_it_is_measured_and_one_with_it_has_its
         made.append({**row, "seqlen": 2048, "provider": "cupy written out", "ratio": 4.5})
     measure.write_csv(folder / "second_order.csv", second_order.COLUMNS, made)
     text = speed.second_order()
-    assert "Some GPU, 2026-01-02, beside cupy written out: [second_order.csv]" in text
+    assert "Some GPU, 2026-01-02, beside formulas written out in CuPy: [second_order.csv]" in text
     assert "| bfloat16 64 causal | 321 (0.75) / 321 (0.75) / 321 (0.75) |" in text
     assert "| bfloat16 64 causal | 4.50 / 4.50 / 4.50 |" in text
     assert "one head of 131072 rows, head_dim 64, takes 7 ms and 2 MiB, results included." in text

@@ -278,7 +278,7 @@ def second_order_table(rows: Sequence[Mapping[str, object]]) -> list[str]:
     masks = ("full", "causal")
     named = [
         {**row, "what": f"{row['dtype']} {row['head_dim']} {masks[int(str(row['causal']))]}"}
-        for row in rows
+        for row in sorted(rows, key=lambda row: int(str(row["seqlen"])))
         if row["operation"] in OPERATIONS
     ]
     ours = {(row["what"], row["seqlen"], row["operation"]): row for row in named if row["provider"] == OURS}

@@ -315,7 +315,7 @@ def second_order() -> str:
     middle = tables.index("")
     (longest,) = rows_of(name, seqlen=SECOND_ORDER_LONGEST, operation="double_backward")
     return paragraphs(
-        source(name, command, " and ".join(sorted(others))),
+        source(name, command, " and ".join(sorted(others)).replace("cupy written out", "formulas written out in CuPy")),
         "\n".join(tables[:middle]),
         "The least time of the others over ours:",
         "\n".join(tables[middle + 1 :]),

@@ -237,7 +237,7 @@ SM80 = (
     *dropped(
         "dkdv_jvp",
         ("p(i, j) = keep ? probability : Real(0);", "p(i, j) = probability;"),
-        ("tangents(i, j) = keep ? change : Real(0);", "tangents(i, j) = change;"),
+        ("changes(i, j) = keep ? change : Real(0);", "changes(i, j) = change;"),
         ("dv, common::kept_scale<Spec>(params),", "dv, 1.0f,"),
         call="dropout",
         check="check_backward_jvp",
