@@ -110,6 +110,12 @@ OF_SUMS = (
     "timed on the H200 beside sums of fewer columns at a time, and of none, which are less accurate"
 )
 
+OF_SECOND_ORDER = "timed on an H100 beside smaller tiles that spill nothing, which take up to 1.2 times as long"
+OF_MOVED_SUMS = (
+    "O and O', or dK' and dV', and sums of their own for each key tile take most registers: what spills is read once a "
+    "tile; timed on an H200, other tiles are not"
+)
+
 #: All default tiles that spill registers; the first row that covers a spec applies.
 EXEMPTIONS = (
     Exemption("backward", 64, TileConfig(32, 64, 4, 1, 2), 8, OF_TWO_BLOCKS),
@@ -147,6 +153,13 @@ EXEMPTIONS = (
     Exemption("forward", 256, TileConfig(64, 16, 8), 308, OF_SUMS),
     Exemption("forward", 256, TileConfig(32, 16, 4), 16, OF_SUMS),
     Exemption("backward_dkdv", 128, TileConfig(32, 64, 8), 16, OF_SUMS),
+    # tangents: sm80 and sm90 in 16 bits, and sm80 in float64
+    Exemption("dkdv_jvp", 128, TileConfig(32, 128, 8), 208, OF_SECOND_ORDER),
+    Exemption("dkdv_jvp", 64, TileConfig(64, 128, 12, 4), 96, OF_SECOND_ORDER),
+    Exemption("jvp", 64, TileConfig(128, 16, 8), 48, OF_MOVED_SUMS),
+    Exemption("jvp", 128, TileConfig(64, 16, 8), 372, OF_MOVED_SUMS),
+    Exemption("dkdv_jvp", 64, TileConfig(16, 64, 4), 68, OF_MOVED_SUMS),
+    Exemption("dkdv_jvp", 128, TileConfig(16, 32, 4), 80, OF_MOVED_SUMS),
 )
 
 

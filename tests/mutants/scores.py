@@ -56,8 +56,8 @@ MUTANTS = (
     Mutant(
         "bias past the last key",
         "forward",
-        "column = min_of(key, last_key);",
-        "column = key;",
+        "column = min_of(key, last_key);\n            if constexpr (kReadsBias)",
+        "column = key;\n            if constexpr (kReadsBias)",
         "bounds",
         Problem(feature="bias"),
     ),

@@ -316,7 +316,13 @@ MUTANTS = (
     ),
     Mutant("dQ converted without the scale", "convert_dq", "params.softmax_scale * workspace", "workspace", "numbers"),
     Mutant("dQ converted past the end", "convert_dq", "if (row >= rows.length) continue;", "", "bounds"),
-    Mutant("delta past the end", "delta", "if (lane == 0 && valid)", "if (lane == 0)", "bounds"),
+    Mutant(
+        "delta past the end",
+        "delta",
+        "(o, dout, lane, valid);\n        if (lane == 0 && valid)",
+        "(o, dout, lane, valid);\n        if (lane == 0)",
+        "bounds",
+    ),
     Mutant("delta clears too little", "delta", "offset < bytes;", "offset + kBytes < bytes;", "unwritten"),
     Mutant("delta clears too much", "delta", "offset < bytes;", "offset <= bytes;", "bounds"),
     Mutant(

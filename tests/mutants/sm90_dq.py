@@ -192,7 +192,9 @@ MUTANTS = (
         "numbers",
         HOPPER_TILES,
     ),
-    Mutant("dQ: no scale", "backward_dq", "dq_.value[n][e] *= params_.softmax_scale;", ";", "numbers", HOPPER_TILES),
+    Mutant(
+        "dQ: no scale", "backward_dq", "own().dq_.value[n][e] *= params_.softmax_scale;", ";", "numbers", HOPPER_TILES
+    ),
     Mutant(
         "dQ: the panels of K in one place",
         "backward_dq",
