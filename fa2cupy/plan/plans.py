@@ -67,13 +67,9 @@ def plan_output_jvp(
     problem: AttentionProblem, device: DeviceInfo, strides: Mapping[str, AnyStrides], choice: Choice
 ) -> Plan:
     """The plan of `fa2cupy.jvp` for given o and lse. `strides` are those of `plan_jvp`."""
-    has_own_lse = "forward" in choice.tiles
-    layout = StageLayout(_with_given_lse(problem) if has_own_lse else problem, device, choice.family, strides)
-    tiled = [layout.tiled(operation, tile) for operation, tile in choice.tiles.items()]
-    workspaces = [Workspace(_OWN_LSE, _statistics_bytes(problem))] if has_own_lse else []
+    layout, tiled, workspaces = _with_given_results(problem, device, strides, choice)
     lists, of_lists = layout.lists(choice.tiles)
-    stages = [*lists, *(_with_own_lse(tiled) if has_own_lse else tiled)]
-    return _plan(stages, [*workspaces, *of_lists], ["ot", "lset"] if problem.is_packed else [])
+    return _plan([*lists, *tiled], [*workspaces, *of_lists], ["ot", "lset"] if problem.is_packed else [])
 
 
 def plan_gradient_tangents(
@@ -85,14 +81,9 @@ def plan_gradient_tangents(
     dkt and dvt, and of the features' arrays.
     """
     strides = {"dot": (0, 0, 0), **strides}
-    has_own_lse = "forward" in choice.tiles
-    layout = StageLayout(_with_given_lse(problem) if has_own_lse else problem, device, choice.family, strides)
-    tiled = [layout.tiled(operation, tile) for operation, tile in choice.tiles.items()]
-    workspaces = [Workspace(name, _statistics_bytes(problem)) for name in ("delta", "deltat")]
-    if has_own_lse:
-        tiled = _with_own_lse(tiled)
-        workspaces.append(Workspace(_OWN_LSE, _statistics_bytes(problem)))
-    cleared = ["dqt", "dkt", "dvt"]
+    layout, tiled, workspaces = _with_given_results(problem, device, strides, choice)
+    workspaces += [Workspace(name, _statistics_bytes(problem)) for name in ("delta", "deltat")]
+    results = ["dqt", "dkt", "dvt"]
     delta = _of_rows(layout, "delta_jvp")
     if "output_jvp" in choice.tiles:
         absent = {"dot": None, "dlset": None}
@@ -100,17 +91,28 @@ def plan_gradient_tangents(
         delta = replace(delta, renamed=absent)
         if not problem.settings.dlse:  # else it is a result
             workspaces.append(Workspace("lset", _statistics_bytes(problem)))
-        cleared += ["ot", "lset"]
+        results += ["ot", "lset"]
     # delta' is made of the results of all kernels but the last two.
     lists, of_lists = layout.lists(choice.tiles)
     stages = [*lists, *tiled[:-2], delta, *tiled[-2:]]
     if problem.settings.dsink:
         stages.append(layout.stage("dsink_jvp", _tile_of("dsink_jvp"), problem.num_heads))
-    if not problem.is_packed:
-        skips_keys = problem.settings.block_mask is not None and choice.family.clears_unlisted_keys
-        cleared = ["dkt", "dvt"] if skips_keys else []
-    cleared += _cleared_dbias(problem)
-    return _plan(stages, [*workspaces, *of_lists], cleared)
+    # Rows of no sequence are nobody's; nor are keys that a sparse map does not list.
+    skips_keys = problem.settings.block_mask is not None and choice.family.clears_unlisted_keys
+    cleared = results if problem.is_packed else ["dkt", "dvt"] if skips_keys else []
+    return _plan(stages, [*workspaces, *of_lists], [*cleared, *_cleared_dbias(problem)])
+
+
+def _with_given_results(
+    problem: AttentionProblem, device: DeviceInfo, strides: Mapping[str, AnyStrides], choice: Choice
+) -> tuple[StageLayout, list[Stage], list[Workspace]]:
+    """The layout, tiled stages and workspaces of a call that gets lse, which some families compute again."""
+    if "forward" not in choice.tiles:
+        layout = StageLayout(problem, device, choice.family, strides)
+        return layout, [layout.tiled(operation, tile) for operation, tile in choice.tiles.items()], []
+    layout = StageLayout(_with_given_lse(problem), device, choice.family, strides)
+    tiled = _with_own_lse([layout.tiled(operation, tile) for operation, tile in choice.tiles.items()])
+    return layout, tiled, [Workspace(_OWN_LSE, _statistics_bytes(problem))]
 
 
 def plan_delta(
