@@ -590,7 +590,7 @@ def kernel(body: str) -> Module:
         "mma.sync.aligned.m8n8k16.row.col.s32.s8.s8.s32 {%r1,%r2}, {%r3}, {%r4}, {%r1,%r2};",
         "wgmma.mma_async.sync.aligned.m64n8k8.f32.tf32.tf32 {%f1,%f2,%f3,%f4}, %rd1, %rd2, 1, 1, 1;",
         "cvt.rn.satfinite.e4m3x2.f32 %h1, %f1, %f2;",
-        "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%r1], [%r2], 16, [%r3];",
+        "cp.async.bulk.shared::cta.shared::cta.mbarrier::complete_tx::bytes [%r1], [%r2], 16, [%r3];",
         "cp.async.bulk.tensor.1d.shared::cta.global.im2col.mbarrier::complete_tx::bytes [%r1], [%rd1, {%r2}], [%r4];",
         "mbarrier.pending_count.b64 %r1, %rd1;",
         "add.rz.f64 %rd1, %rd2, %rd3;",

@@ -222,6 +222,34 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) multicast(const __grid_cons
   wait(b + 8, 0);
   asm volatile("barrier.cluster.arrive.aligned; barrier.cluster.wait.aligned;" ::: "memory");
 }
+__device__ u32 there(u32 address, u32 rank) {
+  u32 result; asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(result) : "r"(address), "r"(rank));
+  return result;
+}
+__device__ void arrive_there(u32 bar) {
+  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" :: "r"(bar) : "memory");
+}
+// each block sends to the other, which tells when it has read
+extern "C" __global__ void __cluster_dims__(2, 1, 1) sends(int* o, int kind) {
+  __shared__ __align__(16) int s[64], r[64]; __shared__ u64 bar[2]; int t = threadIdx.x;
+  u32 other = blockIdx.x % 2 ^ 1, b = shared(bar);
+  if (t == 0) { init(b, 1); init(b + 8, 64); expect(b, 256); }
+  asm volatile("barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;" ::: "memory");
+  s[t] = 64 * blockIdx.x + t;
+  if (kind != 1) asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+  __syncthreads();
+  if (t == 0)
+    asm volatile("cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], 256, [%2];"
+      :: "r"(there(shared(r), other)), "r"(shared(s)), "r"(there(b, other)) : "memory");
+  if (kind != 2) wait(b, 0);
+  o[64 * blockIdx.x + t] = r[t];
+  if (kind == 4 && other)                                         // the other block has ended
+    asm volatile("barrier.cluster.arrive.aligned; barrier.cluster.wait.aligned;" ::: "memory");
+  arrive_there(there(b + 8, other));
+  if (kind == 4) return;
+  if (kind != 3) wait(b + 8, 0);
+  s[t] = 0;
+}
 """
 
 
@@ -264,6 +292,32 @@ def test_multicast_and_remote_arrivals_in_a_cluster(seed):
     module = cuda_module(PRELUDE + BULK, "compute_90a")
     module.launch("multicast", 4, 64, [mapped, out], memory=memory, race_check=True, seed=seed)
     assert (memory.read(out) == a).all()
+
+
+@pytest.mark.parametrize("seed", [None, 1])
+def test_copies_from_one_block_of_a_cluster_to_another(seed):
+    memory = Memory()
+    out = memory.empty((2, 2, 64), np.int32, "o")
+    module = cuda_module(PRELUDE + BULK, "compute_90a")
+    module.launch("sends", 4, 64, [out, 0], memory=memory, race_check=True, seed=seed)
+    assert (memory.read(out) == np.arange(256).reshape(2, 2, 64)[:, ::-1]).all()
+
+
+@pytest.mark.parametrize(
+    "kind, wanted",
+    [
+        (1, "is read through the async proxy (for warp 0) without fence.proxy.async"),
+        (2, "race: the read"),
+        (3, "is not ordered after the read by the bulk copy of warp"),
+        (4, "an arrival at an mbarrier of a block that has ended"),
+    ],
+)
+def test_wrong_order_of_copies_to_another_block(kind, wanted):
+    memory = Memory()
+    out = memory.alloc(np.zeros(128, np.int32), "o")
+    launch = cuda_module(PRELUDE + BULK, "compute_90a").launch
+    report = report_of(launch, "sends", 2, 64, [out, kind], memory=memory, race_check=True, check_uninit=False)
+    assert wanted in report
 
 
 WGMMA = r"""

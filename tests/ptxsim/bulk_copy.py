@@ -48,10 +48,11 @@ def _prefetch(machine: Machine, inst: Inst) -> Plain:
 
 def _loads(inst: Inst) -> bool:
     """Returns True if the copy goes from global to shared memory; the first space named is the target."""
-    to, of = (part for part in inst.parts if part in _SPACES)
-    if "global" not in (to, of):
-        raise PtxError("bulk copies from shared to shared memory are not implemented")
-    return of == "global"
+    return _spaces(inst)[1] == "global"
+
+
+def _spaces(inst: Inst) -> list[str]:
+    return [part for part in inst.parts if part in _SPACES]
 
 
 def _reduction(inst: Inst) -> Callable | None:
@@ -63,21 +64,30 @@ def _reduction(inst: Inst) -> Callable | None:
     return REDUCTIONS[name]
 
 
-def _read_shared(machine: Machine, thread: int, block: int, chunks: np.ndarray, what: str) -> None:
-    """Checks a bulk read of 16-byte chunks of a block."""
+def _read_shared(
+    machine: Machine, thread: int, block: int, chunks: np.ndarray, what: str, in_group: bool = True
+) -> tuple[int, int] | None:
+    """Checks a bulk read of 16-byte chunks of a block; returns the race detector's tag of it."""
     chunks = chunks + block * machine.shared.stride
     bad = machine.shared.unwritten(chunks, _CHUNK) if machine.check_uninit else None
     if bad is not None:
         where = machine.shared.describe(int(chunks[bad]) % machine.shared.stride)
         raise PtxError(f"{what} reads uninitialised shared memory: {where}", thread)
-    if machine.race is not None:
-        machine.race.bulk_read(thread, chunks, _CHUNK)
+    if machine.race is None:
+        return None
+    return machine.race.bulk_read(thread, chunks, _CHUNK, in_group)
 
 
 def _write_shared(
-    machine: Machine, thread: int, block: int, chunks: np.ndarray, data: np.ndarray, mbarrier: tuple[int, int]
+    machine: Machine,
+    thread: int,
+    block: int,
+    chunks: np.ndarray,
+    data: np.ndarray,
+    mbarrier: tuple[int, int],
+    read: tuple[int, int] | None = None,
 ) -> None:
-    """Writes 16-byte chunks in bulk and signals an mbarrier."""
+    """Writes 16-byte chunks in bulk and signals an mbarrier; `read`: the tag of the read that it tells of, too."""
     chunks = chunks + block * machine.shared.stride
     if not machine.alive_in_block[block]:
         raise PtxError("a bulk copy into the shared memory of a block that has ended", thread)
@@ -86,7 +96,7 @@ def _write_shared(
     if machine.race is not None:
         tag = machine.race.tma_write(thread, chunks, _CHUNK, *mbarrier)
     machine.shared.scatter(chunks, _CHUNK, data.view(np.uint64).reshape(-1, 2))
-    machine.mbarriers.complete_bytes(mbarrier, data.nbytes, tag)
+    machine.mbarriers.complete_bytes(mbarrier, data.nbytes, [one for one in (tag, read) if one is not None])
 
 
 def _check_race(
@@ -111,6 +121,8 @@ def _check_race(
 @control("cp.async.bulk", allow=f"{_COMMON} {_COMPLETION}")
 @control("cp.reduce.async.bulk", allow=f"{_COMMON} {_COMPLETION} {' '.join(REDUCTIONS)}")
 def _copy_bytes(machine: Machine, inst: Inst) -> Control:
+    if "global" not in _spaces(inst):
+        return _send_bytes(machine, inst)
     loads, reduce = _loads(inst), _reduction(inst)
     to, of = address(machine, inst.args[0]), address(machine, inst.args[1])
     sizes = machine.source(inst.args[2], "u32")
@@ -149,6 +161,38 @@ def _copy_bytes(machine: Machine, inst: Inst) -> Control:
                 old = machine.memory.read_bytes(global_address, nbytes, machine.check_uninit).view(NUMPY[inst.type])
                 data = reduce(old, data.view(NUMPY[inst.type])).view(np.uint8)
             machine.memory.write_bytes(global_address, data)
+
+    return run
+
+
+def _send_bytes(machine: Machine, inst: Inst) -> Control:
+    """Copies from a block's shared memory to that of a block of its cluster, whose mbarrier it signals."""
+    if _spaces(inst) != ["shared::cluster", "shared::cta"] or inst.parts[0] == "reduce":
+        raise PtxError(f"{inst.opcode} is not implemented")
+    to, of, mbarrier = (address(machine, inst.args[place]) for place in (0, 1, 3))
+    sizes = machine.source(inst.args[2], "u32")
+
+    def run(threads: np.ndarray) -> None:
+        machine.push(inst.pc + 1, threads)
+        for thread in threads.tolist():
+            one = threads[threads == thread]
+            ends = [machine.shared.locate(thread, int(x(one)[0])) for x in (to, of)]
+            nbytes = int(sizes[thread])
+            if nbytes % _CHUNK or any(start % _CHUNK for _, start in ends):
+                raise PtxError(
+                    f"misaligned bulk copy of {nbytes} bytes: addresses and the size are multiples of 16", thread
+                )
+            place = machine.mbarriers.place(thread, int(mbarrier(one)[0]))
+            if place[0] != ends[0][0]:
+                raise PtxError("a bulk copy to another block than that of its mbarrier", thread)
+            chunks = []
+            for _, start in ends:
+                machine.shared.check_range("bulk copy", start, nbytes)
+                chunks.append(np.arange(start, start + nbytes, _CHUNK))
+            block = ends[1][0]
+            read = _read_shared(machine, thread, block, chunks[1], "bulk copy", in_group=False)
+            data = machine.shared.gather(chunks[1] + block * machine.shared.stride, _CHUNK).reshape(-1).view(np.uint8)
+            _write_shared(machine, thread, ends[0][0], chunks[0], data.copy(), place, read)
 
     return run
 

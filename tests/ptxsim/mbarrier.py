@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -95,11 +95,11 @@ class Mbarriers:
             raise PtxError(f"more arrivals at the mbarrier at {where} than its count of {barrier.count}", thread)
         self.advance(barrier)
 
-    def complete_bytes(self, place: Place, nbytes: int, tag: tuple[int, int] | None) -> None:
-        """Counts the bytes of a finished copy; its tag is the race detector's (entity, clock)."""
+    def complete_bytes(self, place: Place, nbytes: int, tags: Sequence[tuple[int, int]]) -> None:
+        """Counts the bytes of a finished copy; its tags are the race detector's (entity, clock)."""
         barrier = self.at(place)
         barrier.missing_bytes -= nbytes
-        if tag is not None:
+        for tag in tags:
             if barrier.publishing is None:
                 barrier.publishing = np.zeros_like(self.machine.race.seen[0])
             barrier.publishing[tag[0]] = max(barrier.publishing[tag[0]], tag[1])
@@ -210,6 +210,8 @@ def _arrive(machine: Machine, inst: Inst) -> Control:
     def run(threads: np.ndarray) -> None:
         machine.push(inst.pc + 1, threads)
         for mine, place in by_place(machine, threads, addresses(threads)):
+            if not machine.alive_in_block[place[0]]:
+                raise PtxError("an arrival at an mbarrier of a block that has ended", int(mine[0]))
             barrier = machine.mbarriers.use(place, mine)
             if token is not None:
                 token[mine] = barrier.phase

@@ -391,16 +391,19 @@ class RaceDetector:
         else:
             self.read_clock[places, agents[0] : agents[-1] + 1] = clocks
 
-    def bulk_read(self, thread: int, offset: np.ndarray, nbytes: int) -> None:
-        """Records the reads of a thread's bulk copy."""
+    def bulk_read(self, thread: int, offset: np.ndarray, nbytes: int, in_group: bool = True) -> tuple[int, int]:
+        """Records the reads of a thread's bulk copy; returns what an mbarrier publishes unless a group tells of it."""
         places, warps = self._places(offset, nbytes).ravel()[None, :], np.array([thread >> 5])
         self._after_writes("asynchronous read", np.array([thread]), warps, places)
         self._behind_fences("read", warps, places, thread)
-        agent, copies = int(self.agent("bulk", warps)[0]), self.copies["bulk"]
+        agent = int(self.agent("bulk", warps)[0])
         self.agent_clock[self.cluster[warps], agent] += 1
         clock = int(self.agent_clock[self.cluster[thread >> 5], agent])
         self.read_clock[places[0], agent] = clock
-        copies.issued[thread], copies.issuer[thread >> 5, clock] = clock, thread
+        if in_group:
+            copies = self.copies["bulk"]
+            copies.issued[thread], copies.issuer[thread >> 5, clock] = clock, thread
+        return agent, clock
 
     # mbarriers
 
