@@ -161,7 +161,8 @@ def test_each_call_of_the_forward_on_hopper(launched, call):
 
 
 #: Kernels of Hopper that own keys, pairs and tiles. Both groups compute dK and dV, with dQ by panels of columns, halves
-#: of one panel, rows, and transposed; or, where one of the head dimensions is beyond 128, one of them each.
+#: of one panel, rows, and transposed; or, where one of the head dimensions is beyond 128, one of them each, in blocks
+#: or, with 128 keys, in pairs of blocks.
 BY_KEYS = (
     ("backward", (96, 64), TileConfig(64, 128, 12, 2)),
     ("backward", (64, 128), TileConfig(64, 128, 12, 2)),
@@ -170,6 +171,7 @@ BY_KEYS = (
     ("backward", (128, 64), TileConfig(80, 128, 12, 2)),
     ("backward", (72, 128), TileConfig(48, 128, 12, 2)),
     ("backward", (192, 128), TileConfig(64, 64, 12, 2)),
+    ("backward", (192, 128), TileConfig(64, 128, 12, 2)),
     ("backward", (136, 8), TileConfig(64, 64, 12, 3)),
     ("backward", (72, 136), TileConfig(64, 64, 12, 2)),
     ("backward", (8, 136), TileConfig(64, 64, 12, 2)),
@@ -177,6 +179,7 @@ BY_KEYS = (
     ("backward_dkdv", (72, 40), TileConfig(32, 128, 12, 3)),
     ("backward_dkdv", (192, 128), TileConfig(48, 64, 12, 2)),
     ("backward_dkdv", (8, 136), TileConfig(48, 64, 12, 3)),
+    ("backward", (136, 8), TileConfig(64, 128, 12, 2)),
 )
 #: Pairs and tiles of the dQ kernel on Hopper, for both orders of its products. dQ has a buffer of its own, beside one
 #: or two of Q and dO; or two or one of its panels; or passes through dO's buffer, at once or in steps.
@@ -201,7 +204,7 @@ def test_the_kernels_of_hopper_that_own_keys(launched, monkeypatch, operation, p
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("call", CALLS[1:])
-@pytest.mark.parametrize(("operation", "pair", "tile"), [BY_KEYS[i] for i in (2, 9, 11, 13)], ids=str)
+@pytest.mark.parametrize(("operation", "pair", "tile"), [BY_KEYS[i] for i in (2, 10, 12, 14, 15)], ids=str)
 def test_each_call_of_the_kernels_of_hopper_that_own_keys(launched, monkeypatch, operation, pair, tile, call):
     check_gradients(launched, monkeypatch, operation, pair, tile, call)
 

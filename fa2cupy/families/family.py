@@ -251,6 +251,10 @@ class Family(ABC):
         """Columns that a row occupies on chip."""
         return -(-head_dim // self.column_step) * self.column_step
 
+    def blocks_of_tile(self, kernel: Kernel, tile: TileConfig) -> int:
+        """The blocks, a cluster, that divide the keys of a tile among them."""
+        return 1
+
     @abstractmethod
     def shared_memory_bytes(self, kernel: Kernel, tile: TileConfig) -> int:
         """Bytes of a block's dynamic shared memory; the kernels assert the same number."""

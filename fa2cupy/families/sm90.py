@@ -249,6 +249,10 @@ class Sm90(Family):
         with_dq = {"backward": True, "backward_dkdv": False}[operation]
         return _backward_bytes(head_dim, head_dim_v, tile, array, with_dq=with_dq)
 
+    def blocks_of_tile(self, kernel: Kernel, tile: TileConfig) -> int:
+        # The same as in kernels/sm90/backward_shape.cuh.
+        return 2 if kernel.operation == "backward" and _is_pair(kernel.head_dim, kernel.head_dim_v, tile) else 1
+
     def why_not_shape(self, kernel: Kernel, tile: TileConfig) -> str | None:
         operation, _, head_dim, head_dim_v = kernel
         if operation == "forward":
@@ -441,14 +445,24 @@ def _why_no_query_rows(
 def _backward_bytes(head_dim: int, head_dim_v: int, tile: TileConfig, array: str | None, *, with_dq: bool) -> int:
     """Dynamic shared memory of the kernels that own keys."""
     # The same as in kernels/sm90/backward_shape.cuh. Two groups that compute dV and dK exchange P.
-    rows = sum(_row_bytes(head_dim, head_dim_v))  # of K and V, or of Q and dO
-    widest, scores = max(head_dim, head_dim_v), 2 * 2 * tile.b_r * tile.b_c
+    row, row_v = _row_bytes(head_dim, head_dim_v)
+    rows, keys = row + row_v, tile.b_c  # rows: of K and V, or of Q and dO
+    pair = 0
+    if _is_pair(head_dim, head_dim_v, tile):  # K of the other block, and a tile of dS that is sent
+        keys //= 2
+        pair = keys * (row + 2 * tile.b_r)
+    widest, scores = max(head_dim, head_dim_v), 2 * 2 * tile.b_r * keys
     as_step = widest <= (_WIDE if with_dq else 64)  # statistics enter as a k-step, multiplied by a tile of ones
     queries = tile.num_stages * tile.b_r * (rows + 2 * (32 if as_step else 4)) + 64 * 32 * as_step
     exchanged = with_dq + (widest > _WIDE)
-    needed = 1024 + tile.b_c * rows + queries + exchanged * scores + 8 * (2 + 4 * tile.num_stages + 12)
-    held = tile.b_c // 16 * _held_bytes(array, tile.b_r, 16)  # a warp's tile has 16 keys
+    needed = 1024 + keys * rows + queries + exchanged * scores + pair + 8 * (2 + 4 * tile.num_stages + 12)
+    held = keys // 16 * _held_bytes(array, tile.b_r, 16)  # a warp's tile has 16 keys
     return needed + held if needed + held <= _SHARED_BYTES else needed
+
+
+def _is_pair(head_dim: int, head_dim_v: int, tile: TileConfig) -> bool:
+    """True if two blocks divide the keys of a tile."""
+    return max(head_dim, head_dim_v) > _WIDE and tile.b_c == 128
 
 
 def _dkdv_jvp_bytes(head_dim: int, head_dim_v: int, tile: TileConfig, moved: Sequence[bool]) -> int:
@@ -488,7 +502,10 @@ def _why_no_dkdv_jvp(tile: TileConfig, head_dim: int, head_dim_v: int) -> str | 
 def _why_no_backward(tile: TileConfig, head_dim: int, head_dim_v: int, *, with_dq: bool) -> str | None:
     """The reason why the kernels that own keys cannot have this tile, or None if they can."""
     is_divided = max(head_dim, head_dim_v) > _WIDE
-    reason = _why_no_keys(tile, *((64, "dV and one for dK") if is_divided else (128, "each 64 keys")))
+    keys, groups = (64, "dV and one for dK") if is_divided else (128, "each 64 keys")
+    if with_dq and _is_pair(head_dim, head_dim_v, tile):
+        keys = 128
+    reason = _why_no_keys(tile, keys, groups)
     if reason:
         return reason
     if tile.b_r % 16 or tile.b_r > 128:

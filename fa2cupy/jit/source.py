@@ -86,6 +86,7 @@ def render_kernel(spec: KernelSpec) -> KernelSource:
         "num_warps": spec.tile.num_warps,
         "num_stages": spec.tile.num_stages,
         "blocks_per_sm": spec.tile.blocks_per_sm,
+        "cluster": f"__cluster_dims__({spec.blocks_of_tile}, 1, 1)" if spec.blocks_of_tile > 1 else "",
         "shared_bytes": spec.shared_memory_bytes,
         "fields": layout.fields,
         "params_bytes": layout.nbytes,

@@ -114,6 +114,11 @@ class KernelSpec:
         return self.family.shared_memory_with(self.features, self.kernel, self.tile)
 
     @property
+    def blocks_of_tile(self) -> int:
+        """Blocks of a cluster, which share a tile."""
+        return 1 if self.family is None else self.family.blocks_of_tile(self.kernel, self.tile)
+
+    @property
     def params(self) -> ParamLayout:
         """The parameter record of the kernel."""
         kind = (self.operation, self.family, self.dtype, self.features, self.is_split, self.is_fallback)

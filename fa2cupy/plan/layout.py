@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from ..families.device import DeviceInfo
 from ..families.estimate import heads_in_cache
-from ..families.family import Family
+from ..families.family import Family, Kernel
 from ..families.operations import OPERATIONS
 from ..families.tile import TileConfig
 from ..jit.params import TILE_COUNTER, param_layout
@@ -114,7 +114,9 @@ class StageLayout:
         blocks = num_tiles * heads * problem.batch
         if TILE_COUNTER in record.pointers:  # a persistent kernel: as many blocks as are resident at the same time
             blocks = min(blocks, self.device.multiprocessors * tile.blocks_per_sm)
-        maps = tuple(self._map(name, tile) for name in record.maps)
+        of_tile = self.family.blocks_of_tile(Kernel.of(operation, problem), tile)
+        blocks *= of_tile
+        maps = tuple(self._map(name, tile.b_r, tile.b_c // of_tile) for name in record.maps)
         values = {"num_tiles": num_tiles, "scheduled_heads": heads, "heads_per_section": max(1, section)}
         if is_split:
             values["num_splits"] = num_splits
@@ -193,13 +195,13 @@ class StageLayout:
         )
         return Stage(spec, blocks, constants, maps)
 
-    def _map(self, name: str, tile: TileConfig) -> TensorLayout | None:
+    def _map(self, name: str, queries: int, keys: int) -> TensorLayout | None:
         problem = self.problem
         if name in problem.absent:
             return None
         # Warps store results by themselves, in boxes of 16 rows.
-        of_queries = dict.fromkeys(("q", "dout", "qt", "dot"), tile.b_r)
-        box_rows = (of_queries | dict.fromkeys(("k", "v", "kt", "vt"), tile.b_c)).get(name, 16)
+        of_queries = dict.fromkeys(("q", "dout", "qt", "dot"), queries)
+        box_rows = (of_queries | dict.fromkeys(("k", "v", "kt", "vt"), keys)).get(name, 16)
         layout = packed_layout if problem.is_packed else tensor_layout
         sizes, strides = problem.sizes_of(name), self.strides[name]
         return layout(problem.dtype, sizes, strides, problem.columns_of(name), problem.itemsize, box_rows)

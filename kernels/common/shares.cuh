@@ -60,8 +60,8 @@ struct ShareWorkspace {
 
     // The first element of the block's share.
     template <class Record>
-    __device__ __forceinline__ static float* of_block(const Record& params) {
-        const auto where = tile_of_block<false>(params.schedule(), blockIdx.x);
+    __device__ __forceinline__ static float* of_block(const Record& params, int32 block = blockIdx.x) {
+        const auto where = tile_of_block<false>(params.schedule(), block);
         int64 copy = static_cast<int64>(where.batch) * params.scheduled_heads + where.head;
         if constexpr (kAdds) copy /= params.num_splits;
         return params.shares + (copy * params.num_tiles + where.tile) * kTileElements;

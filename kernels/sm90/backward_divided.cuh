@@ -58,11 +58,13 @@ class BackwardDivided : BackwardGroup<Spec, Shape> {
         mbarrier_wait(memory_.full_value(), 0);
         Base::take_steps(*this);
         if constexpr (kWithDq) {
-            Dq dq;
-            Base::issue_dq(dq, key_columns_, ds_operand_);
-            wgmma_wait<0>();
-            pin(dq);
-            Base::add_dq(dq, warp_, kDqColumn8, {});
+            if (!Shape::kPair || !skips_dq_) {
+                Dq dq;
+                Base::issue_dq(dq, key_columns_, ds_operand_);
+                wgmma_wait<0>();
+                pin(dq);
+                Base::add_dq(dq, warp_, kDqColumn8, {});
+            }
         }
         pin(gradient_);
         store_gradient(params_, Base::maps_);
@@ -82,7 +84,7 @@ class BackwardDivided : BackwardGroup<Spec, Shape> {
         // Each group stores its gradient over an operand of the other (dV over V, dK over K), so the other must have
         // finished reading. Without dQ, the last read of K precedes full_p, for which the derivative group has waited,
         // and the last read of V precedes empty_p, for which the probability group waits here.
-        if constexpr (kWithDq) {
+        if constexpr (kWithDq && !(Shape::kPair && kProbability)) {
             Base::wait_for_last_dq();
         } else if constexpr (kProbability) {
             const auto last = exchanged_.previous();
@@ -118,7 +120,7 @@ class BackwardDivided : BackwardGroup<Spec, Shape> {
         pin(scores);
         // If the product does not start from the statistic, it is read later, with P or dS: the stage is released then.
         constexpr bool kReadsStatistic = !(kProbability ? Base::kFromLse : Base::kFromDelta);
-        if constexpr (!kReadsStatistic) arrive(kProbability ? empty_query : empty_dout);
+        if constexpr (!kReadsStatistic) Base::template release<kProbability>(kProbability ? empty_query : empty_dout);
         Rounded rounded;
         if constexpr (kProbability && common::kTakesWeights<Spec>) {
             Base::template take_weights<kMasked>(scores, rounded, step, own_.first_key, memory_.lse(stage), terms,
@@ -135,13 +137,13 @@ class BackwardDivided : BackwardGroup<Spec, Shape> {
         }
         if constexpr (kReadsStatistic) {
             __syncwarp();
-            arrive(kProbability ? empty_query : empty_dout);
+            Base::template release<kProbability>(kProbability ? empty_query : empty_dout);
         }
         if constexpr (kWithDq && !kProbability) Base::store_ds(rounded, 0);
 
         mbarrier_wait(kProbability ? full_dout : full_query, parity);
         if constexpr (kWithDq) {
-            if (!is_first_) {
+            if (!skips_dq_) {
                 Dq dq;
                 Base::issue_dq(dq, key_columns_, ds_operand_);
                 Base::issue_gradient(gradient_, rounded, gradient_operand_ + of_gradient);
@@ -149,14 +151,15 @@ class BackwardDivided : BackwardGroup<Spec, Shape> {
                 pin(dq);
                 Base::add_dq(dq, warp_, kDqColumn8, step);
             }
+            if constexpr (Shape::kPair) Base::walk_to(step);
         }
-        if (!kWithDq || is_first_) Base::issue_gradient(gradient_, rounded, gradient_operand_ + of_gradient);
+        if (!kWithDq || skips_dq_) Base::issue_gradient(gradient_, rounded, gradient_operand_ + of_gradient);
         wgmma_wait<0>();
         pin(gradient_);
-        arrive(kProbability ? empty_dout : empty_query);
+        Base::template release<!kProbability>(kProbability ? empty_dout : empty_query);
         if constexpr (kProbability) Base::load_next_array(step, own_.first_key);
+        skips_dq_ = Shape::kPair && stages_.turn % 2 != Base::rank_;
         stages_.advance();
-        is_first_ = false;
     }
 
     __device__ __forceinline__ uint32 lane_of_p(int s) const {
@@ -192,7 +195,7 @@ class BackwardDivided : BackwardGroup<Spec, Shape> {
     const uint64 own_operand_, scores_operand_, gradient_operand_, key_columns_, ds_operand_;
     RingPosition<Shape::kStages> stages_;
     RingPosition<2> exchanged_;
-    bool is_first_ = true;
+    bool skips_dq_ = true;  // no dS of the step before is here: it is the first, or the other block's
     Gradient gradient_;
 };
 

@@ -13,9 +13,14 @@
 //           the registers of a group hold only one gradient of 64 keys: one group computes dV, the other dK
 //           (backward_divided.cuh)
 //
+// Where the groups are divided, dQ's additions in the L2 cache take longer than the products if a block adds those of 64
+// keys. With kBc = 128, two blocks, a cluster, have a key tile: 64 keys each. They visit the same query tiles and compute
+// dQ by turns, each for all 128 keys: in every second step a block sends its dS to the other one, which has K of both.
+// Q and dO are loaded once for both, Q by the first block and dO by the second.
+//
 // Shared memory, in panels of 64 columns with the 128-byte swizzle that TMA writes and wgmma reads:
 //
-//   K [kBc][D] | V [kBc][Dv] | Q [kStages][kBr][D] | dO [kStages][kBr][Dv] | dS [2][kBr][kBc] if dQ is computed |
+//   K [kBc][D], of all keys | V [kBc][Dv] | Q [kStages][kBr][D] | dO [kStages][kBr][Dv] | dS [2][kBr][kBc] if dQ is computed |
 //   P [2] in register order, beyond head_dim 128 | -lse / scale, -delta [kStages][kBr] | ones (statistic.cuh) |
 //   barriers
 //
@@ -52,17 +57,20 @@ struct BackwardDkdv {
     static constexpr bool kFindsSequences = true;
 
     __device__ __forceinline__ static void run(const Params& launch, char* dynamic_smem) {
-        const auto where = common::scheduled_tile<Spec, true>(launch, blockIdx.x);
+        const auto where = common::scheduled_tile<Spec, true>(launch, tile_index<Spec>());
         const auto& params = common::record_of_sequence<Spec>(launch, where.batch);
         // Unused tile indices have no work; clear_backward.cu zeroes dK and dV of a sequence without queries.
         if (Spec::kVarlen &&
-            (!common::has_tile(where.tile, Shape::kBc, params.seqlen_k) || (!Spec::kSplit && params.seqlen_q == 0)))
+            (!common::has_tile(where.tile, Spec::kBc, params.seqlen_k) || (!Spec::kSplit && params.seqlen_q == 0)))
             return;
         if (has_no_step(params)) return;
         const BackwardMemory<Shape> memory(dynamic_smem);
-        if (threadIdx.x == 0) memory.init_barriers();
+        if (threadIdx.x == 0) memory.init_barriers(rank_in_pair<Spec>());
         if constexpr (Shape::kStatisticsAsStep) store_ones(memory.ones());
-        __syncthreads();
+        if constexpr (Shape::kPair)
+            cluster_sync();
+        else
+            __syncthreads();
         const int32 group = __shfl_sync(common::kFullWarp, threadIdx.x / kGroupThreads, 0);
         if (group == 0) {
             deallocate_registers<Shape::kProducerRegisters>();
@@ -84,7 +92,7 @@ struct BackwardDkdv {
             const auto own = key_tile<Spec>(params);
             if (params.seqlen_q > 0 && own.has(own.first_step(), params)) return false;
             using Shares = typename Shape::Shares;
-            Shares::put_zeros(Shares::of_block(params));
+            Shares::put_zeros(Shares::of_block(params, tile_index<Spec>()));
             return true;
         }
         if constexpr (common::kListsTiles<Spec>) return key_tile<Spec>(params).tiles.end == 0;

@@ -33,7 +33,10 @@ class BackwardGroup : protected KeyGroup<Spec, Shape, BackwardMemory<Shape>> {
     // dP^T does not with dropout, which scales dP before delta is subtracted.
     static constexpr bool kFromLse = common::kProductsFromLse<Spec>, kFromDelta = common::kProductsFromDelta<Spec>;
 
-    using Base::Base;
+    __device__ BackwardGroup(const Params& params, const Params& maps, const Memory& memory)
+        : Base(params, maps, memory), rank_(rank_in_pair<Spec>()) {
+        if constexpr (Shape::kPair) read_.turn = rank_;
+    }
 
     // Sets every element of x to the statistic of its column's query.
     __device__ __forceinline__ void start_from(Scores& x, uint32 statistic) const {
@@ -182,9 +185,14 @@ class BackwardGroup : protected KeyGroup<Spec, Shape, BackwardMemory<Shape>> {
         return memory_.held() + ((first_key - own_.first_key) / 16 + warp_) * Held::Tile::kBytes;
     }
 
+    // In a pair, buffer 0 is of the steps whose dQ the first block computes, and 1 of those of the second. The block's own,
+    // for the keys of both, lies before that which it sends.
+    __device__ __forceinline__ uint32 place_of_ds(uint32 buffer) const { return buffer ^ (Shape::kPair ? rank_ : 0); }
+
     // Writes this warp's 16 keys of dS to the panel of its group's 64 keys, transposed.
     __device__ __forceinline__ void store_ds(const Rounded& ds, int32 panel_index) {
-        const uint32 buffer = written_.slot(), panel = memory_.ds(buffer) + panel_index * Shape::kDsPanelBytes;
+        const uint32 buffer = written_.slot();
+        const uint32 panel = memory_.ds(place_of_ds(buffer)) + panel_index * Shape::kDsPanelBytes;
         mbarrier_wait(memory_.empty_ds(buffer), written_.parity() ^ 1);
         const uint32 row = lane_ % 8 + lane_ / 16 * 8, chunk = (warp_ * 2 + lane_ / 8 % 2) ^ (lane_ % 8);
         const uint32 address = panel + row * kPanelRowBytes + chunk * 16;
@@ -207,11 +215,12 @@ class BackwardGroup : protected KeyGroup<Spec, Shape, BackwardMemory<Shape>> {
     __device__ __forceinline__ void issue_dq(QuadFragment<kN8>& dq, uint64 keys, uint64 ds) const {
         const uint32 buffer = read_.slot();
         mbarrier_wait(memory_.full_ds(buffer), read_.parity());
-        ds += buffer * (Shape::kDsBytes / 16);
+        ds += place_of_ds(buffer) * (Shape::kDsBytes / 16);
         wgmma_fence();
 #pragma unroll
-        for (int s = 0; s < kBc / 16; ++s) {
-            const uint64 k = keys + along_rows(s), d = ds + along_columns<Shape::kDsPanelBytes>(s);
+        for (int s = 0; s < Spec::kBc / 16; ++s) {
+            const uint64 k = keys + s / (kBc / 16) * (Shape::kKeyBytes / 16) + along_rows(s % (kBc / 16));
+            const uint64 d = ds + along_columns<Shape::kDsPanelBytes>(s);
             const uint64 a = Shape::kDqTransposed ? k : d, b = Shape::kDqTransposed ? d : k;
             if (s == 0)
                 wgmma_first_dq(dq, a, b);
@@ -230,6 +239,10 @@ class BackwardGroup : protected KeyGroup<Spec, Shape, BackwardMemory<Shape>> {
     __device__ __forceinline__ void add_dq(const QuadFragment<kN8>& dq, int32 row16, int32 column8,
                                            const QueryStep& next) {
         arrive(memory_.empty_ds(read_.slot()));
+        if constexpr (Shape::kPair) {  // the other block may send again, and write what it sends; its own step follows
+            if (lane_ == 0) mbarrier_arrive_there(in_block(rank_ ^ 1, memory_.empty_ds(read_.slot())));
+            read_.advance();
+        }
         read_.advance();
         workspace_ += static_cast<int64>(tiles_to_walk_) * Workspace::kTileElements;
         // In dQ^T = K^T dS^T, rows are columns of K: those of a panel may exceed kD.
@@ -240,18 +253,36 @@ class BackwardGroup : protected KeyGroup<Spec, Shape, BackwardMemory<Shape>> {
                 if (column8 + n < Workspace::kColumns / 8)
                     add_global(workspace_ + Workspace::offset(0, n, 0), dq.value[n]);
         }
+        tiles_to_walk_ = 0;
+        if constexpr (!Shape::kPair) walk_to(next);
+    }
+
+    // Walks to the step whose dQ is added next; in a pair to every step, also to those of the other block.
+    __device__ __forceinline__ void walk_to(const QueryStep& step) {
         if constexpr (common::kListsTiles<Spec>) {
-            tiles_to_walk_ = -added_tile_;
-            tiles_to_walk_ += added_tile_ = tile_of_group(next);
+            tiles_to_walk_ -= added_tile_;
+            tiles_to_walk_ += added_tile_ = tile_of_group(step);
         } else {
-            // At a head change, skip the query tiles outside this key tile's range.
-            tiles_to_walk_ = next.tile == own_.tiles.begin ? query_tiles() - own_.tiles.end + own_.tiles.begin + 1 : 1;
+            tiles_to_walk_ += tiles_ahead_of(step);
         }
+    }
+    // At a head change, skip the query tiles outside this key tile's range.
+    __device__ __forceinline__ int32 tiles_ahead_of(const QueryStep& step) const {
+        return step.tile == own_.tiles.begin ? query_tiles() - own_.tiles.end + own_.tiles.begin + 1 : 1;
+    }
+
+    // Releases a stage of Q or of dO, whose barrier is `empty`. In a pair, the block that loads it for both waits for both.
+    template <bool kQ>
+    __device__ __forceinline__ void release(uint32 empty) const {
+        arrive(empty);
+        constexpr uint32 kLoader = Shape::template kLoader<kQ>;
+        if (Shape::kMulticast && rank_ != kLoader && lane_ == 0) mbarrier_arrive_there(in_block(kLoader, empty));
     }
 
     // Waits until all warps have completed their last dQ; after it no warp reads K or V.
     __device__ __forceinline__ void wait_for_last_dq() const {
-        const auto last = read_.previous();
+        if (Shape::kPair && read_.turn == rank_) return;  // all were the other block's
+        const auto last = Shape::kPair ? read_.previous().previous() : read_.previous();
         mbarrier_wait(memory_.empty_ds(last.slot()), last.parity());
     }
 
@@ -260,6 +291,7 @@ class BackwardGroup : protected KeyGroup<Spec, Shape, BackwardMemory<Shape>> {
     template <class Record>
     __device__ __forceinline__ void start_adding(const Record& params, int32 row16, int32 column8) {
         const QueryStep step = own_.at(own_.first_step());
+        if constexpr (Shape::kPair && !common::kListsTiles<Spec>) tiles_to_walk_ = -tiles_ahead_of(own_.first_step());
         if constexpr (common::kListsTiles<Spec>) added_tile_ = tile_of_group(own_.first_step());
         const int64 first = Spec::kVarlen
                                 ? common::first_workspace_tile<Spec>(params, own_.batch, step.head)
@@ -284,10 +316,12 @@ class BackwardGroup : protected KeyGroup<Spec, Shape, BackwardMemory<Shape>> {
     template <bool kIsDv, int kN8, class Record>
     __device__ __forceinline__ void put_share(const QuadFragment<kN8>& x, const Record& params, int32 row16) const {
         using Shares = typename Shape::Shares;
-        using Own = common::AccumulatorTile<kBc, 8 * kN8>;
-        Shares::template put<Own>(Shares::of_block(params) + kIsDv * Shares::Dk::kElements, x, row16, lane_);
+        using Own = common::AccumulatorTile<Spec::kBc, 8 * kN8>;
+        float* share = Shares::of_block(params, tile_index<Spec>()) + kIsDv * Shares::Dk::kElements;
+        Shares::template put<Own>(share, x, row16 + rank_ * (kBc / 16), lane_);
     }
 
+    const uint32 rank_;               // of the block in a pair
     RingPosition<2> written_, read_;  // in the ring of dS buffers
     float* workspace_ = nullptr;      // this lane's part of the tile of the last added dQ
     int32 tiles_to_walk_ = 0;

@@ -3,7 +3,7 @@
 //   0       one thread loads K and V, by TMA
 //   1, 2    load Q (warp 1) and dO (warp 2) of one query tile after the other, by TMA, and prepare the statistics from
 //           which the tile's products start: -lse / scale (warp 1), -delta (warp 2)
-//   3       one thread makes dS, which the consumers write, visible to wgmma
+//   3       one thread makes dS, which the consumers write, visible to wgmma, or sends it to the other block of a pair
 //
 //   P = 2^(scale log2(e) (K Q^T - lse / scale))        dS = P o (dO V^T - delta)
 //
@@ -57,29 +57,46 @@ class BackwardProducer {
     }
 
     __device__ void load_keys() const {
-        load_keys<Shape::kPanels>(maps_.k, memory_.key(), memory_.full_key());
-        load_keys<Shape::kPanelsV>(maps_.v, memory_.value(), memory_.full_value());
+        load_keys<Shape::kPanels, Shape::kBlocks>(maps_.k, memory_.key(), memory_.full_key());
+        load_keys<Shape::kPanelsV, 1>(maps_.v, memory_.value(), memory_.full_value());
     }
-    template <int kPanels>
+    // Rows of the block's own keys, and behind them, if kBlocks is two, of the other block's in the pair.
+    template <int kPanels, int kBlocks>
     __device__ void load_keys(const TensorMap& map, uint32 smem, uint32 full) const {
-        mbarrier_arrive_expect(full, kPanels * Shape::kKeyPanelBytes);
+        mbarrier_arrive_expect(full, kBlocks * kPanels * Shape::kKeyPanelBytes);
 #pragma unroll
-        for (int panel = 0; panel < kPanels; ++panel)
-            own_.keys.load(smem + panel * Shape::kKeyPanelBytes, map, full, panel * kPanelColumns, own_.first_key,
-                           own_.head, own_.batch);
+        for (int block = 0; block < kBlocks; ++block)
+#pragma unroll
+            for (int panel = 0; panel < kPanels; ++panel)
+                own_.keys.load(smem + (block * kPanels + panel) * Shape::kKeyPanelBytes, map, full,
+                               panel * kPanelColumns, own_.first_key ^ block * Shape::kBc, own_.head, own_.batch);
     }
 
-    // Starts to load a tile of Q or of dO. If it has rows to clear, `landed` is signalled instead of `full`.
+    // Starts to load a tile of Q or of dO. If it has rows to clear, `landed` is signalled instead of `full`. One block of a
+    // pair loads other tiles for both: `landed` is of all stages, and a block late at it could get the bytes of two.
     template <bool kQ>
     __device__ void load_queries(uint32 stage, const QueryStep& own, bool clears) const {
-        const TensorMap& map = kQ ? maps_.q : maps_.dout;
         const uint32 full = full_of<kQ>(stage), barrier = clears ? landed<kQ>() : full;
         mbarrier_arrive_expect(barrier, kPanelsOf<kQ> * Shape::kQueryPanelBytes);
-#pragma unroll
-        for (int panel = 0; panel < kPanelsOf<kQ>; ++panel)
-            own_.queries.load(rows_of<kQ>(stage) + panel * Shape::kQueryPanelBytes, map, barrier, panel * kPanelColumns,
-                              own.tile * kBr, own.head, own_.batch);
+        if (Shape::kMulticast && !clears) {
+            if (rank_in_pair<Spec>() == Shape::template kLoader<kQ>) load_panels<kQ, true>(stage, own, full);
+            return;
+        }
+        load_panels<kQ, false>(stage, own, barrier);
         if (clears) mbarrier_arrive(full);
+    }
+    template <bool kQ, bool kForBoth>
+    __device__ void load_panels(uint32 stage, const QueryStep& own, uint32 barrier) const {
+        const TensorMap& map = kQ ? maps_.q : maps_.dout;
+#pragma unroll
+        for (int panel = 0; panel < kPanelsOf<kQ>; ++panel) {
+            const uint32 smem = rows_of<kQ>(stage) + panel * Shape::kQueryPanelBytes;
+            const int32 column = panel * kPanelColumns, row = own.tile * kBr;
+            if constexpr (kForBoth)
+                own_.queries.load_to(3, smem, map, barrier, column, row, own.head, own_.batch);
+            else
+                own_.queries.load(smem, map, barrier, column, row, own.head, own_.batch);
+        }
     }
     template <bool kQ>
     static constexpr int kPanelsOf = kQ ? Shape::kPanels : Shape::kPanelsV;
@@ -97,15 +114,29 @@ class BackwardProducer {
     }
 
     // A fence waits for all outstanding memory operations of its thread. Consumer threads have atomic additions to dQ
-    // in flight for most of a step, so a thread of the producer fences the dS that they write.
+    // in flight for most of a step, so a thread of the producer fences the dS that they write. In a pair it sends that of
+    // every second step to the other block, whose `full` waits for these bytes, too.
     __device__ void pass_ds_on() const {
         RingPosition<2> ring;
+        const uint32 rank = rank_in_pair<Spec>();
 #pragma unroll 1
         for (QueryStep step = own_.first_step(); is_valid(step); advance(step)) {
-            mbarrier_wait(memory_.written_ds(ring.slot()), ring.parity());
+            const uint32 buffer = ring.slot(), full = memory_.full_ds(buffer);  // in a pair: of the block with the dQ
+            mbarrier_wait(memory_.written_ds(buffer), ring.parity());
             async_proxy_fence();
-            mbarrier_arrive(memory_.full_ds(ring.slot()));
+            if constexpr (!Shape::kPair)
+                mbarrier_arrive(full);
+            else if (buffer == rank)
+                mbarrier_arrive_expect(full, Shape::kSentDsBytes);
+            else
+                bulk_send(in_block(buffer, memory_.ds(0) + Shape::kDsPanelBytes), memory_.ds(1), Shape::kSentDsBytes,
+                          in_block(buffer, full));
             ring.advance();
+        }
+        // A block must not end before the other one has read all dS that was sent to it.
+        if constexpr (Shape::kPair) {
+            if (ring.slot() == rank) ring.advance();
+            mbarrier_wait(memory_.empty_ds(ring.slot()), ring.parity() ^ 1);
         }
     }
 
@@ -154,6 +185,15 @@ class BackwardProducer {
             own = own_.at(step);
             clears = load_rows<kLse, kHides>(own, lane, x);
             ring.advance();
+        }
+        // A block must not end before the other one has released all that it loads for both.
+        if (Shape::kMulticast && rank_in_pair<Spec>() == Shape::template kLoader<kLse>) {
+#pragma unroll 1
+            for (int i = 0; i < Shape::kStages; ++i) {
+                ring.advance();
+                const uint32 stage = ring.slot(), empty = kLse ? memory_.empty_query(stage) : memory_.empty_dout(stage);
+                mbarrier_wait(empty, ring.parity() ^ 1);
+            }
         }
     }
 

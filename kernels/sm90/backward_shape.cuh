@@ -11,15 +11,29 @@
 
 namespace fa2::sm90 {
 
+// Beyond head_dim 128 a group's registers hold dK or dV of 64 keys, not both.
+template <class Spec>
+inline constexpr bool kDividesGradients = max_of(Spec::kHeadDim, Spec::kHeadDimV) > 128;
+// A pair of blocks, a cluster, has a key tile of twice the keys of a block.
+template <class Spec>
+inline constexpr int kBlocksOfTile = kDividesGradients<Spec>&& Spec::kBc == 2 * kGroupRows ? 2 : 1;
+template <class Spec>
+inline constexpr int kKeysOfBlock = Spec::kBc / kBlocksOfTile<Spec>;
+
 template <class Spec, bool kDq>
 struct BackwardShape {
     static constexpr bool kWithDq = kDq;
-    static constexpr int kBr = Spec::kBr, kBc = Spec::kBc, kStages = Spec::kStages;
+    static constexpr int kBr = Spec::kBr, kBc = kKeysOfBlock<Spec>, kStages = Spec::kStages;
+    static constexpr int kBlocks = kBlocksOfTile<Spec>;
+    static constexpr bool kPair = kBlocks == 2;
+    static constexpr bool kMulticast = kPair;
+    // The block of a pair that loads Q or dO for both.
+    template <bool kQ>
+    static constexpr uint32 kLoader = kQ ? 0 : 1;
     static constexpr int kD = round_up(Spec::kHeadDim, 16), kDv = round_up(Spec::kHeadDimV, 16);
     static constexpr int kPanels = ceil_div(kD, kPanelColumns), kPanelsV = ceil_div(kDv, kPanelColumns);
-    using Shares = common::ShareWorkspace<kBc, kD, kDv, kDq>;
-    // Beyond head_dim 128 a group's registers hold dK or dV of 64 keys, not both.
-    static constexpr bool kDivided = max_of(kD, kDv) > 128;
+    using Shares = common::ShareWorkspace<Spec::kBc, kD, kDv, kDq>;
+    static constexpr bool kDivided = kDividesGradients<Spec>;
     static constexpr int kGroups = 2;  // consumer warp groups
     static_assert(Spec::kWarps == 4 * (kGroups + 1) && Spec::kBlocksPerSm == 1 && kStages >= 2);
     static_assert(kBc == (kDivided ? 1 : kGroups) * kGroupRows && kBr % 16 == 0 && kBr <= 128);
@@ -28,6 +42,7 @@ struct BackwardShape {
     static constexpr bool kDqByRows = kBr == 2 * kGroupRows;
     static constexpr bool kDqTransposed = DqWorkspace<kBr, kD>::kTransposed;
     static constexpr int kFirstDqColumns = kD > 128 ? 128 : kD > kPanelColumns ? kPanelColumns : kD / 2;
+    static_assert(kDq || !kPair);
     static_assert(!kDq || kBr == kGroupRows ||
                   (!kDivided && (kDqByRows ? kPanels == 1 : kDqTransposed && kPanels == 2)));
 
@@ -37,7 +52,10 @@ struct BackwardShape {
     static constexpr int kQueryPanelBytes = kBr * kPanelRowBytes;
     static constexpr int kQueryBytes = kPanels * kQueryPanelBytes, kDoutBytes = kPanelsV * kQueryPanelBytes;
     static constexpr int kDsPanelBytes = kBr * kPanelRowBytes;  // a panel has 64 keys
-    static constexpr int kDsBytes = kDq ? kBc / kGroupRows * kDsPanelBytes : 0;
+    // A block of a pair computes the dQ of every second step, for the keys of both blocks. Of its two buffers of dS, one
+    // is for such steps, with a panel of the other block's keys; what is in the other one is sent to that block.
+    static constexpr int kDsBytes = kDq ? Spec::kBc / kGroupRows * kDsPanelBytes : 0;
+    static constexpr int kSentDsBytes = kPair ? kDsPanelBytes : kDsBytes;
     static constexpr int kPBytes = kDivided ? kBr * kBc * 2 : 0;
     // Statistics enter a product as a k-step. They initialise its accumulators instead where shared memory has no room
     // (kDivided), or where wgmma leaves shared-memory bandwidth unused (no dQ, more than 64 columns).
@@ -45,8 +63,9 @@ struct BackwardShape {
     static constexpr int kStatisticBytes = kBr * (kStatisticsAsStep ? kStatisticRowBytes : 4);
     static constexpr int kBarrierBytes = 8 * (2 + 4 * kStages + 12);
     static constexpr int kWithoutArray =
-        kAlignment + kKeyBytes + kValueBytes + kStages * (kQueryBytes + kDoutBytes + 2 * kStatisticBytes) +
-        2 * (kDsBytes + kPBytes) + (kStatisticsAsStep ? kOnesBytes : 0) + kBarrierBytes;
+        kAlignment + kBlocks * kKeyBytes + kValueBytes +
+        kStages * (kQueryBytes + kDoutBytes + 2 * kStatisticBytes) + kDsBytes + kSentDsBytes + 2 * kPBytes +
+        (kStatisticsAsStep ? kOnesBytes : 0) + kBarrierBytes;
     static constexpr int kHeldBytes = kBc / 16 * common::HeldOfKeys<Spec, kBr>::Tile::kBytes;
     static constexpr bool kHoldsArray = common::kMayHoldArray<Spec> && kWithoutArray + kHeldBytes <= kMaxSharedBytes;
     static constexpr int kSharedBytes = kWithoutArray + (kHoldsArray ? kHeldBytes : 0);
@@ -124,11 +143,22 @@ __device__ __forceinline__ void limit_steps(KeyTile<Spec>& tile, const Record& p
     }
 }
 
+// The block's number in a pair, and the place of its key tile in the schedule.
+template <class Spec>
+__device__ __forceinline__ uint32 rank_in_pair() {
+    if constexpr (kBlocksOfTile<Spec> == 2) return rank_in_cluster();
+    return 0;
+}
+template <class Spec>
+__device__ __forceinline__ int32 tile_index() {
+    return blockIdx.x / kBlocksOfTile<Spec>;
+}
+
 template <class Spec>
 __device__ __forceinline__ KeyTile<Spec> key_tile(const Params& params) {
-    auto where = common::scheduled_tile<Spec, true>(params, blockIdx.x);
+    auto where = common::scheduled_tile<Spec, true>(params, tile_index<Spec>());
     const int32 share = common::take_share<Spec>(where, params);
-    KeyTile<Spec> tile = {where.tile * Spec::kBc,
+    KeyTile<Spec> tile = {where.tile * Spec::kBc + static_cast<int32>(rank_in_pair<Spec>()) * kKeysOfBlock<Spec>,
                           where.head,
                           where.batch,
                           where.head * params.heads_per_group,
@@ -149,11 +179,11 @@ struct BackwardMemory {
         : base((shared_address(dynamic_smem) + kAlignment - 1) & ~(kAlignment - 1u)) {}
 
     __device__ uint32 key() const { return base; }
-    __device__ uint32 value() const { return key() + Shape::kKeyBytes; }
+    __device__ uint32 value() const { return key() + Shape::kBlocks * Shape::kKeyBytes; }
     __device__ uint32 query(uint32 stage) const { return value() + Shape::kValueBytes + stage * Shape::kQueryBytes; }
     __device__ uint32 dout(uint32 stage) const { return query(Shape::kStages) + stage * Shape::kDoutBytes; }
     __device__ uint32 ds(uint32 buffer) const { return dout(Shape::kStages) + buffer * Shape::kDsBytes; }
-    __device__ uint32 p(uint32 buffer) const { return ds(2) + buffer * Shape::kPBytes; }
+    __device__ uint32 p(uint32 buffer) const { return ds(1) + Shape::kSentDsBytes + buffer * Shape::kPBytes; }
     __device__ uint32 lse(uint32 stage) const { return p(2) + stage * Shape::kStatisticBytes; }
     __device__ uint32 delta(uint32 stage) const { return lse(Shape::kStages) + stage * Shape::kStatisticBytes; }
     __device__ uint32 ones() const { return delta(Shape::kStages); }
@@ -178,7 +208,7 @@ struct BackwardMemory {
     __device__ uint32 landed_query() const { return barrier(12 + 4 * Shape::kStages); }
     __device__ uint32 landed_dout() const { return barrier(13 + 4 * Shape::kStages); }
 
-    __device__ void init_barriers() const {
+    __device__ void init_barriers(uint32 rank) const {
         constexpr uint32 kWarpSize = 32, kWarpsOfGroup = 4, kConsumerWarps = Shape::kGroups * kWarpsOfGroup;
         mbarrier_init(full_key(), 1);
         mbarrier_init(full_value(), 1);
@@ -187,8 +217,8 @@ struct BackwardMemory {
         for (uint32 i = 0; i < Shape::kStages; ++i) {
             mbarrier_init(full_query(i), 1 + kWarpSize);  // the thread that issues TMA, and the lanes of the statistic
             mbarrier_init(full_dout(i), 1 + kWarpSize);
-            mbarrier_init(empty_query(i), kConsumerWarps);
-            mbarrier_init(empty_dout(i), kConsumerWarps);
+            mbarrier_init(empty_query(i), readers<true>(rank) * kConsumerWarps);
+            mbarrier_init(empty_dout(i), readers<false>(rank) * kConsumerWarps);
         }
         for (uint32 i = 0; i < 2; ++i) {
             mbarrier_init(written_ds(i), Shape::kDivided ? kWarpsOfGroup : kConsumerWarps);
@@ -198,6 +228,11 @@ struct BackwardMemory {
             mbarrier_init(empty_p(i), kWarpsOfGroup);
         }
         mbarrier_init_fence();
+    }
+    // The blocks whose warps release the stages that this block fills.
+    template <bool kQ>
+    __device__ static uint32 readers(uint32 rank) {
+        return Shape::kMulticast && rank == Shape::template kLoader<kQ> ? 2 : 1;
     }
 };
 

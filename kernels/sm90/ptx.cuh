@@ -62,6 +62,36 @@ struct RingPosition {
     __device__ RingPosition previous() const { return {turn == 0 ? 2 * kSlots - 1 : turn - 1}; }
 };
 
+// ----------------------------------------------------------------------------------------------------------- clusters
+
+// The number of a block in its cluster, and an address of its own shared memory in that of another block.
+__device__ __forceinline__ uint32 rank_in_cluster() {
+    uint32 rank;
+    asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+    return rank;
+}
+__device__ __forceinline__ uint32 in_block(uint32 rank, uint32 address) {
+    uint32 there;
+    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
+    return there;
+}
+// __syncthreads of all blocks of a cluster.
+__device__ __forceinline__ void cluster_sync() {
+    asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+// Arrives at a barrier of another block. As a release to the cluster it would wait for all of the thread's accesses to
+// global memory; a thread that has read shared memory, or awaited the wgmma that does, needs no order beyond this.
+__device__ __forceinline__ void mbarrier_arrive_there(uint32 barrier) {
+    asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+// Copies `bytes` to shared memory of another block, and signals a barrier there.
+__device__ __forceinline__ void bulk_send(uint32 there, uint32 smem, uint32 bytes, uint32 barrier) {
+    asm volatile("cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+                     there),
+                 "r"(smem), "r"(bytes), "r"(barrier)
+                 : "memory");
+}
+
 // ------------------------------------------------------------------------------------------------------ global memory
 
 // Adds 1 and returns the value before. The accesses of all threads ahead of their additions come before what follows.
@@ -89,6 +119,23 @@ __device__ __forceinline__ void tma_load(uint32 smem, const TensorMap& map, uint
         "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
         "[%0], [%1, {%3, %4, %5, %6, %7}], [%2];" ::"r"(smem),
         "l"(&map), "r"(barrier), "r"(column), "r"(row), "r"(head), "r"(batch), "r"(fifth)
+        : "memory");
+}
+// The same to the same place of the blocks of a cluster that `blocks` has a bit of; each of their barriers is signalled.
+__device__ __forceinline__ void tma_load_to(uint16 blocks, uint32 smem, const TensorMap& map, uint32 barrier,
+                                            int32 column, int32 row, int32 head, int32 batch) {
+    asm volatile(
+        "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster "
+        "[%0], [%1, {%3, %4, %5, %6}], [%2], %7;" ::"r"(smem),
+        "l"(&map), "r"(barrier), "r"(column), "r"(row), "r"(head), "r"(batch), "h"(blocks)
+        : "memory");
+}
+__device__ __forceinline__ void tma_load_to(uint16 blocks, uint32 smem, const TensorMap& map, uint32 barrier,
+                                            int32 column, int32 row, int32 head, int32 batch, int32 fifth) {
+    asm volatile(
+        "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster "
+        "[%0], [%1, {%3, %4, %5, %6, %7}], [%2], %8;" ::"r"(smem),
+        "l"(&map), "r"(barrier), "r"(column), "r"(row), "r"(head), "r"(batch), "r"(fifth), "h"(blocks)
         : "memory");
 }
 // Copies `bytes` from global to shared memory; addresses and bytes are multiples of 16.

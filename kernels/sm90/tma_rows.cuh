@@ -36,6 +36,10 @@ struct TmaRows {
                                          int32 head, int32 batch) const {
         tma_load(smem, map, barrier, column, row, head, batch);
     }
+    __device__ __forceinline__ void load_to(uint16 blocks, uint32 smem, const TensorMap& map, uint32 barrier,
+                                            int32 column, int32 row, int32 head, int32 batch) const {
+        tma_load_to(blocks, smem, map, barrier, column, row, head, batch);
+    }
     __device__ __forceinline__ void store(const TensorMap& map, uint32 smem, int32 column, int32 row, int32 head,
                                           int32 batch) const {
         tma_store(map, smem, column, row, head, batch);
@@ -48,6 +52,10 @@ struct TmaRows<true> {
     __device__ __forceinline__ void load(uint32 smem, const TensorMap& map, uint32 barrier, int32 column, int32 row,
                                          int32 head, int32) const {
         tma_load(smem, map, barrier, column, first + row, head, end, kFarRow);
+    }
+    __device__ __forceinline__ void load_to(uint16 blocks, uint32 smem, const TensorMap& map, uint32 barrier,
+                                            int32 column, int32 row, int32 head, int32) const {
+        tma_load_to(blocks, smem, map, barrier, column, first + row, head, end, kFarRow);
     }
     __device__ __forceinline__ void store(const TensorMap& map, uint32 smem, int32 column, int32 row, int32 head,
                                           int32) const {

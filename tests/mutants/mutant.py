@@ -39,6 +39,7 @@ CATCHES = {
     "proxy": (ptxsim.PtxError, "without fence.proxy.async"),
     "in flight": (ptxsim.PtxError, "of an unfinished wgmma is accessed"),
     "ends": (ptxsim.PtxError, "the thread ends with a bulk copy from shared memory in flight"),
+    "init": (ptxsim.PtxError, "is not initialised|before its initialisation"),
     "unread": (ptxsim.PtxError, "the block ends with a TMA load in flight"),
     "lanes": (ptxsim.PtxError, "through the async proxy by lane 0, without __syncwarp"),
     "init fence": (ptxsim.PtxError, "without fence.mbarrier_init"),

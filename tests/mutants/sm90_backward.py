@@ -22,15 +22,28 @@ DIVIDED_PAIR = Problem(head_dim=8, head_dim_v=136, **OF_DIVIDED)
 DIVIDED_NARROW_V = Problem(head_dim=136, head_dim_v=8, **OF_DIVIDED)
 DIVIDED_HIDDEN = without_keys(head_dim=8, head_dim_v=136, **OF_DIVIDED)
 DIVIDED_SHARES = Problem(head_dim=8, head_dim_v=136, num_splits=2, **OF_DIVIDED)
+# A key tile has two blocks. Each owns every second step; in PAIRED_ONCE, the second block owns none.
+PAIRED_TILE = TileConfig(64, 128, 12, 2)
+PAIRED = Problem(head_dim=136, head_dim_v=8, lengths=(330, 150), heads=(1, 1), hopper_tile=PAIRED_TILE)
+PAIRED_HEADS = Problem(head_dim=136, head_dim_v=8, lengths=(300, 200), heads=(2, 1), hopper_tile=PAIRED_TILE)
+PAIRED_ONCE = Problem(head_dim=8, head_dim_v=136, lengths=(60, 120), heads=(1, 1), hopper_tile=PAIRED_TILE)
+PAIRED_SHARES = Problem(head_dim=136, head_dim_v=8, lengths=(330, 150), num_splits=2, hopper_tile=PAIRED_TILE)
 #: A kernel, a text, the part of it that names the other head_dim instead, what catches the change, and the problem.
 SWAPPED = (
-    ("backward", "load_keys<Shape::kPanels>(maps_.k", "kPanels", "kPanelsV", "race", DIVIDED_PAIR),
-    ("backward_dkdv", "load_keys<Shape::kPanelsV>(maps_.v", "kPanelsV", "kPanels", "uninitialised", DIVIDED_PAIR),
+    ("backward", "load_keys<Shape::kPanels, Shape::kBlocks>(maps_.k", "kPanels,", "kPanelsV,", "race", DIVIDED_PAIR),
+    ("backward_dkdv", "load_keys<Shape::kPanelsV, 1>(maps_.v", "kPanelsV", "kPanels", "uninitialised", DIVIDED_PAIR),
     ("backward", "(barrier, kPanelsOf<kQ> *", "kPanelsOf<kQ>", "Shape::kPanels", "deadlock", DIVIDED_NARROW_V),
     ("backward_dkdv", "panel < kPanelsOf<kQ>;", "kPanelsOf<kQ>", "Shape::kPanels", "deadlock", DIVIDED_PAIR),
     ("backward", "kQ ? Shape::kPanels : Shape::kPanelsV", "kPanelsV", "kPanels", "uninitialised", DIVIDED_PAIR),
     ("backward", "i < 8 * kPanelsOf<kLse>;", "kPanelsOf<kLse>", "Shape::kPanels", "numbers", DIVIDED_HIDDEN),
-    ("backward", "return key() + Shape::kKeyBytes;", "kKeyBytes", "kValueBytes", "race", DIVIDED_NARROW_V),
+    (
+        "backward",
+        "return key() + Shape::kBlocks * Shape::kKeyBytes;",
+        "kKeyBytes",
+        "kValueBytes",
+        "race",
+        DIVIDED_NARROW_V,
+    ),
     ("backward", "value() + Shape::kValueBytes", "kValueBytes", "kKeyBytes", "race", DIVIDED_PAIR),
     ("backward", "+ stage * Shape::kQueryBytes;", "kQueryBytes", "kDoutBytes", "race", DIVIDED_NARROW_V),
     ("backward_dkdv", "+ stage * Shape::kDoutBytes;", "kDoutBytes", "kQueryBytes", "race", DIVIDED_PAIR),
@@ -52,11 +65,93 @@ SWAPPED = (
     ("backward", "using Workspace = DqWorkspace<kBr, kD>", "kD", "kDv", "bounds", DIVIDED_PAIR),
     ("backward", "column % kPanelColumns * 2", "column % kPanelColumns", "0", "numbers", PAIR),
     ("backward", "kIsDv * Shares::Dk::kElements", "Dk", "Dv", "bounds", DIVIDED_SHARES),
-    ("backward_dkdv", "AccumulatorTile<kBc, 8 * kN8>", "8 * kN8", "kD", "uninitialised", PAIR_SHARES),
-    ("backward_dkdv", "ShareWorkspace<kBc, kD, kDv, kDq>", "kD, kDv", "kDv, kD", "blocks", DIVIDED_SHARES),
+    ("backward_dkdv", "AccumulatorTile<Spec::kBc, 8 * kN8>", "8 * kN8", "kD", "uninitialised", PAIR_SHARES),
+    ("backward_dkdv", "ShareWorkspace<Spec::kBc, kD, kDv, kDq>", "kD, kDv", "kDv, kD", "blocks", DIVIDED_SHARES),
+)
+
+#: Of a pair of blocks: what is broken, a text and what stands in its place, what catches it, and the problem.
+PAIRED_MUTANTS = (
+    ("both blocks have the same keys", "kKeysOfBlock<Spec>,\n", "0,\n", "blocks", PAIRED),
+    ("each block has a tile of its own", "blockIdx.x / kBlocksOfTile<Spec>", "blockIdx.x", "bounds", PAIRED),
+    (
+        "the blocks do not wait for each other's barriers",
+        "cluster_sync();\n        else",
+        ";\n        else",
+        "init",
+        PAIRED,
+    ),
+    (
+        "the other block's keys are one's own",
+        "own_.first_key ^ block * Shape::kBc",
+        "own_.first_key",
+        "numbers",
+        PAIRED,
+    ),
+    ("the other block's dS with one's own K", "s / (kBc / 16) * (Shape::kKeyBytes / 16)", "0", "numbers", PAIRED),
+    ("dS is sent over the other block's", "ds(0) + Shape::kDsPanelBytes", "ds(0)", "race", PAIRED),
+    (
+        "dS is not waited for",
+        "mbarrier_arrive_expect(full, Shape::kSentDsBytes)",
+        "mbarrier_arrive(full)",
+        "uninitialised",
+        PAIRED,
+    ),
+    ("dS is sent without a fence", "async_proxy_fence();\n            if constexpr", "if constexpr", "proxy", PAIRED),
+    (
+        "dS is written before the last is sent",
+        "mbarrier_wait(memory_.empty_ds(buffer), written_",
+        "(void)(written_",
+        "deadlock",
+        PAIRED,
+    ),
+    (
+        "the sender is not told",
+        "mbarrier_arrive_there(in_block(rank_ ^ 1, memory_",
+        "(void)(in_block(rank_ ^ 1, memory_",
+        "deadlock",
+        PAIRED,
+    ),
+    ("dQ of the other block's steps", "Shape::kPair && stages_.turn % 2 != Base::rank_;", "false;", "deadlock", PAIRED),
+    (
+        "steps of the other block are not walked",
+        "if constexpr (Shape::kPair) Base::walk_to(step);",
+        "",
+        "bounds",
+        PAIRED,
+    ),
+    (
+        "no way back from the first tile",
+        "tiles_to_walk_ = -tiles_ahead_of(own_.first_step());",
+        "",
+        "bounds",
+        PAIRED_HEADS,
+    ),
+    ("the last dQ of the other block", "!Shape::kPair || !skips_dq_", "true", "deadlock", PAIRED),
+    ("dV into V while it is read", "kWithDq && !(Shape::kPair && kProbability)", "kWithDq", "race", PAIRED_ONCE),
+    ("dK into K while it is read", "Shape::kPair ? read_.previous().previous() : ", "", "race", PAIRED),
+    (
+        "a stage is loaded while the other block reads it",
+        "== Shape::template kLoader<kQ> ? 2 : 1",
+        "== 2 ? 2 : 1",
+        "race",
+        PAIRED,
+    ),
+    (
+        "the loader is not told",
+        "if (Shape::kMulticast && rank_ != kLoader && lane_ == 0)",
+        "if (false)",
+        "deadlock",
+        PAIRED,
+    ),
+    ("a block loads for itself", "own_.queries.load_to(3,", "own_.queries.load_to(1,", "deadlock", PAIRED),
+    ("shares of both blocks in one place", "row16 + rank_ * (kBc / 16)", "row16", "numbers", PAIRED_SHARES),
 )
 
 MUTANTS = (
+    *(
+        Mutant(f"a pair on Hopper: {what}", "backward", text, instead, caught_by, problem)
+        for what, text, instead, caught_by, problem in PAIRED_MUTANTS
+    ),
     *(
         Mutant(
             f"the other head_dim on Hopper in {operation}, {text.partition(chr(10))[0]}",
@@ -115,8 +210,8 @@ MUTANTS = (
     Mutant(
         "no proxy fence behind dS",
         "backward",
-        "async_proxy_fence();\n            mbarrier_arrive(memory_.full_ds(ring.slot()));",
-        "mbarrier_arrive(memory_.full_ds(ring.slot()));",
+        "async_proxy_fence();\n            if constexpr (!Shape::kPair)",
+        "if constexpr (!Shape::kPair)",
         "proxy",
         HOPPER_COLUMNS,
     ),
@@ -262,7 +357,7 @@ MUTANTS = (
     Mutant(
         "dQ of a head's first tile to one that sees none of the keys",
         "backward",
-        "next.tile == own_.tiles.begin ? query_tiles() - own_.tiles.end + own_.tiles.begin + 1 : 1",
+        "step.tile == own_.tiles.begin ? query_tiles() - own_.tiles.end + own_.tiles.begin + 1 : 1",
         "1",
         "numbers",
         Problem(lengths=(300, 300), heads=(4, 2), hopper_tile=TileConfig(128, 128, 12, 2)),
