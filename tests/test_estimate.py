@@ -184,8 +184,26 @@ def test_float64_takes_two_passes_where_key_tiles_are_few(heads, seqlen_q, seqle
     call = dataclasses.replace(call, seqlen_k=seqlen_k)
     of_keys, of_queries = TileConfig(32, 64, 8), TileConfig(64, 16, 4)
     tiles = ({"backward": of_keys}, {"backward_dq": of_queries, "backward_dkdv": of_keys})
-    single, double = (estimate.backward_time(SM80_FLOAT64.costs, call, H100, one, {}) for one in tiles)
+    single, double = (estimate.backward_time(SM80_FLOAT64.costs, call, H100, one, {}, {}) for one in tiles)
     assert (single < double) is is_single
+
+
+def test_a_cluster_takes_as_many_multiprocessors_as_it_has_blocks():
+    costs = estimate.Costs(
+        blocks={"backward": {128: estimate.BlockCost(1.0, 1.0)}},
+        clusters={"backward": estimate.BlockCost(2.0, 2.0)},
+        convert=0.0,
+        convert_rows=0.0,
+    )
+
+    def time(key_tiles: int, blocks: int) -> float:
+        call = dataclasses.replace(problem((1, 1), 1000, causal=False, head_dim=100), seqlen_k=100 * key_tiles)
+        tiles = {"backward": TileConfig(100, 100, 4)}
+        return estimate.backward_time(costs, call, four, tiles, {}, {"backward": blocks})
+
+    four = dataclasses.replace(H100, multiprocessors=4)
+    assert [time(n, 1) for n in (1, 4, 5)] == pytest.approx([11, 11, 22])
+    assert [time(n, 2) for n in (1, 2, 3)] == pytest.approx([12, 12, 24])
 
 
 @pytest.mark.parametrize("seqlen", (2048, 65536))

@@ -11,7 +11,7 @@ from ..problem.options import MAX_SPLITS, CallOptions, requested_method
 from ..problem.strides import AnyStrides
 from .device import ARCHITECTURES, DeviceInfo
 from .estimate import Costs, backward_time, forward_splits, split_candidates
-from .family import Family
+from .family import Family, Kernel
 from .operations import METHODS, OPERATIONS, SEVERAL
 from .registry import FAMILIES, supporting_families
 from .simt import SIMT
@@ -270,10 +270,14 @@ def _splits(choice: Choice, problem: AttentionProblem, device: DeviceInfo, optio
 
 def _fastest(choices: Sequence[Choice], problem: AttentionProblem, device: DeviceInfo) -> Choice:
     """The choice with the shortest estimated time; without costs the first."""
-    if len(choices) == 1 or choices[0].family.costs is None:
+    family = choices[0].family
+    if len(choices) == 1 or family.costs is None:
         return choices[0]
+    costs = family.costs
+    tiles = {name: tile for choice in choices for name, tile in choice.tiles.items() if name in costs.clusters}
+    blocks = {name: family.blocks_of_tile(Kernel.of(name, problem), tile) for name, tile in tiles.items()}
     return min(
-        choices, key=lambda choice: backward_time(_costs(choice), problem, device, choice.tiles, choice.num_splits)
+        choices, key=lambda choice: backward_time(costs, problem, device, choice.tiles, choice.num_splits, blocks)
     )
 
 

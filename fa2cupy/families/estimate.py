@@ -1,8 +1,9 @@
 """Estimates of how long a call takes. They decide on a backward's method and on the number of splits.
 
 A launch is modelled as list scheduling: the blocks, longest first, go to the first multiprocessor that is free. A block
-takes a fixed time and a time for each step, a pair of tiles. What the stages around the tiled kernels take grows with
-the rows. The constants of a family were fitted to the times of ``scripts/methods.py``.
+takes a fixed time and a time for each step, a pair of tiles. The blocks of a cluster, which divide a tile, count as one
+on as many multiprocessors. What the stages around the tiled kernels take grows with the rows. The constants of a family
+were fitted to the times of ``scripts/methods.py``.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import heapq
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from ..problem.attention import AttentionProblem
@@ -55,6 +56,8 @@ class Costs:
     ----------
     blocks : mapping of operation to mapping of int to BlockCost
         By the largest head_dim to which they apply.
+    clusters : mapping of operation to BlockCost
+        Of tiles that the blocks of a cluster divide.
     read_rows : float
         Reading K and V from memory, which no schedule makes shorter; elements of k.
     merge, merge_rows : float
@@ -74,6 +77,7 @@ class Costs:
     """
 
     blocks: Mapping[str, Mapping[int, BlockCost]]
+    clusters: Mapping[str, BlockCost] = field(default_factory=dict)
     read_rows: float = 0.0
     merge: float = 0.0
     merge_rows: float = 0.0
@@ -87,8 +91,10 @@ class Costs:
     copy_rows: float = 0.0
     drift: float = 0.0
 
-    def of_block(self, operation: str, problem: AttentionProblem) -> BlockCost:
+    def of_block(self, operation: str, problem: AttentionProblem, blocks_of_tile: int = 1) -> BlockCost:
         """The cost of a block of a kernel, whose structure depends on the wider head_dim."""
+        if blocks_of_tile > 1:
+            return self.clusters[operation]
         rows, widest = self.blocks[operation], max(problem.head_dim, problem.columns_of("v"))
         return rows[min((limit for limit in rows if widest <= limit), default=max(rows))]
 
@@ -135,6 +141,7 @@ def backward_time(
     device: DeviceInfo,
     tiles: Mapping[str, TileConfig],
     num_splits: Mapping[str, int],
+    blocks_of_tile: Mapping[str, int],
 ) -> float:
     """The estimated time of a backward in microseconds.
 
@@ -144,17 +151,17 @@ def backward_time(
     problem, device
     tiles : mapping of operation to TileConfig
         The tiles of the method's kernels.
-    num_splits : mapping of operation to int
-        Where it is more than one.
+    num_splits, blocks_of_tile : mapping of operation to int
+        Where they are more than one. The blocks of a tile are a cluster.
     """
     sequences = _Sequences.of(problem)
     queries = problem.batch * problem.seqlen_q * problem.num_heads * problem.mean_head_dim / 1e6
     keys = problem.batch * problem.seqlen_k * problem.num_heads_kv * problem.mean_head_dim / 1e6
     time = costs.call + costs.call_rows * queries
     for operation, tile in tiles.items():
-        splits = num_splits.get(operation, 1)
-        cost = costs.of_block(operation, problem)
-        step = _step(cost, tile, problem.mean_head_dim)
+        splits, blocks = num_splits.get(operation, 1), blocks_of_tile.get(operation, 1)
+        cost = costs.of_block(operation, problem, blocks)
+        step = _step(cost, tile, problem.mean_head_dim) / blocks
         if operation == "backward":
             time += costs.convert + costs.convert_rows * queries
             step *= _drift(costs, problem, device, splits)
@@ -168,7 +175,7 @@ def backward_time(
             steps = _shares(
                 sequences.steps_of_keys(tile), problem.heads_per_group, splits, problem.num_heads_kv * sequences.number
             )
-        time += _time_of_blocks(cost, step, steps, device, tile)
+        time += _time_of_blocks(cost, step, steps, device, tile, blocks)
     return time
 
 
@@ -178,11 +185,17 @@ def _step(cost: BlockCost, tile: TileConfig, head_dim: int) -> float:
 
 
 def _time_of_blocks(
-    cost: BlockCost, step: float, steps: Mapping[int, int], device: DeviceInfo, tile: TileConfig
+    cost: BlockCost,
+    step: float,
+    steps: Mapping[int, int],
+    device: DeviceInfo,
+    tile: TileConfig,
+    blocks_of_tile: int = 1,
 ) -> float:
-    """The time of a kernel. `steps`: how many blocks have how many."""
+    """The time of a kernel. `steps`: how many blocks, or clusters, have how many."""
     blocks = {cost.start + step * count: number for count, number in steps.items()}
-    return _makespan(blocks, device.multiprocessors * tile.blocks_per_sm, tile.blocks_per_sm)
+    slots = device.multiprocessors * tile.blocks_per_sm // blocks_of_tile
+    return _makespan(blocks, slots, tile.blocks_per_sm)
 
 
 def heads_in_cache(problem: AttentionProblem, device: DeviceInfo) -> int:

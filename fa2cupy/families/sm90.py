@@ -101,6 +101,8 @@ _COSTS = Costs(
         "backward_dq": {64: BlockCost(1.68, 3.44), 128: BlockCost(1.161, 1.27), 256: BlockCost(0.689, 5.0)},
         "backward_dkdv": {64: BlockCost(1.256, 4.48), 128: BlockCost(1.27, 9.18), 256: BlockCost(1.563, 11.36)},
     },
+    # The start is that of a block; the step is from times of 192/128 relative to those of ``two_pass``, on the H200.
+    clusters={"backward": BlockCost(2.12, 11.6)},
     read_rows=0.83,
     merge=2.0,
     merge_rows=2.0,
