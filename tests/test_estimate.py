@@ -188,6 +188,14 @@ def test_float64_takes_two_passes_where_key_tiles_are_few(heads, seqlen_q, seqle
     assert (single < double) is is_single
 
 
+@pytest.mark.parametrize(("seqlen", "method"), [(2048, "two_pass"), (8192, "single_pass")])
+@pytest.mark.parametrize("causal", (False, True))
+def test_pairs_of_blocks_take_one_pass_where_it_is_long_enough(seqlen, method, causal):
+    """Measured on an H200, 192/128 with 128 heads: 0.94 to 0.97 of the speed of two passes, and 1.06."""
+    call = dataclasses.replace(problem((128, 128), seqlen, head_dim=192, causal=causal), head_dim_v=128)
+    assert chosen(call).method == method
+
+
 def test_a_cluster_takes_as_many_multiprocessors_as_it_has_blocks():
     costs = estimate.Costs(
         blocks={"backward": {128: estimate.BlockCost(1.0, 1.0)}},

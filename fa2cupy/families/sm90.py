@@ -158,6 +158,7 @@ class Sm90(Family):
             TileRow(128, TileConfig(96, 128, 12, 2), _H200, head_dim_v=64),
             TileRow(128, TileConfig(80, 128, 12, 2), _H100),
             TileRow(64, TileConfig(64, 128, 12, 2), _H200, head_dim_v=128),
+            TileRow(192, TileConfig(64, 128, 12, 2), _H200, head_dim_v=128),  # of two blocks
             TileRow(256, TileConfig(64, 64, 12, 2), _H100),
         ),
         "backward_dq": (
