@@ -203,10 +203,14 @@ def check_tangents(q, k, v, do, options: dict) -> None:
     moved = {name: options[name] for name in ("bias", "sink") if name in options}
     tangents = {f"{name}_tangent": x for name, x in moved.items()}
     more = {name: True for name in extras(options) if name != "return_dscore_args"}
-    o, lse, ot, lset = fa2cupy.jvp(q, k, v, q, k, v, **options, **tangents)
+    # The tool considers results that TMA stores as unwritten, and other kernels read o and tangents of it.
+    o, ot, gdo = (cupy.asarray(np.zeros(do.shape, do.dtype)) for _ in range(3))
+    _, lse, _, lset = fa2cupy.jvp(q, k, v, q, k, v, **options, **tangents, out=(o, None, ot, None))
     given = (q, k, v, o, lse, do)
     fa2cupy.backward_jvp(*given, q, k, v, ot, lset, do, dlse=lse, dlset=lset, **options, **more, **tangents)
-    fa2cupy.double_backward(*given, q, k, v, **options, **more, **{f"gd{name}": x for name, x in moved.items()})
+    out = (None, None, None, gdo, *(None for _ in more))
+    cotangents = {f"gd{name}": x for name, x in moved.items()}
+    fa2cupy.double_backward(*given, q, k, v, **options, **more, **cotangents, out=out)
 
 
 def copied() -> None:
