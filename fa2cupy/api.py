@@ -38,6 +38,9 @@ def forward(
         Queries: a NumPy or CuPy array of float16, bfloat16 (``ml_dtypes.bfloat16``), float32 or float64, head_dim up to
         256. The first axes may be omitted: (seqlen_q, num_heads, head_dim) and (seqlen_q, head_dim) give results of the
         same rank. An array (batch * heads, seqlen, head_dim) of other libraries is one of many rows and heads here.
+        In place of batch there may be several leading axes, (..., seqlen_q, num_heads, head_dim), the same for all
+        arrays and results; lse is then (..., num_heads, seqlen_q). The number of a sequence, for functions, dropout and
+        `block_mask`, is its index along all of them, flattened in C order.
     k, v : ndarray, shape (batch, seqlen_k, num_heads_kv, head_dim)
         Keys and values, of q's dtype and device. num_heads must be a multiple of num_heads_kv: query head ``h``
         reads K/V head ``h // (num_heads // num_heads_kv)`` (multi-head, grouped-query and multi-query attention). v
@@ -85,17 +88,19 @@ def forward(
         seqlen_k.
     softcap : float
         Scores become ``softcap * tanh(scores / softcap)``, before biases and masks.
-    alibi_slopes : ndarray, shape (num_heads,) or (batch, num_heads)
+    alibi_slopes : ndarray, shape (num_heads,) or (batch, num_heads); broadcastable to (..., num_heads)
         ``-slope * abs(i + seqlen_k - seqlen_q - j)`` is added to the scores, with slopes of either sign in the dtype of
         lse. There is no gradient for them.
-    bias : ndarray, broadcastable to (batch, num_heads, seqlen_q, seqlen_k)
-        Added to the scores, in q's dtype or that of lse; a broadcast bias is not expanded in memory. ``-inf`` hides a
-        key. The lowest finite number hides it only beside keys with a higher one: if all keys of a row have it, o is
-        the mean of their values. Elements for keys that are hidden by other means are ignored, even if they are NaN.
-    mask : ndarray of bool, broadcastable to (batch, num_heads, seqlen_q, seqlen_k)
+    bias : ndarray, broadcastable to (..., num_heads, seqlen_q, seqlen_k)
+        Added to the scores, in q's dtype or that of lse. It is broadcast by NumPy's rules, and neither expanded nor
+        copied in memory, whatever its strides. ``-inf`` hides a key. The lowest finite number hides it only beside keys
+        with a higher one: if all keys of a row have it, o is the mean of their values. Elements for keys that are
+        hidden by other means are ignored, even if they are NaN.
+    mask : ndarray of bool, broadcastable to (..., num_heads, seqlen_q, seqlen_k)
         True where a key is visible.
     key_padding_mask : ndarray of bool, shape (batch, seqlen_k), or (seqlen_k,) where q has no batch axis
-        True where a key is visible, to all queries and heads.
+        True where a key is visible, to all queries and heads. With several leading axes, broadcastable to
+        (..., seqlen_k).
     sink : ndarray, shape (num_heads,)
         A logit for each query head that takes part in the softmax but has no value row, in the dtype of lse; ``-inf``
         is no sink.
@@ -128,8 +133,8 @@ def forward(
         The arrays of `mask_mod`.
     block_mask : BlockMask
         A sparse map of tiles, made by `fa2cupy.block_mask` from the same `mask_mod`, or given directly, of the library
-        and on the device of q. Tiles without a visible key are not read, and `mask_mod` is not evaluated in those that
-        are visible as a whole.
+        and on the device of q. Its first axis is 1 or the number of all sequences. Tiles without a visible key are not
+        read, and `mask_mod` is not evaluated in those that are visible as a whole.
 
     Raises
     ------
@@ -220,10 +225,11 @@ def forward(
     with the Philox generator of Salmon et al. 2011.
 
     On the GPU, arrays are used in place if the last axis is contiguous and, for 16-bit data, rows are aligned to 16
-    bytes. Other arrays are copied first, and so are 16-bit data whose head_dim is not a multiple of 8. Kernels take a v
-    with another head_dim than q as it is. The work is queued on CuPy's current stream of the arrays' device, without a
-    synchronisation; the first call of a kind compiles its kernel. Offsets are clamped to the arrays on the GPU;
-    decreasing offsets raise no error there and give undefined results.
+    bytes. Other arrays are copied first, and so are 16-bit data whose head_dim is not a multiple of 8, and tensors with
+    several leading axes that have no stride in common, such as ``q.swapaxes(0, 1)``. Biases and masks are never copied.
+    Kernels take a v with another head_dim than q as it is. The work is queued on CuPy's current stream of the arrays'
+    device, without a synchronisation; the first call of a kind compiles its kernel. Offsets are clamped to the arrays
+    on the GPU; decreasing offsets raise no error there and give undefined results.
 
     Calls can be captured into a CUDA graph after a call of the same kind has loaded its kernels. Copies and workspaces
     are then memory of the graph: nodes of the graph allocate and free it, and CUDA's memory pool for graphs holds it

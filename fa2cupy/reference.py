@@ -78,7 +78,7 @@ def delta(o: ArrayT, do: ArrayT, *, layout: Layout = "bshd") -> ArrayT:
     problem = problem_from_outputs(o, do, layout=layout)
     with device_context(o):
         products = problem.canonical_view(o).astype("float64") * problem.canonical_view(do).astype("float64")
-        return products.sum(axis=-1).transpose(0, 2, 1).reshape(problem.lse_shape)
+        return products.sum(axis=-1).swapaxes(-1, -2).reshape(problem.lse_shape)
 
 
 @takes(ScoreKeywords)

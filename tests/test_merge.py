@@ -129,7 +129,7 @@ class TestNumpy:
         (np.ones((2, 1, 3, 2, 4)), np.ones((3, 1, 2, 3)), ValueError, r"lse_parts: expected shape \(2, 1, 2, 3\)"),
         (np.ones((2, 3, 4), "float16"), np.ones((2, 3)), TypeError, "lse_parts: expected dtype float32"),
         (np.ones((2, 3, 4), "int32"), np.ones((2, 3)), TypeError, "o_parts: expected dtype"),
-        (np.ones((2, 4)), np.ones(2), ValueError, "o_parts: expected 2, 3 or 4 axes of each part"),
+        (np.ones((2, 4)), np.ones(2), ValueError, "o_parts: expected 2 or more axes of each part"),
         (np.ones(()), np.ones(2), ValueError, "o_parts: expected an axis of parts"),
         ([], [], ValueError, "o_parts: expected at least one part"),
         ([np.ones((3, 4)), np.ones((3, 5))], np.ones((2, 3)), ValueError, r"o_parts\[1\]: expected shape \(3, 4\)"),

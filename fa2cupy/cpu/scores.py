@@ -7,6 +7,7 @@ formulas are at the top of ``problem/features.py``.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
@@ -88,7 +89,7 @@ def by_group(heads: np.ndarray, size: int) -> np.ndarray:
 
 
 class ScoreTerms:
-    """The features of a call, with their arrays as views of (batch, head, query, key): broadcast axes have stride 0.
+    """The features of a call, with their arrays as views of all scores: broadcast axes have stride 0.
 
     Parameters
     ----------
@@ -98,7 +99,7 @@ class ScoreTerms:
     """
 
     def __init__(self, problem: AttentionProblem, keywords: Mapping[str, object]):
-        shape = problem.score_shape
+        shape = problem.broadcast_shape
         self.arguments: Mapping[str, Any] = {
             name: keywords.get(name.replace("mod", "args"), ()) for name in ("score_mod", "mask_mod")
         }
@@ -126,9 +127,8 @@ class HeadTerms:
         self._arguments = terms.arguments
         self._block_mask = terms.block_mask
         self._states = None if terms.block_mask is None else terms.block_mask.part(sequence.number, group)
-        self._arrays = {
-            name: by_group(array[sequence.number, group], self.size) for name, array in terms.arrays.items()
-        }
+        place: Any = (*sequence.place, group)
+        self._arrays = {name: by_group(array[place], self.size) for name, array in terms.arrays.items()}
 
     def apply(self, s: np.ndarray, queries: slice, keys: slice, is_curved: bool = False) -> Slopes:
         """Applies features to a tile of scaled products, in place; returns the derivatives of the scores by them.
@@ -240,22 +240,24 @@ class BiasGradient:
 
     def __init__(self, shape: tuple[int, ...], dtype: str):
         self._shape, self._dtype = (1,) * (4 - len(shape)) + shape, dtype
-        # By sequence and first head, arrays of the axes (head, query, key).
-        self._parts: dict[tuple[int, int], np.ndarray] = {}
+        # By place along the leading axes and first head, arrays of the axes (head, query, key).
+        self._parts: dict[tuple[int, ...], np.ndarray] = {}
 
     def add(self, ds: np.ndarray, terms: HeadTerms, queries: slice, keys: slice) -> None:
         """Adds a tile of dS of one head."""
         split = terms.split(ds).swapaxes(1, 2)
         tile = split.reshape(-1, *split.shape[2:])
-        repeated = [length == 1 for length in self._shape]
-        if any(repeated[1:]):
-            tile = tile.sum(axis=tuple(axis for axis in range(3) if repeated[1 + axis]), keepdims=True)
-        place = (0 if repeated[0] else terms.sequence.number, 0 if repeated[1] else terms.group.start)
+        *leading, heads, num_rows, num_columns = self._shape
+        repeated = [length == 1 for length in (heads, num_rows, num_columns)]
+        if any(repeated):
+            tile = tile.sum(axis=tuple(axis for axis in range(3) if repeated[axis]), keepdims=True)
+        index = (*terms.sequence.place[len(terms.sequence.place) - len(leading) :], terms.group.start)
+        place = tuple(0 if length == 1 else i for length, i in zip((*leading, heads), index, strict=True))
         if place not in self._parts:
-            self._parts[place] = np.zeros((len(tile), *self._shape[2:]), self._dtype)
+            self._parts[place] = np.zeros((len(tile), num_rows, num_columns), self._dtype)
         rows, columns = (
             slice(0, 1) if once else part
-            for once, part in zip(repeated[2:], (terms.positions(queries), keys), strict=True)
+            for once, part in zip(repeated[1:], (terms.positions(queries), keys), strict=True)
         )
         self._parts[place][:, rows, columns] += tile
 
@@ -263,16 +265,17 @@ class BiasGradient:
     def store(sums: Collection[BiasGradient], dbias: np.ndarray) -> None:
         """Writes the sum of several, in their order."""
         whole = dbias[(None,) * (4 - dbias.ndim)]
-        by_place: dict[tuple[int, int], list[np.ndarray]] = {}
+        by_place: dict[tuple[int, ...], list[np.ndarray]] = {}
         for one in sums:
             for place, part in one._parts.items():
                 by_place.setdefault(place, []).append(part)
 
-        def write(place: tuple[int, int]) -> None:
-            sequence, head = place
+        def write(place: tuple[int, ...]) -> None:
+            *leading, head = place
             parts = by_place[place]
-            whole[sequence, head : head + len(parts[0])] = functools.reduce(np.add, parts)
+            index: Any = (*leading, slice(head, head + len(parts[0])))
+            whole[index] = functools.reduce(np.add, parts)
 
-        if sum(len(parts[0]) for parts in by_place.values()) < whole.shape[0] * whole.shape[1]:
+        if sum(len(parts[0]) for parts in by_place.values()) < math.prod(whole.shape[:-2]):
             whole[...] = 0  # some heads have no tile
         in_threads(write, list(by_place), whole.size)

@@ -10,7 +10,7 @@ None costs no product.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -211,8 +211,9 @@ class _Tangent:
         self.kt, self.vt = (None if x is None else rows(head.keys(x)) for x in (tangents.k, tangents.v))
         self.bias = self.sink = None
         if tangents.bias is not None:
-            whole = np.broadcast_to(with_score_axes("bias", tangents.bias), head.problem.score_shape)
-            self.bias = by_group(whole[head.sequence.number, head.own], head.problem.heads_per_group)
+            whole = np.broadcast_to(with_score_axes("bias", tangents.bias), head.problem.broadcast_shape)
+            place: Any = (*head.sequence.place, head.own)
+            self.bias = by_group(whole[place], head.problem.heads_per_group)
         if tangents.sink is not None:
             self.sink = tangents.sink[head.own].reshape(-1, 1, head.problem.heads_per_group)
         lse = rows(head.statistics(lse))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -46,18 +47,20 @@ class Heads:
 
     def queries(self, array: np.ndarray) -> np.ndarray:
         """View of the heads' part of q, o or their gradients."""
-        view = self.problem.canonical_view(array)[self.sequence.batch, self.sequence.queries, self.own]
+        index: Any = (*self.sequence.batch, self.sequence.queries, self.own)
+        view = self.problem.canonical_view(array)[index]
         return by_group(view.swapaxes(0, 1), self.problem.heads_per_group)
 
     def keys(self, array: np.ndarray) -> np.ndarray:
         """View of the heads' part of k, v or their gradients."""
-        view = self.problem.canonical_view(array)[self.sequence.batch, self.sequence.keys, self.shared]
+        index: Any = (*self.sequence.batch, self.sequence.keys, self.shared)
+        view = self.problem.canonical_view(array)[index]
         return by_group(view.swapaxes(0, 1), 1)
 
     def statistics(self, array: np.ndarray) -> np.ndarray:
         """View of the heads' part of lse or delta, as one column."""
-        whole = array[(None,) * (4 - self.problem.rank)]
-        view = whole[self.sequence.batch, self.own, self.sequence.queries, None]
+        index: Any = (*self.sequence.batch, self.own, self.sequence.queries, None)
+        view = self.problem.statistics_view(array)[index]
         return by_group(view, self.problem.heads_per_group)
 
     def positions(self, queries: slice) -> slice:

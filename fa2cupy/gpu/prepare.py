@@ -212,20 +212,27 @@ def _taken_by(
     copied = tuple(
         name
         for name, array in named.items()
-        if name in widened or _is_summed(name, problem) or _must_be_copied(name, array, alignment)
+        if name in widened
+        or _is_summed(name, problem)
+        or _must_be_copied(name, array, alignment)
+        or _is_not_flat(name, array, problem)
     )
     strides: dict[str, AnyStrides] = {}
     if keywords:
-        strides |= feature_strides(keywords) | argument_layouts(keywords)
+        strides |= feature_strides(keywords, problem.leading) | argument_layouts(keywords)
     shapes = {result.name: result.shape for result in request.results}
     for name, in_kernel in zip(arguments.names, arguments.kernel_names, strict=True):
         array = named[name]
         is_new = array is None or name in copied
         shape = shapes.get(name, ()) if array is None else array.shape
         if in_kernel == "dbias":
-            strides[in_kernel] = contiguous_score_strides(shape) if is_new else score_strides(in_kernel, array)
+            strides[in_kernel] = (
+                contiguous_score_strides(shape, problem.leading)
+                if is_new
+                else score_strides(in_kernel, array, problem.leading)
+            )
         elif in_kernel in ("bias_tangent", "sink_tangent"):
-            strides[in_kernel] = score_strides(in_kernel, array)
+            strides[in_kernel] = score_strides(in_kernel, array, problem.leading)
         if name not in TENSORS:
             continue
         if not shape:
@@ -253,6 +260,11 @@ def _must_be_copied(name: str, array: cupy.ndarray | None, alignment: int) -> bo
     if name in TENSORS:
         return not takes_rows(alignment, array, array.data.ptr)
     return name in _CONTIGUOUS and not array.flags.c_contiguous
+
+
+def _is_not_flat(name: str, array: cupy.ndarray | None, problem: AttentionProblem) -> bool:
+    """True if the leading axes of a tensor have no stride in common."""
+    return bool(problem.leading) and array is not None and name in TENSORS and not problem.has_flat_batch(array)
 
 
 def _inner_results(problem: AttentionProblem, results: tuple[Result, ...]) -> tuple[Result, ...]:

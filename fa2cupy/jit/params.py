@@ -67,7 +67,11 @@ ITEMS = {
 _ITEM_KINDS = {f"items_{dtype}": (f"const {item}* {{name}}", "Q") for dtype, item in ITEMS.items()}
 #: Strides and lengths of these arrays, by the number of their axes.
 _LAYOUT_KINDS = {f"array{rank}": (f"ArrayLayout<{rank}> {{name}}", "qq" * rank) for rank in range(1, 33)}
-_KINDS |= _ITEM_KINDS | _LAYOUT_KINDS
+#: Strides of an array over the scores, by the number of terms; NumPy has up to 64 axes.
+_NESTED_KINDS = {
+    f"score_strides{terms}": (f"NestedScoreStrides<{terms}> {{name}}", "qqq" + "qIi" * terms) for terms in range(1, 62)
+}
+_KINDS |= _ITEM_KINDS | _LAYOUT_KINDS | _NESTED_KINDS
 _MAPS = ("input_map", "output_map")
 _FRONT = (
     *_MAPS, "counter", "input", "output", "in_place", "input_accum", "output_accum", "input_int", "output_int",
@@ -156,6 +160,7 @@ def param_layout(
     is_split: bool = False,
     is_fallback: bool = False,
     functions: tuple[BoundFunction, ...] = (),
+    batch_terms: int = 0,
 ) -> ParamLayout:
     """The record of kernels of this operation, family and dtype. Features add members to each of its parts."""
     record = OPERATIONS[operation].record
@@ -185,7 +190,8 @@ def param_layout(
     fields += [Field(name, "per_call") for row in rows for name in row.per_call]
     fields += counters
     fields += [Field(f"{name}_strides", "strides") for name in strides]
-    fields += [Field(f"{name}_strides", "score_strides") for name, array in arrays.items() if array.axes is not None]
+    kind_of_strides = f"score_strides{batch_terms or ''}"
+    fields += [Field(f"{name}_strides", kind_of_strides) for name, array in arrays.items() if array.axes is not None]
     layouts = [*((name, rank) for name, _, rank in arguments), *gradients]
     fields += [Field(f"{name}_strides", f"array{rank}") for name, rank in layouts if rank]
     fields += [Field(name, "size") for name in sizes]

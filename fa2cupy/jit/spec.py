@@ -52,6 +52,9 @@ class KernelSpec:
         The caller's functions that it evaluates.
     head_dim_v : int or None
         Columns of v and o in kernels that also have q or k; None if they have head_dim.
+    batch_terms : int
+        Terms of the distances between sequences in its arrays over the scores; 0 if each array has one stride
+        (``problem/strides.py``).
     """
 
     operation: str
@@ -66,6 +69,7 @@ class KernelSpec:
     is_fallback: bool = False
     functions: tuple[BoundFunction, ...] = ()
     head_dim_v: int | None = None
+    batch_terms: int = 0
 
     @property
     def kernel(self) -> Kernel:
@@ -122,7 +126,7 @@ class KernelSpec:
     def params(self) -> ParamLayout:
         """The parameter record of the kernel."""
         kind = (self.operation, self.family, self.dtype, self.features, self.is_split, self.is_fallback)
-        return param_layout(*kind, self.functions)
+        return param_layout(*kind, self.functions, self.batch_terms)
 
     @property
     def flags(self) -> dict[str, bool]:
@@ -139,7 +143,8 @@ class KernelSpec:
     def _variants(self) -> tuple[str, ...]:
         """What distinguishes the kernel from the plain one of its tile."""
         digests = (function.program.digest for function in self.functions)
-        return (*(["causal"] if self.causal else []), *self.features, *digests, *self._roles)
+        nested = [f"nested{self.batch_terms}"] if self.batch_terms else []
+        return (*(["causal"] if self.causal else []), *self.features, *digests, *nested, *self._roles)
 
     @property
     def _roles(self) -> tuple[str, ...]:

@@ -26,13 +26,17 @@ from .arrays import array_module, matmul
 __all__ = ["Formulas", "Head", "Slopes"]
 
 
+#: Leading axes, head and rows.
+Index = tuple[int | slice, ...]
+
+
 class Head(NamedTuple):
     """A query head of one sequence, and its indices into q, o and lse (`own`), and into k and v (`shared`)."""
 
     sequence: Sequence
     head: int
-    own: tuple[int, int, slice]
-    shared: tuple[int, int, slice]
+    own: Index
+    shared: Index
 
 
 class Slopes(NamedTuple):
@@ -128,7 +132,7 @@ class Formulas:
         """dq, dk and dv, then the gradients that `extra` names, each with an array of its shape and dtype."""
         dq, dk, dv = (self.xp.zeros(shape, self.work) for shape in (q.shape, k.shape, v.shape))
         extra = extra or {}
-        sums = {name: self.xp.zeros(self._four_axes(name, like.shape), self.work) for name, like in extra.items()}
+        sums = {name: self.xp.zeros(self._all_axes(name, like.shape), self.work) for name, like in extra.items()}
         scale = self.problem.softmax_scale
         for part in self._heads():
             row_lse = self._statistics(lse)[part.own]
@@ -171,7 +175,7 @@ class Formulas:
         # The rounding error of o, which has the dtype of do, over that of sums.
         o_rounding = float(ml_dtypes.finfo(do.dtype).eps / np.finfo(self.problem.accumulator_dtype).eps)
         extra = extra or {}
-        squares = {name: self.xp.zeros(self._four_axes(name, like.shape), self.work) for name, like in extra.items()}
+        squares = {name: self.xp.zeros(self._all_axes(name, like.shape), self.work) for name, like in extra.items()}
         for part in self._heads():
             row_lse = self._statistics(lse)[part.own]
             q_head, do_head = (self._visible_rows(self._head(x, part.own), row_lse) for x in (q, do))
@@ -189,7 +193,7 @@ class Formulas:
                 ds, in_delta = ds + p * row_dlse, in_delta + row_dlse
             if "dbias" in squares:
                 from_delta = p * in_delta
-                if squares["dbias"].shape[3] == 1:
+                if squares["dbias"].shape[-1] == 1:
                     # The sum of a row of dS over its keys is 0 except for the error of delta, which all terms share.
                     from_delta = (p * (in_delta + in_o)).sum(axis=1, keepdims=True)
                 self._add_reduced(squares["dbias"], (p * in_dp) ** 2, part)
@@ -279,20 +283,20 @@ class Formulas:
     def _of_head(self, name: str, part: Head, array: Array | None = None) -> Array:
         """The part of a head in an array that is broadcast over the scores, or in another `array` of its shape."""
         array = self.arrays[name] if array is None else array
-        whole = self.xp.broadcast_to(with_score_axes(name, array), self.problem.score_shape)
-        return whole[part.sequence.number, part.head, : part.sequence.seqlen_q, : part.sequence.seqlen_k]
+        whole = self.xp.broadcast_to(with_score_axes(name, array), self.problem.broadcast_shape)
+        place = (*part.sequence.place, part.head)
+        return whole[place][: part.sequence.seqlen_q, : part.sequence.seqlen_k]
 
     def _add_reduced(self, total: Array, ds: Array, part: Head) -> None:
         """Adds dS of a head to the gradient of an array that is broadcast over the scores."""
         for axis in (0, 1):
-            if total.shape[2 + axis] == 1:
+            if total.shape[axis - 2] == 1:
                 ds = ds.sum(axis=axis, keepdims=True)
-        batch, head = part.sequence.number % total.shape[0], part.head % total.shape[1]
-        total[batch, head, : ds.shape[0], : ds.shape[1]] += ds
+        index = (i % length for i, length in zip((*part.sequence.place, part.head), total.shape[:-2], strict=True))
+        total[tuple(index)][: ds.shape[0], : ds.shape[1]] += ds
 
-    @staticmethod
-    def _four_axes(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-        return (1,) * (4 - len(shape)) + shape if name == "dbias" else shape
+    def _all_axes(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+        return (1,) * (len(self.problem.broadcast_shape) - len(shape)) + shape if name == "dbias" else shape
 
     def _with_sink(self, s: Array, part: Head) -> Array:
         """The scores, with the sink as one more key."""
@@ -344,17 +348,17 @@ class Formulas:
             if sequence.seqlen_q and (sequence.seqlen_k or sink):
                 for head in range(self.problem.num_heads):
                     group = head // self.problem.heads_per_group
-                    own, shared = (sequence.batch, head, sequence.queries), (sequence.batch, group, sequence.keys)
-                    yield Head(sequence, head, own, shared)
+                    own, shared = (head, sequence.queries), (group, sequence.keys)
+                    yield Head(sequence, head, (*sequence.batch, *own), (*sequence.batch, *shared))
 
-    def _head(self, array: Array, index: tuple[int, int, slice]) -> Array:
+    def _head(self, array: Array, index: Index) -> Array:
         return self._heads_first(array)[index].astype(self.work)
 
     def _heads_first(self, array: Array) -> Array:
-        return self.problem.canonical_view(array).transpose(0, 2, 1, 3)
+        return self.problem.canonical_view(array).swapaxes(-2, -3)
 
     def _statistics(self, array: Array) -> Array:
-        return array[(None,) * (4 - self.problem.rank)]
+        return self.problem.statistics_view(array)
 
 
 def _largest(array: Array) -> float:

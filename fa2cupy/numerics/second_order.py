@@ -100,7 +100,7 @@ class SecondOrder(Formulas):
         missing = {"dot": self.xp.zeros_like(do), **dict.fromkeys(("dlse", "dlset"), self.xp.zeros_like(lse))}
         arrays = missing | {name: array for name, array in arrays.items() if array is not None}
         dqt, dkt, dvt = (self.xp.zeros(x.shape, self.work) for x in (q, k, v))
-        sums = {name: self.xp.zeros(self._four_axes(name, like.shape), self.work) for name, like in extra.items()}
+        sums = {name: self.xp.zeros(self._all_axes(name, like.shape), self.work) for name, like in extra.items()}
         scale = self.problem.softmax_scale
         for part in self._heads():
             row_lse = self._statistics(lse)[part.own]

@@ -13,7 +13,8 @@ from ..families.tile import TileConfig
 from ..jit.params import TILE_COUNTER, param_layout
 from ..jit.spec import KernelSpec
 from ..problem.attention import WITH_COLUMNS_OF_V, AttentionProblem
-from ..problem.strides import AnyStrides
+from ..problem.features import FEATURES
+from ..problem.strides import AnyStrides, num_terms, recorded_strides
 from .schedule import (
     COLUMNS_BY_KEYS,
     COLUMNS_BY_QUERIES,
@@ -161,6 +162,9 @@ class StageLayout:
         is_fallback = self.is_fallback and row.is_tiled
         functions = tuple(one for one in problem.settings.functions if one.program.role in features)
         head_dim, head_dim_v = self._head_dims(operation)
+        arrays = {name: array for feature in features for name, array in FEATURES[feature].arrays.items()}
+        over_scores = {name: self.strides[name] for name, array in arrays.items() if array.axes is not None}
+        batch_terms = max(map(num_terms, over_scores.values()), default=0)
         spec = KernelSpec(
             operation,
             family,
@@ -174,9 +178,11 @@ class StageLayout:
             is_fallback,
             functions,
             head_dim_v,
+            batch_terms,
         )
         available: dict[str, float | AnyStrides] = {
             **{f"{name}_strides": strides for name, strides in self.strides.items()},
+            **{f"{name}_strides": recorded_strides(strides, batch_terms) for name, strides in over_scores.items()},
             "scale_log2": problem.softmax_scale * _LOG2_E,
             "softmax_scale": problem.softmax_scale,
             "num_heads": problem.num_heads,

@@ -11,7 +11,7 @@ from typing import TypeVar
 from .array_types import Array
 from .dtypes import ACCUMULATOR, ITEMSIZE
 from .features import NO_SETTINGS, FeatureSettings, Sizes
-from .strides import Strides
+from .strides import Strides, flat_stride
 
 __all__ = [
     "LETTERS_OF_TANGENTS",
@@ -23,6 +23,7 @@ __all__ = [
     "AttentionProblem",
     "CacheShape",
     "array_shape",
+    "canonical_view",
 ]
 
 MAX_HEAD_DIM = 256
@@ -30,14 +31,13 @@ MAX_SEQLEN = 2**31 - 2**16  # row indices have 32 bits, also those of a tile tha
 
 _Size = TypeVar("_Size")
 
-#: The source axes of (batch, row, head, column) by layout and rank; None where the caller left the axis out.
-SOURCE_AXES: dict[tuple[str, int], tuple[int | None, int, int | None, int]] = {
-    ("bshd", 4): (0, 1, 2, 3),
-    ("bshd", 3): (None, 0, 1, 2),
-    ("bshd", 2): (None, 0, None, 1),
-    ("bhsd", 4): (0, 2, 1, 3),
-    ("bhsd", 3): (None, 1, 0, 2),
-    ("bhsd", 2): (None, 0, None, 1),
+#: The source axes of (row, head, column), counted from the last one, by layout and by whether there are more than two;
+#: None where the caller left the axis out. All axes in front of them are leading ones.
+SOURCE_AXES: dict[tuple[str, bool], tuple[int, int | None, int]] = {
+    ("bshd", True): (-3, -2, -1),
+    ("bhsd", True): (-2, -3, -1),
+    ("bshd", False): (-2, None, -1),
+    ("bhsd", False): (-2, None, -1),
 }
 
 #: The meaning of a tensor's rows, by the kernels' name for it: queries, keys, or the queries' statistics.
@@ -52,6 +52,15 @@ LETTERS_OF_TANGENTS = {"qt": "q", "kt": "k", "vt": "v", "dot": "o"}
 WITH_COLUMNS_OF_V = frozenset(
     ("v", "v_cache", "o", "o_parts", "do", "dout", "dv", "vt", "ot", "dot", "dvt", "gdv", "gv", "gdo")
 )
+
+
+def canonical_view(array: Array, layout: str) -> Array:
+    """A view of a tensor with the axes (batch, row, head, column), or with all leading axes in batch's place."""
+    row, head, column = SOURCE_AXES[layout, array.ndim > 2]
+    if head is None:
+        return array[None, :, None]
+    view = array.transpose((*range(array.ndim - 3), row, head, column))
+    return view if array.ndim > 3 else view[None]
 
 
 def array_shape(layout: str, rank: int, batch: _Size, seqlen: _Size, heads: _Size, columns: _Size) -> tuple[_Size, ...]:
@@ -101,13 +110,16 @@ class AttentionProblem:
     softmax_scale : float
     layout : {"bshd", "bhsd"}
     rank : int
-        Number of axes of the caller's arrays: 2, 3 or 4.
+        Number of axes of the caller's arrays, at least 2.
     head_dim_v : int or None
         Columns of v and o; None if there are head_dim.
     settings : FeatureSettings
         Settings of the features. With packed sequences, batch is 1 and seqlen_q and seqlen_k are the total lengths.
     cache : CacheShape or None
         The division of a cache of keys and values, whose capacity is seqlen_k.
+    leading : tuple of int
+        Lengths of the axes in front of a sequence's, if there are several. Their product is batch: the number of a
+        sequence is its index along all of them, flattened in C order.
     """
 
     dtype: str
@@ -124,6 +136,7 @@ class AttentionProblem:
     head_dim_v: int | None = None
     settings: FeatureSettings = NO_SETTINGS
     cache: CacheShape | None = None
+    leading: tuple[int, ...] = ()
 
     @cached_property
     def heads_per_group(self) -> int:
@@ -143,12 +156,16 @@ class AttentionProblem:
     @cached_property
     def q_shape(self) -> tuple[int, ...]:
         """Shape of q and its gradient, as the caller sees it."""
-        return array_shape(self.layout, self.rank, self.batch, self.seqlen_q, self.num_heads, self.head_dim)
+        return self._shape(self.seqlen_q, self.num_heads)
 
     @cached_property
     def k_shape(self) -> tuple[int, ...]:
         """Shape of k and its gradient, as the caller sees it."""
-        return array_shape(self.layout, self.rank, self.batch, self.seqlen_k, self.num_heads_kv, self.head_dim)
+        return self._shape(self.seqlen_k, self.num_heads_kv)
+
+    def _shape(self, seqlen: int, heads: int) -> tuple[int, ...]:
+        inner = array_shape(self.layout, min(self.rank, 4), self.batch, seqlen, heads, self.head_dim)
+        return (*self.leading, *inner[1:]) if self.leading else inner
 
     @cached_property
     def o_shape(self) -> tuple[int, ...]:
@@ -209,11 +226,19 @@ class AttentionProblem:
 
     @cached_property
     def score_shape(self) -> tuple[int, int, int, int]:
-        """(batch, num_heads, seqlen_q, seqlen_k), with the number and the longest lengths of packed sequences."""
+        """(batch, num_heads, seqlen_q, seqlen_k), with the number and the longest lengths of packed sequences.
+
+        Leading axes are one here: batch.
+        """
         settings = self.settings
         if settings.num_sequences is None:
             return self.batch, self.num_heads, self.seqlen_q, self.seqlen_k
         return settings.num_sequences, self.num_heads, settings.max_seqlen_q, settings.max_seqlen_k
+
+    @cached_property
+    def broadcast_shape(self) -> tuple[int, ...]:
+        """The shape that biases and masks are broadcast to: that of the scores, with all leading axes."""
+        return (*self.leading, *self.score_shape[1:]) if self.leading else self.score_shape
 
     @cached_property
     def band(self) -> tuple[int | None, int | None]:
@@ -239,17 +264,17 @@ class AttentionProblem:
 
     @cached_property
     def lse_shape(self) -> tuple[int, ...]:
-        """Shape of lse and delta: (batch, num_heads, seqlen_q), without the axes that the caller left out."""
-        return (self.batch, self.num_heads, self.seqlen_q)[4 - self.rank :]
+        """Shape of lse and delta: (batch, num_heads, seqlen_q), with as many leading axes as the caller's arrays."""
+        inner = self.num_heads, self.seqlen_q
+        return (*self.leading, *inner) if self.leading else (self.batch, *inner)[4 - self.rank :]
 
     def canonical_view(self, array: Array) -> Array:
-        """A view of the array with the axes (batch, row, head, column)."""
-        batch, row, head, column = SOURCE_AXES[self.layout, self.rank]
-        present = tuple(axis for axis in (batch, row, head, column) if axis is not None)
-        view = array.transpose(present)
-        if head is None:
-            view = view[:, None, :]
-        return view if batch is not None else view[None]
+        """A view of the array with the axes (batch, row, head, column), or with all leading axes in batch's place."""
+        return canonical_view(array, self.layout)
+
+    def statistics_view(self, array: Array) -> Array:
+        """A view of lse or delta with the axes (batch, head, row), or with all leading axes in batch's place."""
+        return array[(None,) * (4 - self.rank)]
 
     def contiguous_strides(self) -> dict[str, Strides]:
         """Element strides of all tensors with rows of head_dim, if they are contiguous, by the kernels' names."""
@@ -259,7 +284,7 @@ class AttentionProblem:
     def kernel_strides(self, shape: tuple[int, ...], strides: tuple[int, ...] | None = None) -> Strides:
         """Element strides of (batch, row, head), from strides in bytes; by default those of C order.
 
-        An axis of length 1 gets 0, because its stride is arbitrary.
+        An axis of length 1 gets 0, because its stride is arbitrary. Leading axes must be flat (`has_flat_batch`).
         """
 
         def elements(axis: int | None) -> int:
@@ -267,5 +292,16 @@ class AttentionProblem:
                 return 0
             return math.prod(shape[axis + 1 :]) if strides is None else strides[axis] // self.itemsize
 
-        batch, row, head, _ = SOURCE_AXES[self.layout, self.rank]
-        return elements(batch), elements(row), elements(head)
+        row, head, _ = SOURCE_AXES[self.layout, self.rank > 2]
+        if not self.leading:
+            return elements(0 if self.rank == 4 else None), elements(row), elements(head)
+        batch = flat_stride(self.leading, [elements(axis) for axis in range(len(self.leading))])
+        assert batch is not None, "tensors whose leading axes are not flat are copied"
+        return batch, elements(row), elements(head)
+
+    def has_flat_batch(self, array: Array) -> bool:
+        """True if a tensor's sequences that follow each other along several leading axes are equally far apart.
+
+        It may have an axis of parts in front of them.
+        """
+        return flat_stride(array.shape[-self.rank : -3], array.strides[-self.rank : -3]) is not None

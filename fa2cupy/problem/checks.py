@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -171,7 +172,9 @@ def problem_from_arrays(
     scale = head_dim**-0.5 if softmax_scale is None else finite_number("softmax_scale", softmax_scale)
     sizes = (batch, seqlen_q, seqlen_k, num_heads, num_heads_kv, head_dim)
     own_v = None if head_dim_v == head_dim else head_dim_v
-    problem = AttentionProblem(q.dtype.name, *sizes, bool(causal), scale, layout, q.ndim, own_v)
+    problem = AttentionProblem(
+        q.dtype.name, *sizes, bool(causal), scale, layout, q.ndim, own_v, leading=_several(q.shape)
+    )
     return with_features(problem, q, keywords) if keywords else problem
 
 
@@ -210,7 +213,7 @@ def problem_from_outputs(o: Array, do: Array, *, layout: str = "bshd") -> Attent
     array_backend({"o": o, "do": do})
     batch, seqlen_q, num_heads, head_dim = sizes_of("o", o, layout)
     sizes = (batch, seqlen_q, 0, num_heads, num_heads, head_dim)
-    problem = AttentionProblem(o.dtype.name, *sizes, False, 1.0, layout, o.ndim)
+    problem = AttentionProblem(o.dtype.name, *sizes, False, 1.0, layout, o.ndim, leading=_several(o.shape))
     check_array("do", do, problem.q_shape, o.dtype, "o")
     return problem
 
@@ -223,7 +226,8 @@ def problem_from_parts(o_parts: Array, lse_parts: Array, *, layout: str = "bshd"
     num_parts, shape = o_parts.shape[0], o_parts.shape[1:]
     batch, seqlen_q, num_heads, head_dim = _sizes_of_shape("o_parts", shape, o_parts.dtype, layout, "of each part ")
     sizes = (batch, seqlen_q, 0, num_heads, num_heads, head_dim)
-    problem = AttentionProblem(o_parts.dtype.name, *sizes, False, 1.0, layout, len(shape))
+    leading = _several(shape)
+    problem = AttentionProblem(o_parts.dtype.name, *sizes, False, 1.0, layout, len(shape), leading=leading)
     expected = (num_parts, *problem.lse_shape)
     if lse_parts.shape != expected and o_parts.ndim < 5:
         hint = "; o_parts has an axis of parts in front of those of o, which a single result has not"
@@ -243,10 +247,12 @@ def _sizes_like_q(name: str, array: Array, q: Array, layout: str) -> tuple[int, 
         other = f", or {name}.astype(q.dtype)" if q.dtype == "float64" and array.dtype.name in DTYPES else ""
         hint = as_dtype("q", q.dtype, array.dtype.name) if other else as_dtype(name, array.dtype, q.dtype.name)
         raise TypeError(f"{name}: expected dtype {q.dtype} to match q, got {array.dtype}{hint}{other}")
-    batch_q, _, _, head_dim_q = sizes_of("q", q, layout)
+    _, _, _, head_dim_q = sizes_of("q", q, layout)
     batch, seqlen, heads, head_dim = sizes_of(name, array, layout)
-    if name == "k" and (batch, head_dim) != (batch_q, head_dim_q):
-        wanted = array_shape(layout, q.ndim, batch_q, "seqlen_k", "num_heads_kv", head_dim_q)
+    leading = q.shape[: max(0, q.ndim - 3)]
+    if name == "k" and (array.shape[: len(leading)], head_dim) != (leading, head_dim_q):
+        inner = array_shape(layout, min(q.ndim, 3), 1, "seqlen_k", "num_heads_kv", head_dim_q)
+        wanted = (*leading, *inner)
         raise ValueError(f"k: expected shape ({', '.join(map(str, wanted))}) to match q {q.shape}, got {array.shape}")
     return batch, seqlen, heads, head_dim
 
@@ -261,7 +267,7 @@ def check_layout(layout: object) -> None:
 
 
 def sizes_of(name: str, array: Array, layout: str) -> tuple[int, int, int, int]:
-    """Sizes of the batch, row, head and column axes."""
+    """Sizes of the batch, row, head and column axes. All leading axes together are the batch."""
     return _sizes_of_shape(name, array.shape, array.dtype, layout)
 
 
@@ -270,16 +276,21 @@ def _sizes_of_shape(
 ) -> tuple[int, int, int, int]:
     """The same for an array of this shape and dtype; `whose` follows the number of axes in messages."""
     check_layout(layout)
-    if len(shape) not in (2, 3, 4):
+    if len(shape) < 2:
         wanted = "(batch, seqlen, heads, head_dim)" if layout == "bshd" else "(batch, heads, seqlen, head_dim)"
-        raise ValueError(f"{name}: expected 2, 3 or 4 axes {whose}such as {wanted}, got shape {shape}")
+        raise ValueError(f"{name}: expected 2 or more axes {whose}such as {wanted}, got shape {shape}")
     if dtype_name(dtype) not in DTYPES:
         *most, last = DTYPES
         hint = as_dtype(name, dtype, "float32")
         raise TypeError(f"{name}: expected dtype {', '.join(most)} or {last}, got {dtype}{hint}")
-    batch, seqlen, heads, head_dim = (1 if axis is None else shape[axis] for axis in SOURCE_AXES[layout, len(shape)])
+    seqlen, heads, head_dim = (1 if axis is None else shape[axis] for axis in SOURCE_AXES[layout, len(shape) > 2])
     if head_dim == 0:
         raise ValueError(f"{name}: head_dim must be at least 1, got shape {shape}")
     if head_dim > MAX_HEAD_DIM:
         raise UnsupportedProblemError(f"{name}: head_dim up to {MAX_HEAD_DIM} is supported, got shape {shape}")
-    return batch, seqlen, heads, head_dim
+    return math.prod(shape[: max(0, len(shape) - 3)]), seqlen, heads, head_dim
+
+
+def _several(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The leading axes of a tensor's shape if there are several."""
+    return shape[:-3] if len(shape) > 4 else ()

@@ -67,6 +67,14 @@ class Problem(Protocol):
         """Sequences, query heads, and queries and keys of the longest sequence."""
 
     @property
+    def leading(self) -> tuple[int, ...]:
+        """Lengths of the leading axes, if there are several."""
+
+    @property
+    def broadcast_shape(self) -> tuple[int, ...]:
+        """The same with all leading axes."""
+
+    @property
     def is_packed(self) -> bool:
         """True if sequences are packed."""
 
@@ -226,15 +234,18 @@ def check_broadcast(name: str, array: Array, problem: Problem) -> None:
     """A bias or a mask, which is broadcast over the scores."""
     accumulator = problem.accumulator_dtype
     _check_dtype(name, array, tuple(dict.fromkeys((problem.dtype, accumulator))) if name == "bias" else ("bool",))
-    shape = problem.score_shape
-    fits = array.ndim <= 4 and all(
-        own in (1, full) for own, full in zip(array.shape, shape[4 - array.ndim :], strict=True)
-    )
-    if not fits:
-        wanted = f"a shape that can be broadcast to (batch, heads, seqlen_q, seqlen_k) = {shape}"
-        batch, _, seqlen_q, seqlen_k = shape
-        hints = {(batch, seqlen_q, seqlen_k): f"{name}[:, None]", (batch, seqlen_k): f"{name}[:, None, None]"}
-        hint = f"; write {hints[array.shape]} if its first axis is that of the batch" if array.shape in hints else ""
+    shape = problem.broadcast_shape
+    if not _can_be_broadcast(array.shape, shape):
+        axes = f"{'...' if problem.leading else 'batch'}, heads, seqlen_q, seqlen_k"
+        wanted = f"a shape that can be broadcast to ({axes}) = {shape}"
+        *leading, _, seqlen_q, seqlen_k = shape
+        own = ", ".join(":" * len(leading))
+        hints = {
+            (*leading, seqlen_q, seqlen_k): f"{name}[{own}, None]",
+            (*leading, seqlen_k): f"{name}[{own}, None, None]",
+        }
+        first = "first axes are those" if problem.leading else "first axis is that"
+        hint = f"; write {hints[array.shape]} if its {first} of the batch" if array.shape in hints else ""
         raise ValueError(f"{name}: expected {wanted}, got {array.shape}{hint}")
 
 
@@ -242,6 +253,9 @@ def check_key_padding(name: str, array: Array, problem: Problem) -> None:
     """One bool for each key of each sequence."""
     _check_dtype(name, array, ("bool",))
     batch, _, _, seqlen_k = problem.score_shape
+    if problem.leading:
+        _check_broadcast_shape(name, array, (*problem.leading, seqlen_k), "seqlen_k")
+        return
     has_batch = problem.rank == 4 or problem.is_packed
     wanted = (batch, seqlen_k) if has_batch else (seqlen_k,)
     if array.shape == (seqlen_k,) != wanted:
@@ -254,6 +268,9 @@ def check_slopes(name: str, array: Array, problem: Problem) -> None:
     """One number for each query head, or for each sequence and query head."""
     _check_dtype(name, array, (problem.accumulator_dtype,))
     batch, heads, *_ = problem.score_shape
+    if problem.leading:
+        _check_broadcast_shape(name, array, (*problem.leading, heads), "heads")
+        return
     _check_shape(name, array, (heads,), (batch, heads))
 
 
@@ -279,6 +296,19 @@ def _conversion(name: str, array: Array, wanted: tuple[str, ...]) -> str:
     if name == "bias" and array.dtype.kind == "b":
         return "; write mask=bias where True is a visible key"
     return as_dtype(name, array.dtype, wanted[-1])
+
+
+def _can_be_broadcast(shape: tuple[int, ...], to: tuple[int, ...]) -> bool:
+    lengths = zip(reversed(shape), reversed(to), strict=False)
+    return len(shape) <= len(to) and all(own in (1, full) for own, full in lengths)
+
+
+def _check_broadcast_shape(name: str, array: Array, shape: tuple[int, ...], last: str) -> None:
+    """Checks an array that is broadcast over leading axes and one more."""
+    if not (array.ndim and _can_be_broadcast(array.shape, shape)):
+        raise ValueError(
+            f"{name}: expected a shape that can be broadcast to (..., {last}) = {shape}, got {array.shape}"
+        )
 
 
 def _check_shape(name: str, array: Array, *wanted: tuple[int, ...]) -> None:

@@ -86,8 +86,8 @@ __all__ = [
 
 #: Queries and keys of the examples in `FEATURES`.
 EXAMPLE_ROWS = 128
-#: The axes of the scores (batch, head, query, key) that the axes of an array are, by their number: the last ones.
-_LAST_AXES: Mapping[int, tuple[int, ...]] = {rank: tuple(range(4 - rank, 4)) for rank in range(5)}
+#: The axes of the scores within a sequence, counted from the last one. Leading axes are in front of them.
+_HEADS, _QUERIES, _KEYS = -3, -2, -1
 
 
 class FeatureKeywords(TypedDict, total=False):
@@ -228,22 +228,28 @@ class FeatureArray(NamedTuple):
     check : callable or None
         Takes the name, the array and the problem with its settings, and raises TypeError or ValueError if the array
         does not fit. None if the array is no keyword of `FeatureKeywords`, or if the feature's `check` includes it.
-    axes : mapping of int to tuple of int, or None
-        For each number of axes that the array may have, the axes of the scores (batch, head, query, key) that its axes
-        stand for: the array is broadcast over the scores, and the record has four strides of it, 0 along repeated axes.
-        None if the array is not broadcast.
+    axes : tuple of int, or None
+        The axes of the scores (head, query, key) that the array's last axes stand for, counted from the last one; its
+        other axes are leading ones. The array is broadcast over the scores, and the record has its strides along them,
+        0 along repeated axes. None if the array is not broadcast.
     function : str
         The keyword of a function that does the same, for messages.
     """
 
     kind: str
     check: Callable[[str, Array, Problem], None] | None = None
-    axes: Mapping[int, tuple[int, ...]] | None = _LAST_AXES
+    axes: tuple[int, ...] | None = (_HEADS, _QUERIES, _KEYS)
     function: str = ""
 
     def score_axes(self, rank: int) -> tuple[int, ...]:
-        """The axes of the scores that an array of `rank` axes has; empty if it is not broadcast over the scores."""
-        return () if self.axes is None else self.axes[rank]
+        """The axes of the scores that an array of `rank` axes has, counted from the last one.
+
+        Empty if it is not broadcast over the scores.
+        """
+        if self.axes is None:
+            return ()
+        further = rank - len(self.axes)
+        return (*range(_HEADS - further, _HEADS), *self.axes) if further >= 0 else self.axes[-further:]
 
 
 def _nothing(*_: object) -> dict[str, Any]:
@@ -412,7 +418,7 @@ FEATURES = {
     "alibi_slopes": Feature(
         "kAlibi",
         _has("alibi_slopes"),
-        arrays={"alibi_slopes": FeatureArray("input_accum", check_slopes, {1: (1,), 2: (0, 1)})},
+        arrays={"alibi_slopes": FeatureArray("input_accum", check_slopes, (_HEADS,))},
         values={"alibi_scale": "real"},
         numbers=_slope_scale,
         registers=1,
@@ -462,7 +468,7 @@ FEATURES = {
     "key_padding_mask": Feature(
         "kKeyPadding",
         _has("key_padding_mask"),
-        arrays={"key_padding_mask": FeatureArray("input_bool", check_key_padding, {1: (3,), 2: (0, 3)})},
+        arrays={"key_padding_mask": FeatureArray("input_bool", check_key_padding, (_KEYS,))},
         acts_on="scores",
         may_hide_rows=True,
         example={"key_padding_mask": (1, EXAMPLE_ROWS)},
@@ -504,7 +510,7 @@ FEATURES = {
     "sink": Feature(
         "kSink",
         _has("sink"),
-        arrays={"sink": FeatureArray("input_accum", check_sink, {1: (1,)})},
+        arrays={"sink": FeatureArray("input_accum", check_sink, (_HEADS,))},
         in_decode=True,
         example={"sink": (1,)},
         aliases=dict.fromkeys(("s_aux", "sinks", "learnable_sink", "attention_sink", "attention_sinks"), "sink"),
@@ -512,7 +518,7 @@ FEATURES = {
     "sink_tangent": Feature(
         "kSinkTangent",
         lambda settings: settings.sink_tangent,
-        arrays={"sink_tangent": FeatureArray("input_accum", axes={1: (1,)})},
+        arrays={"sink_tangent": FeatureArray("input_accum", axes=(_HEADS,))},
     ),
     "dropout_p": Feature(
         "kDropout",

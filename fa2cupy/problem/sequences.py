@@ -20,15 +20,18 @@ class Sequence(NamedTuple):
     Attributes
     ----------
     number : int
-        Its number in the batch: its index in a bias, a mask and slopes, and an input of dropout.
-    batch : int
-        Its index along the first axis of `AttentionProblem.canonical_view`: 0 if sequences are packed.
+        Its number in the batch, an input of functions and of dropout.
+    batch : tuple of int
+        Its index along the leading axes of `AttentionProblem.canonical_view`: 0 if sequences are packed.
+    place : tuple of int
+        Its index along the leading axes of a bias, a mask and slopes.
     queries, keys : slice
         Its rows along the second axis.
     """
 
     number: int
-    batch: int
+    batch: tuple[int, ...]
+    place: tuple[int, ...]
     queries: slice
     keys: slice
 
@@ -59,10 +62,11 @@ def sequences_of(problem: AttentionProblem, keywords: Mapping[str, Any]) -> list
     settings = problem.settings
     if settings.num_sequences is None:
         all_rows = slice(0, problem.seqlen_q), slice(0, problem.seqlen_k)
-        return [Sequence(batch, batch, *all_rows) for batch in range(problem.batch)]
+        places = itertools.product(*map(range, problem.broadcast_shape[:-3]))
+        return [Sequence(number, place, place, *all_rows) for number, place in enumerate(places)]
     queries = _rows("q", keywords["cu_seqlens_q"], problem.seqlen_q, settings.max_seqlen_q)
     keys = _rows("k", keywords["cu_seqlens_k"], problem.seqlen_k, settings.max_seqlen_k)
-    return [Sequence(number, 0, *rows) for number, rows in enumerate(zip(queries, keys, strict=True))]
+    return [Sequence(number, (0,), (number,), *rows) for number, rows in enumerate(zip(queries, keys, strict=True))]
 
 
 def _rows(side: str, offsets: Array, total: int, longest: int) -> list[slice]:

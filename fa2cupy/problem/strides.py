@@ -1,13 +1,15 @@
 """Array layouts as kernels take them: element strides along fixed axes.
 
 Tensors have strides of (batch, row, head). Arrays of features are broadcast over the scores and have strides of
-(batch, head, query, key), 0 along the axes on which the array is repeated.
+(batch, head, query, key), 0 along the axes on which the array is repeated. With several leading axes, one array may
+repeat others than the next one, so that no single stride leads from a sequence to the following one: strides of
+(head, query, key) are then followed by the terms of the distance (`batch_terms`).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from .array_types import Array
@@ -20,10 +22,14 @@ __all__ = [
     "Strides",
     "argument_layouts",
     "array_layout",
+    "batch_terms",
     "contiguous_layout",
     "contiguous_score_strides",
     "feature_strides",
+    "flat_stride",
     "is_full",
+    "num_terms",
+    "recorded_strides",
     "score_strides",
     "with_score_axes",
 ]
@@ -31,8 +37,9 @@ __all__ = [
 #: Element strides along the batch, row and head axes of a tensor.
 Strides = tuple[int, int, int]
 
-#: Element strides along the batch, head, query and key axes of the scores.
-ScoreStrides = tuple[int, int, int, int]
+#: Element strides along the batch, head, query and key axes of the scores; or along the last three, followed by the
+#: distance and the divisor of each term.
+ScoreStrides = tuple[int, ...]
 
 #: Strides and lengths of the axes of an array that the caller's function reads.
 ArrayLayout = tuple[int, ...]
@@ -46,35 +53,96 @@ def is_full(shape: tuple[int, ...], score_shape: tuple[int, ...]) -> bool:
 
 
 def with_score_axes(name: str, array: Array) -> Array:
-    """A view of a feature's array with all four axes of the scores, of length 1 where it has none."""
+    """A view of a feature's array with all axes of the scores, at least four, of length 1 where it has none."""
     own = ARRAYS[name].score_axes(array.ndim)
-    return array[tuple(slice(None) if axis in own else None for axis in range(4))]
+    first = min((-4, *own))
+    return array[tuple(slice(None) if axis in own else None for axis in range(first, 0))]
 
 
-def score_strides(name: str, array: Array) -> ScoreStrides:
-    """Element strides over the scores of a feature's array, whose shape has been checked."""
-    lengths = dict(zip(ARRAYS[name].score_axes(array.ndim), zip(array.shape, array.strides, strict=True), strict=True))
-    batch, head, query, key = (lengths.get(axis, (1, 0)) for axis in range(4))
+def batch_terms(lengths: Sequence[int], strides: Sequence[int]) -> dict[int, int]:
+    """Where the sequences of leading axes begin: number b at the sum of ``b // divisor * distance``.
 
-    def elements(length: int, stride: int) -> int:
-        return 0 if length == 1 else stride // array.itemsize
+    The index along an axis of length n, behind which there are d sequences, is ``b // d - n * (b // (n * d))``. Axes
+    that follow each other in memory as in C order have one term together, and repeated axes behind all others none.
 
-    return elements(*batch), elements(*head), elements(*query), elements(*key)
+    Parameters
+    ----------
+    lengths : sequence of int
+        Those of all leading axes of the scores.
+    strides : sequence of int
+        Those of the array, 0 along axes on which it is repeated.
+
+    Returns
+    -------
+    dict of int by int
+        Distances, which are not 0, by divisor.
+    """
+    terms: dict[int, int] = {}
+    divisor, inner = 1, 0
+    for length, stride in zip(reversed(lengths), reversed(strides), strict=True):
+        if length != 1:
+            if stride != inner:
+                terms[divisor] = stride - inner
+            divisor, inner = divisor * length, length * stride
+    return terms if divisor else {}
 
 
-def contiguous_score_strides(shape: tuple[int, ...]) -> ScoreStrides:
+def flat_stride(lengths: Sequence[int], strides: Sequence[int]) -> int | None:
+    """The stride of several axes as one; None if they have none in common."""
+    terms = batch_terms(lengths, strides)
+    return terms.get(1, 0) if terms.keys() <= {1} else None
+
+
+def score_strides(name: str, array: Array, leading: Sequence[int] = ()) -> ScoreStrides:
+    """Element strides over the scores of a feature's array, whose shape has been checked.
+
+    `leading` has the lengths of the leading axes of the scores if there are several.
+    """
+    strides = [stride // array.itemsize for stride in array.strides]
+    return _over_scores(ARRAYS[name].score_axes(array.ndim), array.shape, strides, leading)
+
+
+def contiguous_score_strides(shape: tuple[int, ...], leading: Sequence[int] = ()) -> ScoreStrides:
     """Element strides of an array in C order whose axes are the last axes of the scores."""
-    batch, heads, queries, keys = (1,) * (4 - len(shape)) + shape
+    return _over_scores(range(-len(shape), 0), shape, contiguous_layout(shape)[: len(shape)], leading)
 
-    def elements(length: int, *inner: int) -> int:
-        return 0 if length == 1 else math.prod(inner)
 
-    return (
-        elements(batch, heads, queries, keys),
-        elements(heads, queries, keys),
-        elements(queries, keys),
-        elements(keys),
-    )
+def _over_scores(
+    axes: Iterable[int], shape: tuple[int, ...], strides: Sequence[int], leading: Sequence[int]
+) -> ScoreStrides:
+    own = {axis: stride for axis, length, stride in zip(axes, shape, strides, strict=True) if length != 1}
+    head, query, key = (own.get(axis, 0) for axis in (-3, -2, -1))
+    if not leading:
+        return own.get(-4, 0), head, query, key
+    terms = batch_terms(leading, [own.get(axis, 0) for axis in range(-3 - len(leading), -3)])
+    if terms.keys() <= {1}:
+        return terms.get(1, 0), head, query, key
+    return head, query, key, *(number for divisor, distance in terms.items() for number in (distance, divisor))
+
+
+def num_terms(strides: ScoreStrides) -> int:
+    """The terms of an array over the scores; 0 if it has one stride for all sequences."""
+    return (len(strides) - 3) // 2
+
+
+def recorded_strides(strides: ScoreStrides, count: int) -> tuple[int, ...]:
+    """Strides as a record has them, with so many terms, which are at least their own.
+
+    A term has its distance, and the factor and the shift by which kernels divide. Further terms are 0.
+    """
+    if not count:
+        return strides
+    head, query, key, *terms = strides if num_terms(strides) else (*strides[1:], strides[0], 1)
+    found = [head, query, key]
+    for distance, divisor in zip(terms[::2], terms[1::2], strict=True):
+        found += [distance, *_division(divisor)]
+    return *found, *(0, 0, 0) * (count - len(terms) // 2)
+
+
+def _division(divisor: int) -> tuple[int, int]:
+    """The factor and the shift of a division: ``b // divisor == (2 * b * factor >> 32) >> shift`` for b below 2**31."""
+    shift = (divisor - 1).bit_length()
+    return -(-(1 << 31 + shift) // divisor), shift
 
 
 def array_layout(array: Array) -> ArrayLayout:
@@ -97,7 +165,7 @@ def argument_layouts(keywords: Mapping[str, Any]) -> dict[str, AnyStrides]:
     return found
 
 
-def feature_strides(keywords: Mapping[str, Any]) -> dict[str, ScoreStrides]:
+def feature_strides(keywords: Mapping[str, Any], leading: Sequence[int] = ()) -> dict[str, ScoreStrides]:
     """Element strides of the arrays that are broadcast over the scores, by name; other keywords are ignored."""
     given = feature_arrays(keywords)
-    return {name: score_strides(name, array) for name, array in given.items() if ARRAYS[name].axes is not None}
+    return {name: score_strides(name, array, leading) for name, array in given.items() if ARRAYS[name].axes is not None}

@@ -37,8 +37,9 @@ struct BiasTile {
     // True if all rows of the bias are contiguous and begin at 16-byte boundaries, so that chunks can be copied.
     template <class Record>
     __device__ __forceinline__ static bool takes(const Record& params) {
-        const ScoreStrides& strides = params.bias_strides;
-        const uint64 bytes = reinterpret_cast<uint64>(params.bias) | 2 * (strides.batch | strides.head | strides.row);
+        const auto& strides = params.bias_strides;
+        const int64 elements = strides.batch_bits() | strides.head | strides.row;
+        const uint64 bytes = reinterpret_cast<uint64>(params.bias) | 2 * elements;
         return strides.column == 1 && bytes % 16 == 0;
     }
 

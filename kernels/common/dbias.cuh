@@ -199,8 +199,8 @@ template <class Spec, class Record>
 __device__ __forceinline__ void clear_skipped_dbias(const Record& params, const ScoreTile& first, int32 rows,
                                                     int32 begin, int32 end) {
     if constexpr (kClearsSkippedDbias<Spec>) {
-        const ScoreStrides& strides = params.dbias_strides;
-        auto* row = params.dbias + strides.offset(first.batch, first.head, first.position.first_query, 0);
+        const ScoreStrides& strides = params.dbias_strides.inside();
+        auto* row = params.dbias + params.dbias_strides.offset(first.batch, first.head, first.position.first_query, 0);
         rows = min_of(rows, params.seqlen_q - first.position.first_query);
         for (int32 i = 0; i < rows; ++i, row += strides.row) {
             if constexpr (kLeftLimit<Spec>) clear_keys(row, strides.column, 0, begin, first.position.lane);
@@ -321,8 +321,8 @@ template <class Spec, class Fragment, class Record>
 __device__ __forceinline__ void write_dbias(const Fragment& ds, const Record& params, const ScoreTile& tile) {
     if constexpr (kWritesDbias<Spec>) {
         const auto [first_query, first_key, lane] = tile.position;
-        const ScoreStrides& strides = params.dbias_strides;
-        auto* first = params.dbias + strides.offset(tile.batch, tile.head, first_query, first_key);
+        const ScoreStrides& strides = params.dbias_strides.inside();
+        auto* first = params.dbias + params.dbias_strides.offset(tile.batch, tile.head, first_query, first_key);
         const int32 queries = params.seqlen_q - first_query, keys = params.seqlen_k - first_key;
         if constexpr (Spec::kFullDbias)
             store_elements(ds, first, strides, queries, keys, lane);

@@ -31,8 +31,8 @@ struct MaskTile {
     // True if all rows of the mask are contiguous and begin at 16-byte boundaries, so that chunks can be copied.
     template <class Record>
     __device__ __forceinline__ static bool takes(const Record& params) {
-        const ScoreStrides& strides = params.mask_strides;
-        const uint64 bytes = reinterpret_cast<uint64>(params.mask) | strides.batch | strides.head | strides.row;
+        const auto& strides = params.mask_strides;
+        const uint64 bytes = reinterpret_cast<uint64>(params.mask) | strides.batch_bits() | strides.head | strides.row;
         return strides.column == 1 && bytes % 16 == 0;
     }
 

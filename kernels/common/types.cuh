@@ -35,6 +35,38 @@ struct ScoreStrides {
     __device__ int64 offset(int32 batch_index, int32 head_index, int32 row_index, int32 column_index) const {
         return batch_index * batch + head_index * head + row_index * row + column_index * column;
     }
+    // The strides inside a sequence.
+    __device__ const ScoreStrides& inside() const { return *this; }
+    // All bits that are set in distances between sequences.
+    __device__ int64 batch_bits() const { return batch; }
+};
+
+// The same for an array that has several leading axes, or repeats some of them: sequence b begins at the sum of
+// b / divisor * distance over the terms (fa2cupy/problem/strides.py). Divisions are multiplications by `factor`.
+template <int kTerms>
+struct NestedScoreStrides {
+    struct Term {
+        int64 distance;
+        uint32 factor;
+        int32 shift;
+    };
+    int64 head, row, column;
+    Term terms[kTerms];
+
+    __device__ int64 offset(int32 batch_index, int32 head_index, int32 row_index, int32 column_index) const {
+        int64 first = 0;
+#pragma unroll
+        for (int t = 0; t < kTerms; ++t)
+            first += (__umulhi(2u * batch_index, terms[t].factor) >> terms[t].shift) * terms[t].distance;
+        return first + inside().offset(0, head_index, row_index, column_index);
+    }
+    __device__ ScoreStrides inside() const { return {0, head, row, column}; }
+    __device__ int64 batch_bits() const {
+        int64 bits = 0;
+#pragma unroll
+        for (int t = 0; t < kTerms; ++t) bits |= terms[t].distance;
+        return bits;
+    }
 };
 
 // Element strides and lengths of the axes of an array that the caller's function reads.

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import struct
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import ml_dtypes
 import numpy as np
@@ -114,12 +115,7 @@ class Launch:
         dtype = np.dtype(ml_dtypes.bfloat16 if self.spec.dtype == "bfloat16" else self.spec.dtype)
         if name in (*ARRAY_KEYWORDS, "dbias", "bias_tangent", "sink_tangent"):
             dtype = {"input": dtype, "output": dtype, "input_bool": np.dtype(bool)}.get(self._kinds[name], self._wide)
-            strides = tuple(stride * dtype.itemsize for stride in self.values[f"{name}_strides"])
-            sizes = (self.batch, heads, rows, self.values.get("seqlen_k"))
-            if self.packed:
-                sizes = tuple(self.values[n] for n in ("num_sequences", "num_heads", "max_seqlen_q", "max_seqlen_k"))
-            shape = tuple(size if stride else 1 for size, stride in zip(sizes, strides, strict=True))
-            return memory_at(self.pointers[name], shape, strides, dtype)
+            return self._over_scores(name, dtype)
         if dtype.itemsize == 2 and self.columns_of(name) % 8 == 0:
             assert self.pointers[name] % 16 == 0 and all(s % 8 == 0 for s in self.values[f"{name}_strides"]), name
         batch, row, head = (stride * dtype.itemsize for stride in self.values[f"{name}_strides"])
@@ -128,6 +124,20 @@ class Launch:
             strides = (self.values["part_stride"] * dtype.itemsize, batch, row, head, dtype.itemsize)
             return memory_at(self.pointers[name], (self.values["num_parts"], *shape), strides, dtype)
         return memory_at(self.pointers[name], shape, (batch, row, head, dtype.itemsize), dtype)
+
+    def _over_scores(self, name: str, dtype: np.dtype) -> np.ndarray | None:
+        """Returns an array over the scores, with all axes of these, of length 1 where it is repeated."""
+        values, leading = self.values, [self.batch]
+        *outer, head, row, column = values[f"{name}_strides"]
+        if self.spec.batch_terms:
+            head, row, column, *terms = values[f"{name}_strides"]
+            leading, outer = leading_axes(self.batch, terms)
+        sizes = (*leading, values["num_heads"], self._rows("q"), values.get("seqlen_k"))
+        if self.packed:
+            sizes = tuple(values[n] for n in ("num_sequences", "num_heads", "max_seqlen_q", "max_seqlen_k"))
+        strides = tuple(stride * dtype.itemsize for stride in (*outer, head, row, column))
+        shape = tuple(size if stride else 1 for size, stride in zip(sizes, strides, strict=True))
+        return memory_at(self.pointers[name], shape, strides, dtype)
 
     def _array_of_decode(self, name: str) -> np.ndarray | None:
         """Returns a cache, the rows to append, the lengths or the block table; None if the call does not have it."""
@@ -193,6 +203,18 @@ class Launch:
         return joined_parts(self.array(f"{name}_parts"), self.array(f"{name}_units"), shape)
 
 
+def leading_axes(batch: int, terms: Sequence[int]) -> tuple[list[int], list[int]]:
+    """Returns lengths and strides of the leading axes of an array over the scores, from its terms in a record."""
+    triples = zip(terms[::3], terms[1::3], terms[2::3], strict=True)
+    distances = {round(2 ** (31 + shift) / factor): distance for distance, factor, shift in triples if factor}
+    lengths, strides = [], []
+    for divisor, end in itertools.pairwise(sorted({1, *distances, batch})):
+        inner = lengths[0] * strides[0] if lengths else 0
+        lengths.insert(0, end // divisor)
+        strides.insert(0, inner + distances.get(divisor, 0))
+    return lengths, strides
+
+
 def check_map(layout: TensorLayout, array: np.ndarray) -> None:
     """Checks a tensor map of a (batch, row, head, column) array against the requirements of driver and hardware.
 
@@ -231,7 +253,10 @@ def _unpack(spec: KernelSpec, data: bytes) -> Iterator[tuple[str, object]]:
     offset = 0
     for field in spec.params.fields[len(spec.params.pointers) :]:
         code = {"strides": "=qqq", "score_strides": "=qqqq", "size": "=q", "real": real, "int": "=i", "word": "=I"}
-        own = code[field.kind] if field.kind in code else "=" + "qq" * int(field.kind.removeprefix("array"))
+        if field.kind.removeprefix("score_strides").isdecimal():
+            own = "=qqq" + "qIi" * int(field.kind.removeprefix("score_strides"))
+        else:
+            own = code[field.kind] if field.kind in code else "=" + "qq" * int(field.kind.removeprefix("array"))
         values = struct.unpack_from(own, data, offset)
         offset += struct.calcsize(own)
         yield field.name, values if field.name.endswith("strides") else values[0]

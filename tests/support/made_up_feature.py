@@ -30,7 +30,7 @@ PLACES = {
             '    "lift": Feature(\n'
             '        "kLift",\n'
             '        _has("lift"),\n'
-            '        arrays={"lift": FeatureArray("input_accum", check_sink, {1: (1,)})},\n'
+            '        arrays={"lift": FeatureArray("input_accum", check_sink, (-3,))},\n'
             '        acts_on="scores",\n'
             '        example={"lift": (1,)},\n'
             '        aliases={"head_bias": "lift"},\n'

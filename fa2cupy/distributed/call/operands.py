@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from ...problem.array_types import Array
-from ...problem.attention import SOURCE_AXES
+from ...problem.attention import canonical_view
 from ...problem.options import CallOptions
 from ..local.lanes import Lane
 from ..local.sums import subtract
@@ -87,8 +87,4 @@ def result_views(names: tuple[str, ...], arrays: tuple[Array, ...], layout: str,
 def _view(name: str, array: Array, layout: str, rank: int) -> Array:
     if name in STATISTICS:
         return array[(None,) * (4 - rank)]
-    batch, row, head, column = SOURCE_AXES[layout, rank]
-    view = array.transpose([axis for axis in (batch, row, head, column) if axis is not None])
-    if head is None:
-        view = view[:, None, :]
-    return view if batch is not None else view[None]
+    return canonical_view(array, layout)

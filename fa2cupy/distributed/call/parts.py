@@ -16,11 +16,7 @@ from .second_order import TANGENTS_OF_FEATURES
 __all__ = ["OVER_SCORES", "Part", "needs_place", "of_part", "over_scores", "part_keywords"]
 
 #: The arrays with an axis of queries: each rank has its own rows, unless it is the same for all.
-OVER_SCORES = tuple(
-    name
-    for name in (*ARRAY_KEYWORDS, *TANGENTS_OF_FEATURES)
-    if any(2 in axes for axes in (ARRAYS[name].axes or {}).values())
-)
+OVER_SCORES = tuple(name for name in (*ARRAY_KEYWORDS, *TANGENTS_OF_FEATURES) if -2 in (ARRAYS[name].axes or ()))
 
 
 class Part(NamedTuple):
@@ -86,9 +82,8 @@ def part_keywords(
     found = dict(keywords) | dict(scores)
     tangents = {name: keywords[name] for name in TANGENTS_OF_FEATURES if name in keywords}
     for name, array in (feature_arrays(keywords) | tangents).items():
-        axes = ARRAYS[name].axes
-        if name not in scores and axes is not None:
-            found[name] = _without_queries(array, axes, problem, part)
+        if name not in scores and ARRAYS[name].axes is not None:
+            found[name] = _without_queries(name, array, problem, part)
     if problem.settings.dropout_p:
         found["dropout_origin"] = (part.heads.start, part.queries.start)
     if "window" in found and not problem.is_packed:
@@ -97,14 +92,14 @@ def part_keywords(
     return found
 
 
-def _without_queries(array: Array, axes: Mapping[int, tuple[int, ...]], problem: AttentionProblem, part: Part) -> Array:
-    """A part of an array without an axis of queries; `axes` are its `FeatureArray.axes`."""
-    own = {1: part.heads}
+def _without_queries(name: str, array: Array, problem: AttentionProblem, part: Part) -> Array:
+    """A part of an array without an axis of queries."""
+    own = {-3: part.heads}
     if not problem.is_packed:
-        own[3] = slice(0, part.keys)
-        if problem.rank < 4:  # calls of parts have an axis of sequences
-            array = array[(None,) * (max(axes) - array.ndim)]
-    return array[tuple(own.get(axis, slice(None)) for axis in axes[array.ndim])]
+        own[-1] = slice(0, part.keys)
+        if problem.rank < 4 and ARRAYS[name].axes == (-1,):  # calls of parts have an axis of sequences
+            array = array[None]
+    return array[tuple(own.get(axis, slice(None)) for axis in ARRAYS[name].score_axes(array.ndim))]
 
 
 def _window(problem: AttentionProblem, part: Part) -> tuple[int | None, int | None] | None:

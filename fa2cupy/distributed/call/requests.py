@@ -242,7 +242,12 @@ def _shadows(size: int, order: str, arguments: CallArguments) -> tuple[dict[str,
             axis = array.ndim - 1
         else:
             sizes_of(name, array, layout)
-            axis = SOURCE_AXES[layout, array.ndim][1]
+            if array.ndim > 4:
+                raise ValueError(
+                    f"{name}: expected up to 4 axes on several ranks, got shape {array.shape}; reshape the axes in "
+                    "front of those of a sequence to one"
+                )
+            axis = SOURCE_AXES[layout, array.ndim > 2][0]
         if array.ndim:
             length = shape[axis]
             step = divisor(order, size) // size
