@@ -201,3 +201,50 @@ def test_attention_closes_over_its_forward():
     assert bool(cp.all(o == wanted[0]))
     for a, b in zip(wanted[2:], backprop(do), strict=True):
         assert bool(cp.all(a == b))
+
+
+def in_rows(x, batch: int):
+    """Returns an array with its first axis as two, (batch, rows)."""
+    return x.reshape(batch, -1, *x.shape[1:])
+
+
+@pytest.mark.parametrize("dtype", ("float16", "bfloat16", "float32", "float64"))
+def test_arrays_that_leading_axes_share(dtype):
+    """Bits are those of arrays that are expanded for each sequence; the gradient of a bias is summed over them."""
+    inputs = inputs_of(dtype, batch=6, seqlen_q=144, seqlen_k=144)
+    q, k, v, do = (in_rows(x, 2) for x in inputs)
+    rng = cp.random.default_rng(0)
+    wide = "float64" if dtype == "float64" else "float32"
+    options = {
+        "bias": rng.standard_normal((2, 1, 4, 144, 144)).astype(q.dtype),
+        "mask": (rng.random((3, 1, 144, 144)) < 0.9) | (cp.arange(144) == 3),
+        "key_padding_mask": (rng.random((2, 1, 144)) < 0.9) | (cp.arange(144) == 3),
+        "alibi_slopes": rng.standard_normal((3, 4)).astype(wide),
+    }
+    inner = {"bias": (4, 144, 144), "mask": (1, 144, 144), "key_padding_mask": (144,), "alibi_slopes": (4,)}
+    for names in (("bias",), ("mask",), tuple(options)):
+        given = {name: options[name] for name in names}
+        expanded = {
+            name: cp.ascontiguousarray(cp.broadcast_to(x, (2, 3, *inner[name])).reshape(6, *inner[name]))
+            for name, x in given.items()
+        }
+        for mine, other in zip(gradients(q, k, v, do, **given), gradients(*inputs, **expanded), strict=True):
+            assert bool(cp.all(mine == other.reshape(mine.shape))), names
+        if "bias" in names:
+            o, lse = fa2cupy.forward(q, k, v, **given)
+            *_, dbias = fa2cupy.backward(q, k, v, o, lse, do, return_dbias=True, **given)
+            assert dbias.shape == given["bias"].shape
+            Expectation(q, k, v, do, **given).check(dbias=dbias)
+
+
+def test_leading_axes_without_a_common_stride():
+    inputs = (in_rows(x, 2) for x in inputs_of("float16", batch=6))
+    q, k, v, do = (cp.ascontiguousarray(x.swapaxes(0, 1)).swapaxes(0, 1) for x in inputs)
+    rows = cp.random.default_rng(0).standard_normal((150,)).astype("float16")
+    bias = cp.broadcast_to(rows, (3, 2, 4, 130, 150)).swapaxes(0, 1)[::-1, :, ::-1, :, ::-1]
+    wanted = gradients(*map(cp.ascontiguousarray, (q, k, v, do)), bias=cp.ascontiguousarray(bias))
+    out = cp.full((3, 2, *q.shape[2:]), np.nan, "float16").swapaxes(0, 1)
+    fa2cupy.forward(q, k, v, bias=bias, out=(out, None))
+    assert bool(cp.all(out == wanted[0]))
+    for mine, other in zip(gradients(q, k, v, do, bias=bias), wanted, strict=True):
+        assert bool(cp.all(mine == other))
