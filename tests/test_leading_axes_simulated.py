@@ -180,8 +180,8 @@ def test_a_full_dbias_of_any_strides(monkeypatch, name):
     dbias = place(np.full((*shape[1::-1], *shape[2:]), np.nan, numbers((), dtype).dtype)).swapaxes(0, 1)[::-1]
     with simulated_gpu(monkeypatch, FAMILIES[name][4]) as launched:
         check_gradients(name, {"bias": place(numbers(shape, dtype)), "causal": True}, out=dbias)
-        (written,) = (stage.spec for stage in launched if "dbias" in stage.spec.features)
-        assert written.batch_terms == 2 and "full_dbias" in written.features
+        writing = [stage.spec for stage in launched if "full_dbias" in stage.spec.features]
+        assert {spec.batch_terms for spec in writing} == {2}
 
 
 @pytest.mark.matrix
