@@ -21,7 +21,7 @@ from support.fake_gpu import backward, delta, forward
 from support.feature_cases import accumulator, booleans, numbers
 from support.simulator import simulated_gpu
 
-from fa2cupy import TileConfig, reference
+from fa2cupy import TileConfig, merge, reference
 from fa2cupy.families.operations import TILED
 from fa2cupy.testing import Expectation, check_delta
 
@@ -215,6 +215,21 @@ def test_the_kernel_of_few_queries(monkeypatch):
         o, lse = forward(q, k, v, alibi_slopes=slopes)
         Expectation(q, k, v, alibi_slopes=slopes).check(o=o, lse=lse)
     assert [(stage.spec.operation, stage.spec.batch_terms) for stage in launched] == [("decode", 2)]
+
+
+@pytest.mark.parametrize("is_flat", [True, False])
+def test_merged_parts(monkeypatch, is_flat):
+    """Parts are an axis in front of the leading ones, whatever its stride."""
+    parts = numbers((2, *LEADING, 9, HEADS, 16), "float16")
+    lse_parts = place(numbers((2, *LEADING, HEADS, 9), "float32", 6))
+    given = place(np.repeat(parts, 2, axis=0))[::2]
+    if not is_flat:
+        given = place(np.ascontiguousarray(parts.swapaxes(1, 2))).swapaxes(1, 2)
+    with simulated_gpu(monkeypatch):
+        found = fake_gpu.merge(given, lse_parts)
+    for mine, wanted in zip(found, merge(parts, np.array(lse_parts)), strict=True):
+        assert mine.shape == wanted.shape
+        np.testing.assert_allclose(mine.astype("float32"), wanted.astype("float32"), atol=1e-3)
 
 
 def test_what_is_copied(monkeypatch):
