@@ -19,7 +19,7 @@ sys.path[:0] = [str(TESTS.parent), str(TESTS)]  # the checkout comes before a pa
 import cupy
 import numpy as np
 from support.decode_cases import Case
-from support.feature_cases import extras, options_of
+from support.feature_cases import booleans, extras, numbers, options_of
 from support.second_order_calls import CURVED
 from support.traced_cases import on_gpu, ready_made
 
@@ -148,6 +148,12 @@ def with_settings() -> None:
         given = {key: value for name in names for key, value in options_of(name, dtype, sizes).items()}
         options = {key: cupy.asarray(x) if isinstance(x, np.ndarray) else x for key, x in given.items()}
         check_calls(q, k, v, do, dtype, options)
+    for dtype, head_dim in FEATURE_KINDS[::3]:  # two leading axes, each of which one of the arrays has
+        made = make_inputs(dtype, **sizes | {"batch": 6}, num_heads_kv=1, head_dim=head_dim, xp=cupy)
+        q, k, v, do = (x.reshape(2, 3, *x.shape[1:]) for x in made)
+        bias, mask = numbers((2, 1, 2, 150, 130), dtype), booleans((3, 1, 150, 130))
+        check_calls(q, k, v, do, dtype, {"bias": cupy.asarray(bias)})
+        check_calls(q, k, v, do, dtype, {"bias": cupy.asarray(bias), "mask": cupy.asarray(mask)})
 
 
 def with_functions() -> None:
