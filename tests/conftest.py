@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from common.outcomes import OutcomeNotes
 
 import fa2cupy
 from fa2cupy.families import tuning
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from xdist.workermanage import WorkerController
 
 _SESSION_FOLDER = pytest.StashKey[tempfile.TemporaryDirectory]()
+_OUTCOMES = pytest.StashKey[OutcomeNotes]()
 _NEEDS_A_GPU = " needs a GPU: "
 
 
@@ -42,6 +44,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="K/N",
         help="of the matrix, part K of N, counted from 0; a test is always of the same part",
     )
+    parser.addoption(
+        "--outcomes",
+        type=Path,
+        metavar="FILE",
+        help="notes the outcome of each test there, and leaves out those that it says have passed or were skipped",
+    )
 
 
 def _part(text: str) -> tuple[int, int]:
@@ -54,9 +62,15 @@ def _part(text: str) -> tuple[int, int]:
 def pytest_configure(config: pytest.Config) -> None:
     # The folder is made before collection, when parametrised tests look up tiles. Workers of pytest-xdist inherit the
     # controller's folder. Tests reuse the kernels compiled by earlier ones; set FA2CUPY_CACHE_DIR to keep them longer.
+    notes = config.getoption("--outcomes")
     if hasattr(config, "workerinput"):
         os.environ.update(config.workerinput.get("environment", {}))
+        if notes:
+            config.pluginmanager.register(OutcomeNotes(notes, config.workerinput["done"], notes=False))
         return
+    if notes:
+        config.stash[_OUTCOMES] = OutcomeNotes(notes)
+        config.pluginmanager.register(config.stash[_OUTCOMES])
     config.pluginmanager.register(_Failures())
     folder = config.stash[_SESSION_FOLDER] = tempfile.TemporaryDirectory(prefix="fa2cupy-tests-")
     os.environ.setdefault("FA2CUPY_CACHE_DIR", os.path.join(folder.name, "cache"))
@@ -76,6 +90,8 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.hookimpl(optionalhook=True)  # of pytest-xdist
 def pytest_configure_node(node: WorkerController) -> None:
     """Workers that share the tests on the GPU take turns with the GPUs: each sees one."""
+    if _OUTCOMES in node.config.stash:
+        node.workerinput["done"] = node.config.stash[_OUTCOMES].done
     gpus = _visible_gpus()
     if len(gpus) > 1 and node.config.option.dist != "loadgroup":
         number = int(node.gateway.id.removeprefix("gw"))

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 import subprocess
+import sys
 import types
 from pathlib import Path
 
 import benchmark
 import gpu_check
 import pytest
-from common import measure, receipt
+from common import measure, outcomes, receipt
 
 
 def test_gpu_check_runs_the_sections_that_a_change_is_held_to(monkeypatch, tmp_path):
@@ -72,7 +74,7 @@ def test_short_runs_of_gpu_check_make_one_receipt(monkeypatch, tmp_path):
     monkeypatch.setattr(gpu_check, "find_gpu", lambda: types.SimpleNamespace(name="Test GPU", driver="1"))
     monkeypatch.setattr(gpu_check, "info", lambda: versions | {"device": "Test GPU (sm_90)", "families": {}})
     monkeypatch.setattr(gpu_check, "_compile_ahead", lambda: None)
-    monkeypatch.setattr(gpu_check, "code_digest", lambda root: "first code")
+    monkeypatch.setattr(gpu_check, "code_digest", lambda root, *more: "first code")
     monkeypatch.setenv("FA2CUPY_CACHE_DIR", str(tmp_path / "cache"))
 
     def sanitizers(found: str, listed: str):
@@ -84,8 +86,8 @@ def test_short_runs_of_gpu_check_make_one_receipt(monkeypatch, tmp_path):
         return run
 
     def suites(result: dict, killed: str = "none"):
-        def run(folder, notes, marker, processes, more):
-            if marker == gpu_check.SUITES.get(killed, ("",))[0]:
+        def run(folder, notes, suite, processes):
+            if suite == killed:
                 raise KeyboardInterrupt
             return result
 
@@ -118,7 +120,7 @@ def test_short_runs_of_gpu_check_make_one_receipt(monkeypatch, tmp_path):
     assert told(*gpu_check.STEPS) == [suite, "not finished", "skipped", "skipped", {"memcheck": "0 errors"}, "skipped"]
     assert noted()["sanitizers"] == first and noted()["tests"]["code"] == "first code"
 
-    monkeypatch.setattr(gpu_check, "code_digest", lambda root: "other code")
+    monkeypatch.setattr(gpu_check, "code_digest", lambda root, *more: "other code")
     monkeypatch.setattr(gpu_check, "_run_tests", suites(suite | {"failed": 1}))
     assert check("large", "several_gpus") == 1
     assert check() == 0
@@ -137,6 +139,46 @@ def test_short_runs_of_gpu_check_make_one_receipt(monkeypatch, tmp_path):
     assert told("several_gpus", "tests") == [suite | {"passed": 4}, suite]
     assert told("sanitizers") == [{"memcheck": "0 errors in the second run"}]
     assert noted()["sanitizers"]["kernels"] != first["kernels"]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_suite_that_was_broken_off_goes_on(workers, tmp_path):
+    """Tests that have passed or were skipped are left out; those that failed, died or were running begin anew."""
+    tests, path = tmp_path / "test_four.py", tmp_path / "check-tests.outcomes"
+    tests.write_text(
+        "import os, pathlib, pytest\n"
+        "good = pathlib.Path(__file__).with_name('good')\n"
+        "def test_one(): pass\n"
+        "def test_two(): pytest.skip('not here')\n"
+        "def test_three(): assert good.exists()\n"
+        "@pytest.fixture\n"
+        "def ending():\n"
+        "    yield\n"
+        "    assert good.exists()\n"
+        "def test_four(ending): pass\n"
+    )
+    folders = [str(gpu_check.ROOT / name) for name in (".", "scripts", "tests")]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(folders)}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "conftest", "--rootdir", str(tmp_path), str(tests)]
+    command += ["--outcomes", str(path), *(["-n", str(workers), "--dist", "worksteal"] if workers else [])]
+
+    def run() -> tuple[int, int]:
+        ended = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment)
+        return ended.returncode, sum(line.startswith("[") for line in path.read_text().splitlines())
+
+    outcomes.keep_outcomes_of("this code", path)
+    assert run() == (1, 4)
+    counts = outcomes.counts_of(path)
+    assert counts == {"passed": 1, "failed": 2, "skipped": 1, "seconds": counts["seconds"]}
+    with path.open("a") as file:
+        file.write('["test_four.py::test_fo')  # a process was killed while it wrote
+    (tmp_path / "good").touch()
+    outcomes.keep_outcomes_of("this code", path)
+    ended, _ = run()
+    assert ended == 0 and outcomes.counts_of(path)["passed"] == 3 and outcomes.counts_of(path)["failed"] == 0
+    assert run()[0] == 5  # nothing was left
+    outcomes.keep_outcomes_of("other code", path)
+    assert not any(outcomes.counts_of(path).values())
 
 
 @pytest.mark.parametrize("before", ["", "[]", '{"digest": "0", "tests": {"passed": 3}}'])

@@ -36,10 +36,10 @@ _GRAMMARS = {is_template: _Grammar(is_template) for is_template in (False, True)
 _LINE = re.compile(r"^#line .*\n", re.MULTILINE)
 
 
-def code_digest(root: Path) -> str:
-    """Returns the sha256 over names and contents of the package and the templates."""
+def code_digest(root: Path, *more: str) -> str:
+    """Returns the sha256 over names and contents of the package and the templates, and of the code in more folders."""
     digest = hashlib.sha256()
-    files = (path for folder in ("fa2cupy", "kernels") for path in (root / folder).rglob("*"))
+    files = (path for folder in ("fa2cupy", "kernels", *more) for path in (root / folder).rglob("*"))
     for path in sorted(p for p in files if p.suffix in (".py", ".cu", ".cuh", ".j2")):
         text = path.read_text(encoding="utf-8")
         content = python_text(text) if path.suffix == ".py" else _cuda_text(text, path.suffix != ".cuh")
