@@ -48,8 +48,8 @@ FEATURES = (("window", "softcap", "alibi by batch", "sink"), ("mask of rows", "p
 FEATURE_KINDS = (("float16", 64), ("bfloat16", 128), ("float16", 256), ("float32", 64))
 PAIR = ("bfloat16", 192, 128)
 #: head_dim, or head_dim and that of v, of float64, and of tangents: one and two warps for the gradients of a key in
-# float64, padded, wide, a pair.
-COLUMNS = ((64,), (128,), (50,), (256,), (40, 72))
+# float64, wide, a pair. A head_dim that is padded comes besides.
+COLUMNS = ((64,), (128,), (256,), (40, 72))
 
 
 def columns_of(head_dim: int, head_dim_v: int | None = None) -> dict[str, int | None]:
@@ -86,7 +86,7 @@ def of_float64() -> None:
     """Calls float64 on tensor cores, where the GPU has them for it, and on CUDA cores: plain, with features, packed."""
     sizes = {"batch": 2, "num_heads": 2, "seqlen_q": 150, "seqlen_k": 130}
     offsets = dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), cupy.asarray(np.array([3, 90, 90, 130], np.int32)))
-    for columns in COLUMNS:
+    for columns in ((50,), *COLUMNS):
         q, k, v, do = make_inputs("float64", **sizes, num_heads_kv=1, **columns_of(*columns), xp=cupy)
         for family, causal in ((None, False), (None, True), ("simt", True)):
             check_calls(q, k, v, do, "float64", {"causal": causal}, family)
@@ -193,7 +193,9 @@ def second_order(dtype: str) -> None:
     offsets = dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), cupy.asarray(np.array([3, 90, 90, 130], np.int32)))
     mask = fa2cupy.mods.causal()
     made = fa2cupy.block_mask(mask, (), 1, 1, 150, 130, tile=(64, 64), like=offsets["cu_seqlens_q"])
-    for columns in COLUMNS:
+    # Results with rows of 50 elements of 16 bits are copied, and the tool considers what TMA has stored as unwritten.
+    padded = (40,) if dtype == "bfloat16" else (50,)
+    for columns in (padded, *COLUMNS):
         inputs = make_inputs(dtype, **sizes, num_heads_kv=1, **columns_of(*columns), xp=cupy)
         check_tangents(*inputs, {"causal": True})
     inputs = make_inputs(dtype, **sizes, batch=2, num_heads_kv=1, head_dim=64, xp=cupy)
