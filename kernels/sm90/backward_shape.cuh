@@ -16,7 +16,7 @@ template <class Spec>
 inline constexpr bool kDividesGradients = max_of(Spec::kHeadDim, Spec::kHeadDimV) > 128;
 // A pair of blocks, a cluster, has a key tile of twice the keys of a block.
 template <class Spec>
-inline constexpr int kBlocksOfTile = kDividesGradients<Spec>&& Spec::kBc == 2 * kGroupRows ? 2 : 1;
+inline constexpr int kBlocksOfTile = kDividesGradients<Spec> && Spec::kBc == 2 * kGroupRows ? 2 : 1;
 template <class Spec>
 inline constexpr int kKeysOfBlock = Spec::kBc / kBlocksOfTile<Spec>;
 
@@ -63,9 +63,8 @@ struct BackwardShape {
     static constexpr int kStatisticBytes = kBr * (kStatisticsAsStep ? kStatisticRowBytes : 4);
     static constexpr int kBarrierBytes = 8 * (2 + 4 * kStages + 12);
     static constexpr int kWithoutArray =
-        kAlignment + kBlocks * kKeyBytes + kValueBytes +
-        kStages * (kQueryBytes + kDoutBytes + 2 * kStatisticBytes) + kDsBytes + kSentDsBytes + 2 * kPBytes +
-        (kStatisticsAsStep ? kOnesBytes : 0) + kBarrierBytes;
+        kAlignment + kBlocks * kKeyBytes + kValueBytes + kStages * (kQueryBytes + kDoutBytes + 2 * kStatisticBytes) +
+        kDsBytes + kSentDsBytes + 2 * kPBytes + (kStatisticsAsStep ? kOnesBytes : 0) + kBarrierBytes;
     static constexpr int kHeldBytes = kBc / 16 * common::HeldOfKeys<Spec, kBr>::Tile::kBytes;
     static constexpr bool kHoldsArray = common::kMayHoldArray<Spec> && kWithoutArray + kHeldBytes <= kMaxSharedBytes;
     static constexpr int kSharedBytes = kWithoutArray + (kHoldsArray ? kHeldBytes : 0);

@@ -86,10 +86,10 @@ __device__ __forceinline__ void mbarrier_arrive_there(uint32 barrier) {
 }
 // Copies `bytes` to shared memory of another block, and signals a barrier there.
 __device__ __forceinline__ void bulk_send(uint32 there, uint32 smem, uint32 bytes, uint32 barrier) {
-    asm volatile("cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
-                     there),
-                 "r"(smem), "r"(bytes), "r"(barrier)
-                 : "memory");
+    asm volatile(
+        "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(there),
+        "r"(smem), "r"(bytes), "r"(barrier)
+        : "memory");
 }
 
 // ------------------------------------------------------------------------------------------------------ global memory
