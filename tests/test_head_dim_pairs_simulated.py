@@ -202,6 +202,21 @@ def test_the_kernels_of_hopper_that_own_keys(launched, monkeypatch, operation, p
     check_gradients(launched, monkeypatch, operation, pair, tile, "plain")
 
 
+@pytest.mark.sample(seed=(1,))
+@pytest.mark.parametrize("seed", range(1, 9))
+def test_blocks_that_clear_rows_beside_each_other_in_any_order_of_the_warps(monkeypatch, seed):
+    """Each block of a pair loads and clears a tile with rows that see no key; no block may then be a tile ahead."""
+    lengths, tile = (400, 250), TileConfig(64, 128, 12, 2)
+    with simulated_gpu(monkeypatch, HOPPER, seed=seed):
+        q, k, v, do = draw("float16", lengths, 136, head_dim_v=8)
+        expected = Expectation(q, k, v, do, causal=True)
+        o, lse = reference.forward(q, k, v, causal=True)
+        o, lse = place(o.astype(q.dtype)), place(lse.astype(np.float32))
+        own = {"config": {"backward": tile}, "family": "sm90", "method": "single_pass", "num_splits": 1}
+        dq, dk, dv = backward(q, k, v, o, lse, do, causal=True, **own)
+        expected.check(dq=dq, dk=dk, dv=dv)
+
+
 @pytest.mark.matrix
 @pytest.mark.parametrize("call", CALLS[1:])
 @pytest.mark.parametrize(("operation", "pair", "tile"), [BY_KEYS[i] for i in (2, 10, 12, 14, 15)], ids=str)

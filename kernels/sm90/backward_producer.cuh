@@ -73,17 +73,24 @@ class BackwardProducer {
     }
 
     // Starts to load a tile of Q or of dO. If it has rows to clear, `landed` is signalled instead of `full`. One block of a
-    // pair loads other tiles for both: `landed` is of all stages, and a block late at it could get the bytes of two.
+    // pair loads other tiles for both: `landed` is of all stages, and a block late at it could get the bytes of two. That
+    // block also lets both see a tile with rows to clear: the other one, if it were a tile ahead, would release it before
+    // this block has released the tile that it replaces, and the barrier, which counts both, could not tell.
     template <bool kQ>
     __device__ void load_queries(uint32 stage, const QueryStep& own, bool clears) const {
         const uint32 full = full_of<kQ>(stage), barrier = clears ? landed<kQ>() : full;
+        const uint32 rank = rank_in_pair<Spec>();
+        const bool is_loader = !Shape::kMulticast || rank == Shape::template kLoader<kQ>;
         mbarrier_arrive_expect(barrier, kPanelsOf<kQ> * Shape::kQueryPanelBytes);
         if (Shape::kMulticast && !clears) {
-            if (rank_in_pair<Spec>() == Shape::template kLoader<kQ>) load_panels<kQ, true>(stage, own, full);
+            if (is_loader) load_panels<kQ, true>(stage, own, full);
             return;
         }
         load_panels<kQ, false>(stage, own, barrier);
-        if (clears) mbarrier_arrive(full);
+        if (clears && is_loader) {
+            mbarrier_arrive(full);
+            if constexpr (Shape::kMulticast) mbarrier_arrive_there(in_block(rank ^ 1, full));
+        }
     }
     template <bool kQ, bool kForBoth>
     __device__ void load_panels(uint32 stage, const QueryStep& own, uint32 barrier) const {

@@ -114,7 +114,10 @@ def run(operation: str, problem: Problem, patch: Mutant | None = None) -> None:
     if problem.hopper_tile:  # the family may lack the other kernel of a method
         options["config"] = {tiled: problem.hopper_tile}
         options["family"] = "sm90" if of_forward else None
-    with pytest.MonkeyPatch.context() as monkeypatch, simulated_gpu(monkeypatch, device, patch=patch):
+    with (
+        pytest.MonkeyPatch.context() as monkeypatch,
+        simulated_gpu(monkeypatch, device, seed=problem.seed, patch=patch),
+    ):
         if operation == "backward_dq" and problem.hopper_tile:
             dq_on_hopper(monkeypatch)
             check_dq((q, k, v, do), config=problem.hopper_tile, **asked)

@@ -36,6 +36,7 @@ class Problem:
     scores: Callable = tuple  # from inputs to inputs with other scores
     rows_ahead: int = 0  # unused rows before the only sequence
     device: str = ""  # instead of the device of the Hopper tests
+    seed: int | None = None  # of an order of the warps
     num_splits: int | None = 1  # blocks that share a tile
     precision: str | None = None
     family: str = ""  # instead of the first one that has every operation; `tile` is then that of the kernel

@@ -27,6 +27,8 @@ PAIRED_TILE = TileConfig(64, 128, 12, 2)
 PAIRED = Problem(head_dim=136, head_dim_v=8, lengths=(330, 150), heads=(1, 1), hopper_tile=PAIRED_TILE)
 PAIRED_HEADS = Problem(head_dim=136, head_dim_v=8, lengths=(300, 200), heads=(2, 1), hopper_tile=PAIRED_TILE)
 PAIRED_ONCE = Problem(head_dim=8, head_dim_v=136, lengths=(60, 120), heads=(1, 1), hopper_tile=PAIRED_TILE)
+# The first tile of the second head has rows to clear, and is the third one in its stage.
+PAIRED_CLEARS = Problem(head_dim=136, head_dim_v=8, lengths=(400, 250), heads=(2, 1), hopper_tile=PAIRED_TILE, seed=1)
 PAIRED_SHARES = Problem(head_dim=136, head_dim_v=8, lengths=(330, 150), num_splits=2, hopper_tile=PAIRED_TILE)
 #: A kernel, a text, the part of it that names the other head_dim instead, what catches the change, and the problem.
 SWAPPED = (
@@ -142,6 +144,16 @@ PAIRED_MUTANTS = (
         "if (false)",
         "deadlock",
         PAIRED,
+    ),
+    (
+        "a block sees a tile with rows to clear before the other one has released the tile that it replaces",
+        """if (clears && is_loader) {
+            mbarrier_arrive(full);
+            if constexpr (Shape::kMulticast) mbarrier_arrive_there(in_block(rank ^ 1, full));
+        }""",
+        "if (clears) mbarrier_arrive(full);",
+        "race",
+        PAIRED_CLEARS,
     ),
     ("a block loads for itself", "own_.queries.load_to(3,", "own_.queries.load_to(1,", "deadlock", PAIRED),
     ("shares of both blocks in one place", "row16 + rank_ * (kBc / 16)", "row16", "numbers", PAIRED_SHARES),
