@@ -79,18 +79,19 @@ class BackwardProducer {
     template <bool kQ>
     __device__ void load_queries(uint32 stage, const QueryStep& own, bool clears) const {
         const uint32 full = full_of<kQ>(stage), barrier = clears ? landed<kQ>() : full;
-        const uint32 rank = rank_in_pair<Spec>();
-        const bool is_loader = !Shape::kMulticast || rank == Shape::template kLoader<kQ>;
         mbarrier_arrive_expect(barrier, kPanelsOf<kQ> * Shape::kQueryPanelBytes);
         if (Shape::kMulticast && !clears) {
-            if (is_loader) load_panels<kQ, true>(stage, own, full);
+            if (loads_for_both<kQ>()) load_panels<kQ, true>(stage, own, full);
             return;
         }
         load_panels<kQ, false>(stage, own, barrier);
-        if (clears && is_loader) {
-            mbarrier_arrive(full);
-            if constexpr (Shape::kMulticast) mbarrier_arrive_there(in_block(rank ^ 1, full));
-        }
+        if (!clears || (Shape::kMulticast && !loads_for_both<kQ>())) return;
+        mbarrier_arrive(full);
+        if constexpr (Shape::kMulticast) mbarrier_arrive_there(in_block(1 - Shape::template kLoader<kQ>, full));
+    }
+    template <bool kQ>
+    __device__ static bool loads_for_both() {
+        return Shape::kMulticast && rank_in_pair<Spec>() == Shape::template kLoader<kQ>;
     }
     template <bool kQ, bool kForBoth>
     __device__ void load_panels(uint32 stage, const QueryStep& own, uint32 barrier) const {
@@ -194,7 +195,7 @@ class BackwardProducer {
             ring.advance();
         }
         // A block must not end before the other one has released all that it loads for both.
-        if (Shape::kMulticast && rank_in_pair<Spec>() == Shape::template kLoader<kLse>) {
+        if (loads_for_both<kLse>()) {
 #pragma unroll 1
             for (int i = 0; i < Shape::kStages; ++i) {
                 ring.advance();

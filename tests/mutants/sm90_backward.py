@@ -147,10 +147,9 @@ PAIRED_MUTANTS = (
     ),
     (
         "a block sees a tile with rows to clear before the other one has released the tile that it replaces",
-        """if (clears && is_loader) {
-            mbarrier_arrive(full);
-            if constexpr (Shape::kMulticast) mbarrier_arrive_there(in_block(rank ^ 1, full));
-        }""",
+        """if (!clears || (Shape::kMulticast && !loads_for_both<kQ>())) return;
+        mbarrier_arrive(full);
+        if constexpr (Shape::kMulticast) mbarrier_arrive_there(in_block(1 - Shape::template kLoader<kQ>, full));""",
         "if (clears) mbarrier_arrive(full);",
         "race",
         PAIRED_CLEARS,
