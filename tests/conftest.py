@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from common.outcomes import OutcomeNotes
 
 import fa2cupy
 from fa2cupy.families import tuning
@@ -24,10 +23,11 @@ from fa2cupy.jit.source import KernelSource
 from fa2cupy.system import folders
 
 if TYPE_CHECKING:
+    from common.outcomes import OutcomeNotes
     from xdist.workermanage import WorkerController
 
 _SESSION_FOLDER = pytest.StashKey[tempfile.TemporaryDirectory]()
-_OUTCOMES = pytest.StashKey[OutcomeNotes]()
+_OUTCOMES: pytest.StashKey[OutcomeNotes] = pytest.StashKey()
 _NEEDS_A_GPU = " needs a GPU: "
 
 
@@ -62,15 +62,16 @@ def _part(text: str) -> tuple[int, int]:
 def pytest_configure(config: pytest.Config) -> None:
     # The folder is made before collection, when parametrised tests look up tiles. Workers of pytest-xdist inherit the
     # controller's folder. Tests reuse the kernels compiled by earlier ones; set FA2CUPY_CACHE_DIR to keep them longer.
-    notes = config.getoption("--outcomes")
-    if hasattr(config, "workerinput"):
-        os.environ.update(config.workerinput.get("environment", {}))
-        if notes:
-            config.pluginmanager.register(OutcomeNotes(notes, config.workerinput["done"], notes=False))
-        return
-    if notes:
-        config.stash[_OUTCOMES] = OutcomeNotes(notes)
+    is_worker = hasattr(config, "workerinput")
+    if notes := config.getoption("--outcomes"):
+        from common.outcomes import OutcomeNotes
+
+        done = config.workerinput["done"] if is_worker else None
+        config.stash[_OUTCOMES] = OutcomeNotes(notes, done, notes=not is_worker)
         config.pluginmanager.register(config.stash[_OUTCOMES])
+    if is_worker:
+        os.environ.update(config.workerinput.get("environment", {}))
+        return
     config.pluginmanager.register(_Failures())
     folder = config.stash[_SESSION_FOLDER] = tempfile.TemporaryDirectory(prefix="fa2cupy-tests-")
     os.environ.setdefault("FA2CUPY_CACHE_DIR", os.path.join(folder.name, "cache"))
