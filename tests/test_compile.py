@@ -470,6 +470,15 @@ def test_nvrtc_is_given_no_include_path():
     assert not [option for option in options if option.startswith(("-I", "--include", "-include"))]
 
 
+def test_source_lines_are_in_dumped_kernels_only(tmp_path, monkeypatch):
+    monkeypatch.delenv("FA2CUPY_DUMP_DIR", raising=False)
+    source = render_kernel(delta_spec())
+    plain = compile_source(source).cubin
+    monkeypatch.setenv("FA2CUPY_DUMP_DIR", str(tmp_path))
+    assert b".debug_line" in compile_source(source).cubin
+    assert b".debug_line" not in plain
+
+
 # `{{` alone is C++, too (nested initialiser lists), and `{%0` is inline PTX.
 JINJA = r"\{\{\s*[\w.]+\s*\}\}|\{%-?\s*[a-z]|\{#|^\s*//%"
 

@@ -127,9 +127,12 @@ def nvrtc_build() -> str:
 
 def compile_options(arch: str) -> tuple[str, ...]:
     """The options of NVRTC. The kernels include no CUDA header, so there is no include path."""
-    options = (f"-arch={arch}", "-std=c++17", "-lineinfo", "--ptxas-options=-v")
-    # From version 12.9 on, NVRTC has its own cache, whose hits have an empty log.
-    return (*options, "--no-cache") if nvrtc_version() >= (12, 9) else options
+    options = [f"-arch={arch}", "-std=c++17", "--ptxas-options=-v"]
+    if dump_directory() is not None:  # profilers show the dumped source; lines make a cubin four times as large
+        options.append("-lineinfo")
+    if nvrtc_version() >= (12, 9):  # NVRTC has its own cache from here on, whose hits have an empty log
+        options.append("--no-cache")
+    return tuple(options)
 
 
 def compile_source(source: KernelSource) -> CompiledKernel:

@@ -39,8 +39,9 @@ Patch = Callable[[KernelSpec, str], str]
 
 
 def _options(arch: str, quickly: bool) -> tuple[str, ...]:
-    """Returns the package's options without those for the architecture and the assembler."""
-    options = tuple(o for o in compile_options(arch) if not o.startswith(("-arch=", "--ptxas-options")))
+    """Returns the package's options without those for the architecture and the assembler, with source lines."""
+    options = tuple(o for o in compile_options(arch) if not o.startswith(("-arch=", "--ptxas-options", "-lineinfo")))
+    options = (*options, "-lineinfo")
     return (*options, "--Ofast-compile=max") if quickly and nvrtc_version() >= (12, 9) else options
 
 
