@@ -149,14 +149,15 @@ def test_heads_in_several_sections(monkeypatch, kernel):
         assert values["heads_per_section"] < values["scheduled_heads"] * 5
 
 
-@pytest.mark.matrix
+@pytest.mark.sample(kernel=(("sm90", 64),))
 @pytest.mark.parametrize("kernel", SOME, ids=str)
 def test_the_bits_are_the_same_whichever_warp_runs_first(monkeypatch, kernel):
-    inputs = draw("float16", (5, 220), kernel[1])
+    """Rows of whole tiles see no key, and blocks take several tiles."""
+    inputs = draw("float16", (230, 150), kernel[1])
     found = []
     for seed in (None, 1):
         with monkeypatch.context() as patched, simulated_gpu(patched, HOPPER, seed=seed) as launched:
-            found.append(check(launched, kernel, inputs, 3))
+            found.append(check(launched, kernel, inputs, 3, causal=True))
     for ours, others in zip(*found, strict=True):
         np.testing.assert_array_equal(ours, others)
 

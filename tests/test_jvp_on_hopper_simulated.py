@@ -14,8 +14,8 @@ from mutants import sm90_jvp
 from mutants.mutant import CATCHES
 from support.feature_cases import numbers, options_of
 from support.second_order_calls import CURVED
-from support.second_order_on_hopper import CAUSAL, JVP_CHECKS, TWO_GROUPS, call_on_hopper
-from support.simulated_problems import FEW_MULTIPROCESSORS
+from support.second_order_on_hopper import CAUSAL, HIDING, JVP_CHECKS, TWO_GROUPS, call_on_hopper
+from support.simulated_problems import FEW_MULTIPROCESSORS, HOPPER
 
 import fa2cupy
 from fa2cupy import TileConfig, mods
@@ -84,19 +84,25 @@ def test_the_row_shift_rises_behind_the_first_key_tile(operation):
     JVP_CHECKS[operation](call)
 
 
-@pytest.mark.sample(options=({"causal": True},), operation=("jvp",))
+@pytest.mark.sample(options=(HIDING,))
 @pytest.mark.parametrize(
-    ("operation", "options"),
+    ("operation", "options", "rows"),
     [
-        ("jvp", {"causal": True}),
-        ("output_jvp", {"causal": True}),
-        ("output_jvp", {"bias": np.where(np.arange(70) < 8, -np.inf, 0.0).astype("float32")[:, None]}),
-        ("output_jvp", {"bias": np.where(np.arange(70) < 8, -np.inf, 0.0)[:, None], "head_dim": 136, "tile": DIVIDED}),
+        ("jvp", HIDING, 100),
+        ("jvp", {**HIDING, "head_dim": 256, "tile": DIVIDED}, 100),
+        ("output_jvp", HIDING, 100),
+        ("output_jvp", {"bias": np.where(np.arange(70) < 8, -np.inf, 0.0).astype("float32")[:, None]}, 8),
+        (
+            "output_jvp",
+            {"bias": np.where(np.arange(70) < 8, -np.inf, 0.0)[:, None], "head_dim": 136, "tile": DIVIDED},
+            8,
+        ),
     ],
-    ids=str,
+    ids=["jvp", "jvp of wide heads", "output_jvp", "bias", "bias of wide heads"],
 )
-def test_rows_without_keys_contribute_nothing_even_if_they_have_nan(operation, options):
-    JVP_CHECKS[operation](call_on_hopper((70, 62), **options), nan_rows=8)
+def test_rows_without_keys_contribute_nothing_in_any_order_of_the_warps_even_if_they_have_nan(operation, options, rows):
+    call = call_on_hopper(**{"lengths": (70, 62), **options})
+    JVP_CHECKS[operation](call, nan_rows=rows, device=HOPPER, order=1)
 
 
 #: Features of calls by name: each alone, and all that do not exclude each other.

@@ -1,7 +1,8 @@
 """Rows that see no key contribute nothing to a gradient, whatever they hold, in the kernels of Hopper.
 
-Results with NaN and infinities in such rows of q, do, dlse and delta are compared with those of zeros there. A row
-whose keys all have the lowest float sees them. test_finite_masks.py does the same for other kernels and NumPy.
+Results with NaN and infinities in such rows of q, do, dlse and delta are compared with those of zeros there. Warps run
+in a random order: producers clear these rows, beside consumers that may be a stage behind. A row whose keys all have
+the lowest float sees them. test_finite_masks.py does the same for other kernels and NumPy.
 """
 
 from __future__ import annotations
@@ -84,11 +85,11 @@ def launched(monkeypatch, request):
     chosen = request.node.callspec.params
     if chosen["kernels"] == "float32 wide" and chosen["method"] == "single_pass":
         pytest.skip("single_pass ends at head_dim 128 in float32")
-    with simulated_gpu(monkeypatch, HOPPER) as stages:
+    with simulated_gpu(monkeypatch, HOPPER, seed=1) as stages:
         yield stages
 
 
-@pytest.mark.sample(kernels=("64",), case=("mask",), method=("two_pass",))
+@pytest.mark.sample(kernels=("64", "128"), case=("causal",))
 @pytest.mark.parametrize("method", ("single_pass", "two_pass"))
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("kernels", KERNELS)

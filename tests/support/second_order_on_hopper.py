@@ -19,6 +19,7 @@ from fa2cupy.plan.stages import Stage
 
 __all__ = [
     "CAUSAL",
+    "HIDING",
     "JVP_CHECKS",
     "ONE_GROUP",
     "TWO_GROUPS",
@@ -33,6 +34,8 @@ __all__ = [
 ONE_GROUP, TWO_GROUPS = TileConfig(64, 32, 8, 2, 2), TileConfig(128, 48, 12, 2)
 #: A call of several tiles of queries and keys, with rows that see no key.
 CAUSAL = {"lengths": (150, 110), "heads": (2, 1), "causal": True}
+#: The first 100 rows see no key: all of a tile, and some of the next. Blocks of `HOPPER` take several tiles.
+HIDING = {**CAUSAL, "lengths": (230, 130)}
 
 
 def call_on_hopper(
@@ -54,9 +57,15 @@ def call_on_hopper(
     return call
 
 
-def run_alone(operation: str, call: Call, patch: Patch | None = None) -> tuple[tuple[np.ndarray, ...], list[Stage]]:
-    """Launches only one kernel of `backward_jvp` and those ahead of it; returns its results and the stages."""
-    with pytest.MonkeyPatch.context() as monkeypatch, simulated_gpu(monkeypatch, HOPPER, patch=patch) as launched:
+def run_alone(
+    operation: str, call: Call, patch: Patch | None = None, order: int | None = None
+) -> tuple[tuple[np.ndarray, ...], list[Stage]]:
+    """Launches only one kernel of `backward_jvp` and those ahead of it; returns its results and the stages.
+
+    `order` is the seed of a random order of the warps, here and below: a call may have a seed of dropout.
+    """
+    how = {"seed": order, "patch": patch}
+    with pytest.MonkeyPatch.context() as monkeypatch, simulated_gpu(monkeypatch, HOPPER, **how) as launched:
         monkeypatch.setitem(choice.SEVERAL, "backward_jvp", (operation,))
         results = call.backward_jvp()
     return _own_results(operation, results), launched
@@ -85,35 +94,45 @@ def _check(results: Iterable[np.ndarray], exact: Iterable[np.ndarray], naive: It
             assert error <= allowed, f"the error is {error / allowed:.0%} of the allowed"
 
 
-def without_rows(operation: str, call: Call, rows: int, patch: Patch | None = None) -> None:
+def without_rows(operation: str, call: Call, rows: int, patch: Patch | None = None, order: int | None = None) -> None:
     """Checks that the first rows, which see no key, contribute nothing even if they have NaN."""
-    wanted, _ = run_alone(operation, call)
+    wanted, _ = run_alone(operation, call, order=order)
     for arrays in (call.arrays, call.direction):
         for name in ("q", "do"):
             if name in arrays:
                 arrays[name][:, :rows] = np.nan
-    found, _ = run_alone(operation, call, patch)
+    found, _ = run_alone(operation, call, patch, order)
     for one, other in zip(found, wanted, strict=True):
         assert np.array_equal(one.astype("float32"), other.astype("float32")), "100% of the allowed"
 
 
 def check_jvp(
-    call: Call, patch: Patch | None = None, nan_rows: int = 0, device: DeviceInfo | str = "sm_90"
+    call: Call,
+    patch: Patch | None = None,
+    nan_rows: int = 0,
+    device: DeviceInfo | str = "sm_90",
+    order: int | None = None,
 ) -> list[Stage]:
     """Checks the results of `jvp`; returns the stages. The first `nan_rows` rows see no key, and are NaN on the GPU."""
     exact, naive = call.jvp(reference)[2:], call.naive_jvp()
-    with pytest.MonkeyPatch.context() as monkeypatch, simulated_gpu(monkeypatch, device, patch=patch) as launched:
+    how = {"seed": order, "patch": patch}
+    with pytest.MonkeyPatch.context() as monkeypatch, simulated_gpu(monkeypatch, device, **how) as launched:
         tangents = _with_nan(call, nan_rows).checked_jvp()
     _check(tangents, exact, naive)
     return launched
 
 
 def check_output_jvp(
-    call: Call, patch: Patch | None = None, nan_rows: int = 0, device: DeviceInfo | str = "sm_90"
+    call: Call,
+    patch: Patch | None = None,
+    nan_rows: int = 0,
+    device: DeviceInfo | str = "sm_90",
+    order: int | None = None,
 ) -> list[Stage]:
     """The same of O' and lse' of `double_backward`, of which only their kernel is launched."""
     exact, naive, of_rows = call.double_backward(reference)[3:5], call.naive_double_backward()[3:5], plans._of_rows
-    with pytest.MonkeyPatch.context() as monkeypatch, simulated_gpu(monkeypatch, device, patch=patch) as launched:
+    how = {"seed": order, "patch": patch}
+    with pytest.MonkeyPatch.context() as monkeypatch, simulated_gpu(monkeypatch, device, **how) as launched:
         monkeypatch.setitem(choice.SEVERAL, "double_backward", ("output_jvp",))
         monkeypatch.setattr(plans, "_of_rows", lambda *how: dataclasses.replace(of_rows(*how), blocks=0))
         found = _with_nan(call, nan_rows).double_backward()[3:5]
