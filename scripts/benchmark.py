@@ -82,7 +82,8 @@ biases
     are PyTorch's memory-efficient operator, which gets a bias and a mask as one array as large as all scores; triangle
     attention of cuEquivariance, if the packages cuequivariance_torch and cuequivariance_ops_torch_cu13 are installed;
     and for windows the formulas written out in PyTorch. ``peak_bytes`` is the peak memory of a call with its results.
-    Rows are in biases.csv; the tables at the end have ``over_plain`` and the ratios.
+    Pairs that the mask hides are counted in ``tflops``. Rows are in biases.csv; the tables at the end have
+    ``over_plain`` and the ratios.
 numpy
     Only if asked for, and without a GPU: calls on NumPy arrays in float32, forward, backward and decode with every
     feature, beside attention written out in NumPy, which keeps P for its backward, and PyTorch's operator for the CPU

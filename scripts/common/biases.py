@@ -326,8 +326,8 @@ class _LastHead:
         for name, of_blocks in parts.items():
             exact, naive, noise = zip(*of_blocks, strict=True)
             if name == "dbias" and self._case.is_shared:
-                total = sum(part.astype("float64") for part in naive)
-                found[name] = (sum(exact), total.astype(naive[0].dtype), sum(noise))
+                total = sum(part.astype("float32") for part in naive)
+                found[name] = (sum(exact), total.astype(naive[0].dtype, copy=False), sum(noise))
             else:
                 found[name] = (self._xp.concatenate(exact), self._xp.concatenate(naive), max(noise))
         return found

@@ -247,8 +247,10 @@ class TriangleAttention(TorchPeer):
         for tensors, keywords in zip(sets, options, strict=True):
             q, k, v, do = map(self.own, case.arrays(tensors))
             bias = self.tensor(keywords["bias"].astype("float32", copy=False)[None])
-            visible = keywords.get("key_padding_mask")
-            mask = None if visible is None else self.tensor(visible[None, :, None, None])
+            mask = None
+            if "key_padding_mask" in keywords:  # as bytes, which every version of DLPack knows
+                visible = self.tensor(keywords["key_padding_mask"].view("uint8")).view(self.torch.bool)
+                mask = visible[None, :, None, None]
             forward = functools.partial(self._forward, q, k, v, bias, mask, scale, True)
             if operation == "forward":
                 calls.append(forward)

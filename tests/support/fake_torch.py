@@ -52,6 +52,7 @@ def fake_torch() -> ModuleType:
     torch.nn = SimpleNamespace(attention=attention, functional=functional)
     torch.autograd = SimpleNamespace(grad=math.grad)
     torch.no_grad = contextlib.nullcontext
+    torch.bool = np.bool_
     torch.matmul, torch.softmax, torch._softmax_backward_data = _matmul, _softmax, _softmax_backward_data
     return torch
 
