@@ -207,7 +207,7 @@ class BiasBenchmark:
             except Exception as error:  # a wrong result, or any failure to get one: this case is lost, others are not
                 self._fail("WRONG" if isinstance(error, AssertionError) else "FAILED", f"{case} {operation}", error)
                 continue
-            candidates[case, OURS] = Candidate("", call)
+            candidates[case, OURS] = Candidate(OURS, call)
             candidates |= self._of_peers(case, operation, sets, options[case], results, write)
             del results
         named = [Candidate(f"{case.feature}|{name}", one.call, one.mode) for (case, name), one in candidates.items()]
