@@ -306,7 +306,7 @@ class _LastHead:
             (*reference.forward(q, k, v, **options), *reference.baseline_forward(q, k, v, **options))
             for (q, k, v, _), options in self._blocks()
         ]
-        exact_o, exact_lse, o, lse = map(self._xp.concatenate, zip(*parts, strict=True))
+        exact_o, exact_lse, o, lse = map(self._joined, zip(*parts, strict=True))
         return {"o": (exact_o, o), "lse": (exact_lse, lse)}
 
     @functools.cached_property
@@ -329,8 +329,15 @@ class _LastHead:
                 total = sum(part.astype("float32") for part in naive)
                 found[name] = (sum(exact), total.astype(naive[0].dtype, copy=False), sum(noise))
             else:
-                found[name] = (self._xp.concatenate(exact), self._xp.concatenate(naive), max(noise))
+                found[name] = (self._joined(exact), self._joined(naive), max(noise))
         return found
+
+    def _joined(self, parts: Sequence[Any]) -> Any:
+        """Returns the results of all blocks as one array."""
+        dtype = parts[0].dtype
+        # CuPy is not asked to join bfloat16; float32 holds each of its numbers.
+        wide = "float32" if dtype.itemsize == 2 else dtype
+        return self._xp.concatenate([part.astype(wide, copy=False) for part in parts]).astype(dtype, copy=False)
 
 
 def _call(
