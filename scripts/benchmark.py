@@ -73,6 +73,17 @@ second_order
     mode the Triton kernel of jvp_flash_attention, if that package is installed (it needs PyTorch and Triton).
     ``peak_bytes`` is the peak memory of a call with its results. One head of 131072 rows follows, by itself and in one
     round. Rows are in second_order.csv; host times of warm calls are measured in the section host.
+biases
+    Biases that many sequences share, with their gradients, after a check of one head against float64: ``pair``, the
+    triangle attention of structure prediction (N rows of N queries and keys, 4 heads of 32, in bfloat16 and float32),
+    also with a mask of keys for each row; ``sequences``, 16 of 1024 tokens with 12 heads of 64; ``windows``, 4096 of 64
+    tokens with 6 heads of 32; and ``full``, a bias for each score, causal, with head_dim 64. ``over_plain`` is the
+    speed beside that of our call without a bias, and ``ratio`` a peer's time over ours with the same arrays. The peers
+    are PyTorch's memory-efficient operator, which gets a bias and a mask as one array as large as all scores; triangle
+    attention of cuEquivariance, if the packages cuequivariance_torch and cuequivariance_ops_torch_cu13 are installed;
+    and for windows the formulas written out in PyTorch. ``peak_bytes`` is the peak memory of a call with its results.
+    Pairs that the mask hides are counted in ``tflops``. Rows are in biases.csv; the tables at the end have
+    ``over_plain`` and the ratios.
 numpy
     Only if asked for, and without a GPU: calls on NumPy arrays in float32, forward, backward and decode with every
     feature, beside attention written out in NumPy, which keeps P for its backward, and PyTorch's operator for the CPU
@@ -94,7 +105,10 @@ from pathlib import Path
 
 import features
 from common import decoding, function_cases
+from common.biases import COLUMNS as BIAS_COLUMNS
+from common.biases import BiasBenchmark, bias_cases, bias_specs, bias_tables
 from common.check import HeadCheck, check_equal
+from common.feature_peers import BIAS_PEERS
 from common.flex import FlexFunctions
 from common.function_calls import COLUMNS as CALL_COLUMNS
 from common.function_calls import measure_calls
@@ -147,7 +161,7 @@ COLUMNS = (
 MODEL_COLUMNS = ("model", *COLUMNS[: COLUMNS.index("causal")], "num_heads_kv", *COLUMNS[COLUMNS.index("causal") : -1])
 SECTIONS = (
     "speed", "training", "memory", "host", "startup", "models", "features", "float32", "head_dims", "float64", "decode",
-    "functions", "calls", "sparse", "second_order",
+    "functions", "calls", "sparse", "second_order", "biases",
 )  # fmt: skip
 #: The section that needs no GPU. It is not a part of everything.
 ON_NUMPY = "numpy"
@@ -430,6 +444,7 @@ def plot(rows: Sequence[dict[str, object]], folder: Path) -> list[Path]:
 def show(rows: Sequence[dict[str, object]], folder: Path) -> None:
     """Shows an earlier run: its table, and its plots if it has any and they can be drawn."""
     tables = {"model": model_table, "precision": precision_table, "pattern": sparse_table, "busy": numpy_table}
+    tables |= {"work": bias_lines}
     tables |= {"over_plain": features.table, "head_dim_v": head_dim_table, "share": second_order_table}
     for column, table in tables.items():
         if column in rows[0]:
@@ -477,6 +492,12 @@ def head_dim_table(rows: Sequence[dict[str, object]]) -> list[str]:
     return [*ratio_table(named, "what", "size", DEFAULT_OPERATIONS), *smallest_ratio(named, "what", "size")]
 
 
+def bias_lines(rows: Sequence[dict[str, object]]) -> list[str]:
+    """Returns the tables of `bias_tables` as lines, with what each is about above it."""
+    tables = bias_tables(rows).items()
+    return [line for name, table in tables for line in (f"{'cost' if name == Fa2cupy.name else name}:", *table, "")]
+
+
 def float64_table(rows: Sequence[dict[str, object]]) -> list[str]:
     """Returns the least time of the others over ours in float64, by head_dim and mask, and by length."""
     masks = ("full", "causal")
@@ -519,7 +540,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     )
     names = tuple(function_cases.FUNCTIONS)
     add("--functions", nargs="+", choices=names, default=names, metavar="NAME", help=f"of {', '.join(names)}")
-    names = tuple(PEERS | HEAD_DIM_PEERS | FLOAT64_PEERS | SECOND_ORDER_PEERS)
+    names = tuple(PEERS | HEAD_DIM_PEERS | FLOAT64_PEERS | SECOND_ORDER_PEERS | BIAS_PEERS)
     add("--peers", nargs="*", choices=names, default=names, metavar="NAME", help=f"of {', '.join(names)}")
     add(
         "--rounds",
@@ -708,6 +729,22 @@ def run_second_order(options: argparse.Namespace, gpu: Gpu, path: Path) -> list[
     return beside.failures + alone.failures
 
 
+def run_biases(options: argparse.Namespace, gpu: Gpu, path: Path) -> list[str]:
+    """Runs the section biases; returns its failures."""
+    peers = available_peers(gpu, [name for name in BIAS_PEERS if name in options.peers], BIAS_PEERS)
+    run = BiasBenchmark(gpu, stamp_of(gpu), peers, options.short_rounds, MODEL_BUDGET_MS)
+    work = list(bias_cases())
+    print("compiling")
+    gpu.compile(bias_specs(gpu.info, itertools.chain(*work)))
+    with progress(len(work), "biases") as bar:
+        for cases in work:
+            run.measure(cases, bar.write)
+            write_csv(path, BIAS_COLUMNS, run.rows)
+            bar.update()
+    print("", *bias_lines(run.rows), sep="\n")
+    return run.failures
+
+
 def run_features(options: argparse.Namespace, gpu: Gpu, path: Path) -> list[str]:
     """Runs the section features; returns its failures."""
     peers = available_peers(gpu, [name for name in features.OPERATORS if name in options.peers], features.PEERS)
@@ -746,6 +783,7 @@ def run_calls(options: argparse.Namespace, gpu: Gpu, path: Path) -> list[str]:
 OWN_FILES = {
     "sparse": (run_sparse, "sparse.csv"),
     "second_order": (run_second_order, "second_order.csv"),
+    "biases": (run_biases, "biases.csv"),
     "features": (run_features, "features-peers.csv"),
     "functions": (run_functions, "functions.csv"),
     "calls": (run_calls, "function-calls.csv"),

@@ -36,6 +36,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "second order": speed.second_order,
     "costs": features.costs,
     "peers": features.peers,
+    "biases": features.biases,
     "FlexAttention, keywords": features.flex_keywords,
     "FlexAttention, functions": features.flex_functions,
     "function calls": features.function_calls,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import re
 import sys
@@ -15,7 +14,7 @@ import pytest
 from common import check, decoding, feature_cases, flex, function_cases, measure, peers, second_order, sparse
 from common.measure import Candidate, Problem
 from support.fake_timing import FakeGpu, HastyGpu, needs_cupy
-from support.fake_torch import FakeTensor, fake_torch
+from support.fake_torch import FakeTensor, use_fake_torch
 
 import fa2cupy
 from fa2cupy.families.device import DeviceInfo
@@ -115,18 +114,7 @@ def test_features_go_on_without_torch_and_with_what_fails(small_features, tmp_pa
 @pytest.fixture
 def operators(monkeypatch):
     """Provides PyTorch's operators, computed by NumPy."""
-    torch = fake_torch()
-
-    def initialize(self, gpu):
-        self.torch, self.xp = torch, np
-
-    monkeypatch.setattr(peers.TorchPeer, "__init__", initialize)
-    monkeypatch.setattr(peers.TorchPeer, "tensor", lambda self, array: array.view(FakeTensor))
-    monkeypatch.setattr(peers.TorchPeer, "array", lambda self, tensor: np.asarray(tensor))
-    monkeypatch.setattr(peers.TorchPeer, "peak_bytes", lambda self, call: FakeGpu().peak_bytes(lambda: call()[:1]))
-    monkeypatch.setattr(peers.TorchPeer, "deterministic", contextlib.nullcontext)
-    monkeypatch.setattr(peers.TorchPeer, "release", lambda self: None)
-    return torch.ops.aten
+    return use_fake_torch(monkeypatch).ops.aten
 
 
 @pytest.mark.matrix

@@ -41,6 +41,7 @@ def test_gpu_check_runs_the_sections_that_a_change_is_held_to(monkeypatch, tmp_p
         "calls",
         "sparse",
         "second_order",
+        "biases",
     }
     assert set(options.sections) == set(benchmark.SECTIONS) - on_top
 

@@ -230,8 +230,8 @@ class Case:
         drawn = make_inputs(problem.dtype, batch=problem.batch, num_heads=problem.num_heads, **sizes, xp=xp)
         return self.arrays(Tensors(*drawn))
 
-    def kernels(self, device: DeviceInfo, operation: str, family: str | None) -> Kernels:
-        """Returns the choices and the kernels of a call, without a call.
+    def kernels(self, device: DeviceInfo, operation: str, family: str | None = None, **how) -> Kernels:
+        """Returns the choices and the kernels of a call, without a call. `how` are options such as ``deterministic``.
 
         Raises
         ------
@@ -249,7 +249,7 @@ class Case:
                 returned["full_dbias"] = is_full(options["bias"].shape, attention.score_shape)
             attention = attention.with_settings(dataclasses.replace(attention.settings, **returned))
         large = self._as_large(attention)
-        asked = (large, device, strides | _strides(large), CallOptions(family=family))
+        asked = (large, device, strides | _strides(large), CallOptions(family=family, **how))
         choice = choose(operation, *asked, is_launched=False)
         if operation == "forward":
             plan = plan_forward(attention, device, strides, choice)

@@ -5,14 +5,17 @@ Masks become biases of 0 and -inf in the dtype of q, outside of the timing: the 
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import importlib.metadata
 from collections.abc import Callable, Mapping, Sequence
 
+from common.biases import BIAS, BOTH, PLAIN, BiasCase
 from common.feature_cases import FEATURES, Case
-from common.measure import Candidate, Tensors, taking_turns
+from common.measure import DETERMINISTIC, Candidate, Gpu, Tensors, taking_turns
 from common.peers import TorchPeer
 
-__all__ = ["CudnnFeatures", "EfficientFeatures", "FlashFeatures"]
+__all__ = ["BIAS_PEERS", "CudnnFeatures", "EfficientFeatures", "FlashFeatures"]
 
 _SCORES = tuple(name for name, feature in FEATURES.items() if feature.of_scores and not feature.gradients)
 _GRADIENTS = tuple(name for name, feature in FEATURES.items() if "dbias" in feature.gradients)
@@ -44,16 +47,16 @@ class _FeatureOperator(TorchPeer):
         raise NotImplementedError
 
     def _additive(self, case: Case, options: Mapping[str, object]):
-        """Returns the bias or mask of a call, as (batch or 1, heads or 1, seqlen or 1, seqlen), or None."""
-        if "bias" in options:
-            return self.tensor(options["bias"])
-        visible = options.get("mask")
+        """Returns the bias, the mask or the sum of both, as (batch or 1, heads or 1, seqlen or 1, seqlen), or None."""
+        bias, visible = options.get("bias"), options.get("mask")
         if "key_padding_mask" in options:
             visible = options["key_padding_mask"][:, None, None]
         if visible is None:
-            return None
+            return None if bias is None else self.tensor(bias)
         hidden = self.xp.where(visible, self.xp.float32(0), self.xp.float32("-inf"))
-        return self.tensor(hidden.astype(case.problem.numpy_dtype))
+        if bias is not None:
+            hidden = hidden + bias.astype("float32")
+        return self.tensor(hidden.astype(case.problem.numpy_dtype, copy=False))
 
 
 class FlashFeatures(_FeatureOperator):
@@ -132,17 +135,130 @@ class EfficientFeatures(_FeatureOperator):
         """Returns the forward and the backward of a case."""
         aten, bias, dropout = self.torch.ops.aten, self._additive(case, options), options.get("dropout_p", 0.0)
         batch, seqlen, heads, _ = case.problem.shape
-        expanded = None if bias is None else bias.expand(batch, heads, seqlen, seqlen)
+        expanded, causal = None if bias is None else bias.expand(batch, heads, seqlen, seqlen), case.problem.causal
         wanted = [True, True, True, "dbias" in case.gradients]
 
         def forward() -> tuple:
-            return aten._scaled_dot_product_efficient_attention(*inputs, expanded, True, dropout, True)
+            return aten._scaled_dot_product_efficient_attention(*inputs, expanded, True, dropout, causal)
 
         def backward(do, saved: tuple) -> tuple:
             o, lse, seed, offset = saved
             *gradients, dbias = aten._scaled_dot_product_efficient_attention_backward(
-                do, *inputs, expanded, o, lse, seed, offset, dropout, wanted, True
+                do, *inputs, expanded, o, lse, seed, offset, dropout, wanted, causal
             )
-            return (*gradients, dbias.sum_to_size(bias.shape)) if wanted[3] else tuple(gradients)
+            return (*gradients, dbias.sum_to_size(options["bias"].shape)) if wanted[3] else tuple(gradients)
 
         return forward, backward
+
+
+class EfficientBiases(EfficientFeatures):
+    """The memory-efficient operator for the section biases.
+
+    A mask and a bias are one array as large as all scores, which is made outside of the timing.
+    """
+
+    features = (PLAIN, BIAS, BOTH)
+
+    def candidate(
+        self, case: BiasCase, sets: Sequence[Tensors], options: Sequence[Mapping[str, object]], operation: str
+    ) -> Candidate:
+        """Does the same as for features, in PyTorch's deterministic mode if that is the operation."""
+        found = super().candidate(case, sets, options, operation)
+        return dataclasses.replace(found, mode=self.deterministic) if operation == DETERMINISTIC else found
+
+
+class WrittenOutBiases(_FeatureOperator):
+    """Windows with a bias as vision models write them in PyTorch, with the same products and kernels as autograd's.
+
+    q, k, v and do are contiguous (window, head, row, column) before the timing. P is kept for a backward.
+    """
+
+    name = "torch written out"
+    features = (PLAIN, BIAS)
+
+    def supports(self, case: BiasCase, operation: str) -> bool:
+        """Returns True for windows, whose score matrices are small."""
+        return case.work == "windows" and super().supports(case, operation)
+
+    def own(self, array):
+        """Returns CuPy's array as a contiguous tensor."""
+        return super().own(array).contiguous()
+
+    def arrays(self, operation: str, results: tuple) -> tuple:
+        """Does the same as `Fa2cupy.arrays`, and adds dbias if it was computed."""
+        return (*super().arrays(operation, results), *map(self.array, results[3:] if operation != "forward" else ()))
+
+    def operators(self, case: BiasCase, options: Mapping[str, object], inputs: tuple) -> tuple[Callable, Callable]:
+        """Returns the forward and the backward of a case."""
+        torch, bias, (q, k, v) = self.torch, self._additive(case, options), inputs
+        scale = case.problem.head_dim**-0.5
+
+        def forward() -> tuple:
+            scores = torch.matmul(q * scale, k.transpose(2, 3))
+            p = torch.softmax(scores if bias is None else scores + bias, -1)
+            return torch.matmul(p, v), p
+
+        def backward(do, saved: tuple) -> tuple:
+            p = saved[1]
+            ds = torch._softmax_backward_data(torch.matmul(do, v.transpose(2, 3)), p, -1, p.dtype)
+            dq, dk = torch.matmul(ds, k) * scale, torch.matmul(ds.transpose(2, 3), q) * scale
+            dbias = () if bias is None else (ds.sum_to_size(bias.shape),)
+            return dq, dk, torch.matmul(p.transpose(2, 3), do), *dbias
+
+        return forward, backward
+
+
+class TriangleAttention(TorchPeer):
+    """Triangle attention of cuEquivariance, below its autograd function.
+
+    It takes contiguous (1, row, head, query, column), a bias in float32 and a mask for each row: copies are made
+    outside of the timing. It has no deterministic mode: beside ours is its ordinary backward.
+    """
+
+    def __init__(self, gpu: Gpu):
+        super().__init__(gpu)
+        import cuequivariance_ops_torch
+        import cuequivariance_torch
+
+        version = importlib.metadata.version("cuequivariance_torch")
+        self.name = f"cuequivariance {version}"
+        self._forward = cuequivariance_torch.triangle_attention
+        print(f"with cuequivariance_torch {version}, cuequivariance_ops_torch {cuequivariance_ops_torch.__version__}")
+
+    def supports(self, case: BiasCase, operation: str) -> bool:
+        """Returns True for a bias that all sequences share."""
+        return case.is_shared and case.feature != PLAIN
+
+    def own(self, array):
+        """Returns CuPy's array as a contiguous tensor."""
+        return self.tensor(self.xp.ascontiguousarray(array.swapaxes(1, 2))[None])
+
+    def arrays(self, operation: str, results: tuple) -> tuple:
+        """Does the same as `Fa2cupy.arrays`, and adds dbias."""
+        some = results[:1] if operation == "forward" else results[:3]
+        more = () if operation == "forward" else (self.array(results[3][0]),)
+        return (*(self.array(tensor[0].transpose(1, 2)) for tensor in some), *more)
+
+    def candidate(
+        self, case: BiasCase, sets: Sequence[Tensors], options: Sequence[Mapping[str, object]], operation: str
+    ) -> Candidate:
+        """Binds the operation to rotating inputs. The forward of a backward is computed here."""
+        operator, scale, calls = self.torch.ops.cuequivariance.triangle_attention_bwd, case.problem.head_dim**-0.5, []
+        for tensors, keywords in zip(sets, options, strict=True):
+            q, k, v, do = map(self.own, case.arrays(tensors))
+            bias = self.tensor(keywords["bias"].astype("float32", copy=False)[None])
+            mask = None
+            if "key_padding_mask" in keywords:  # as bytes, which every version of DLPack knows
+                visible = self.tensor(keywords["key_padding_mask"].view("uint8")).view(self.torch.bool)
+                mask = visible[None, :, None, None]
+            forward = functools.partial(self._forward, q, k, v, bias, mask, scale, True)
+            if operation == "forward":
+                calls.append(forward)
+            else:
+                o, lse, _ = forward()
+                calls.append(functools.partial(operator, do, o, q, k, v, bias, mask, None, lse, scale))
+        return Candidate(self.name, taking_turns(calls))
+
+
+#: The peers of the section biases.
+BIAS_PEERS = {"efficient": EfficientBiases, "cuequivariance": TriangleAttention, "written_out": WrittenOutBiases}

@@ -2,11 +2,26 @@
 
 from __future__ import annotations
 
+from common.biases import bias_tables
 from common.feature_cases import HEAD_DIMS, SEQLENS
 from common.function_cases import SEQLENS as FUNCTION_SEQLENS
-from measured.rows import OURS, pair, paragraphs, percent, ratios, rows_of, sentence, source, span, table, value
+from measured.rows import (
+    OURS,
+    PEERS,
+    is_measured,
+    pair,
+    paragraphs,
+    percent,
+    ratios,
+    rows_of,
+    sentence,
+    source,
+    span,
+    table,
+    value,
+)
 
-__all__ = ["costs", "decode", "flex_functions", "flex_keywords", "function_calls", "maps", "peers"]
+__all__ = ["biases", "costs", "decode", "flex_functions", "flex_keywords", "function_calls", "maps", "peers"]
 
 _PEERS, _FLEX, _BOTH = "features-peers.csv", "torch flex", ("forward", "backward")
 _NAMES = {
@@ -24,6 +39,10 @@ _NAMES = {
     "dbias_full": "its gradient, for each pair",
     "sink": "sink",
     "dropout": "dropout",
+}
+_BIAS_PEERS = {
+    "torch efficient": "PyTorch's memory-efficient operator",
+    "torch written out": "the formulas written out in PyTorch",
 }
 _FUNCTIONS = {
     "causal": "causal",
@@ -102,6 +121,19 @@ def peers() -> str:
             f"{wide} (128) times as long."
         ),
     )
+
+
+def biases() -> str:
+    """The cost of biases that sequences share, and the ratios of each other implementation."""
+    name, command = "biases.csv", "python scripts/benchmark.py --sections biases"
+    if not is_measured(name):
+        return sentence(f"They have not been measured on this card yet: `{command}` does it.")
+    cost, *others = bias_tables(rows_of(name)).items()
+    named = [provider for provider, _ in others if not provider.startswith("torch")]
+    texts = [source(name, command, " and ".join((PEERS, *named))), "\n".join(cost[1])]
+    for provider, lines in others:
+        texts += [f"The time of {_BIAS_PEERS.get(provider, provider)} over ours:", "\n".join(lines)]
+    return paragraphs(*texts)
 
 
 def flex_keywords() -> str:

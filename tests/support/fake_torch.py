@@ -10,10 +10,12 @@ import contextlib
 from types import ModuleType, SimpleNamespace
 
 import numpy as np
+from common import peers
+from support.fake_timing import FakeGpu
 
 import fa2cupy
 
-__all__ = ["FakeTensor", "fake_torch"]
+__all__ = ["FakeTensor", "fake_torch", "use_fake_torch"]
 
 
 class FakeTensor(np.ndarray):
@@ -50,7 +52,40 @@ def fake_torch() -> ModuleType:
     torch.nn = SimpleNamespace(attention=attention, functional=functional)
     torch.autograd = SimpleNamespace(grad=math.grad)
     torch.no_grad = contextlib.nullcontext
+    torch.bool = np.bool_
+    torch.matmul, torch.softmax, torch._softmax_backward_data = _matmul, _softmax, _softmax_backward_data
     return torch
+
+
+def use_fake_torch(monkeypatch) -> ModuleType:
+    """Gives all peers of PyTorch the fake module, on NumPy arrays, and returns it."""
+    torch = fake_torch()
+
+    def initialize(self, gpu):
+        self.torch, self.xp = torch, np
+
+    monkeypatch.setattr(peers.TorchPeer, "__init__", initialize)
+    monkeypatch.setattr(peers.TorchPeer, "tensor", lambda self, array: array.view(FakeTensor))
+    monkeypatch.setattr(peers.TorchPeer, "array", lambda self, tensor: np.asarray(tensor))
+    monkeypatch.setattr(peers.TorchPeer, "peak_bytes", lambda self, call: FakeGpu().peak_bytes(lambda: call()[:1]))
+    monkeypatch.setattr(peers.TorchPeer, "deterministic", contextlib.nullcontext)
+    monkeypatch.setattr(peers.TorchPeer, "release", lambda self: None)
+    return torch
+
+
+def _matmul(input, other):
+    wide = np.matmul(np.asarray(input, "float32"), np.asarray(other, "float32"))
+    return wide.astype(input.dtype).view(FakeTensor)
+
+
+def _softmax(input, dim):
+    p = np.exp(np.asarray(input, "float32") - np.asarray(input.max(dim, keepdims=True), "float32"))
+    return (p / p.sum(dim, keepdims=True)).astype(input.dtype).view(FakeTensor)
+
+
+def _softmax_backward_data(grad_output, output, dim, input_dtype):
+    grad, p = np.asarray(grad_output, "float32"), np.asarray(output, "float32")
+    return (p * (grad - (grad * p).sum(dim, keepdims=True))).astype(input_dtype).view(FakeTensor)
 
 
 class _MathOperator:
