@@ -49,8 +49,11 @@ _locks: dict[KernelSpec, threading.Lock] = {}
 _kernels: dict[tuple[KernelSpec, Path], CompiledKernel] = {}
 
 
-class _Meanwhile(threading.local):
-    """What a thread wants compiled while a call waits for its kernels.
+class _Meanwhile:
+    """What to compile while a call waits for its kernels.
+
+    All threads share it, because an attribute of `threading.local` takes several times as long to set. The wait of
+    another thread's call may therefore be used, or none.
 
     Attributes
     ----------
@@ -125,10 +128,11 @@ def _cpus() -> int:
 
 def _compile_ahead(jobs: int) -> None:
     """Starts threads that find or compile what `meanwhile` asks for, `jobs` kernels at a time."""
-    if meanwhile.specs is None:
+    specs = meanwhile.specs
+    if specs is None:
         return
     try:
-        missing = _missing(meanwhile.specs())
+        missing = _missing(specs())
     except Exception as error:  # the call that needs the kernels will raise it
         _log.debug("nothing is compiled ahead: %s", error)
         return
@@ -148,7 +152,7 @@ def _compile_left(left: Iterator[KernelSpec]) -> None:
 
 def kernels_in_memory() -> dict[KernelSpec, CompiledKernel]:
     """The kernels that this process has used since it began, or since the cache was cleared."""
-    return {spec: kernel for (spec, _), kernel in _kernels.items()}
+    return {spec: kernel for (spec, _), kernel in list(_kernels.items())}  # other threads add to them
 
 
 def _from_disk_or_compiler(spec: KernelSpec, directory: Path) -> CompiledKernel:
