@@ -133,13 +133,12 @@ def _compile_ahead(jobs: int) -> None:
         return
     try:
         missing = _missing(specs())
+        left = iter(missing)
+        for _ in range(min(jobs, len(missing))):
+            # A daemon, which the end of the process does not wait for; an executor's threads are none.
+            threading.Thread(target=_compile_left, args=(left,), name="fa2cupy-ahead", daemon=True).start()
     except Exception as error:  # the call that needs the kernels will raise it
         _log.debug("nothing is compiled ahead: %s", error)
-        return
-    left = iter(missing)
-    for _ in range(min(jobs, len(missing))):
-        # A daemon, which the end of the process does not wait for; an executor's threads are none.
-        threading.Thread(target=_compile_left, args=(left,), name="fa2cupy-ahead", daemon=True).start()
 
 
 def _compile_left(left: Iterator[KernelSpec]) -> None:
