@@ -24,6 +24,7 @@ from fa2cupy.gpu import calls as gpu_calls
 from fa2cupy.gpu import prepared
 from fa2cupy.jit import cache
 from fa2cupy.jit.cache import cached_kernel, cached_kernels, meanwhile
+from fa2cupy.jit.source import KernelSource
 from fa2cupy.system.folders import warn_once
 
 BATCH, ROWS, HEADS = 2, 48, 4
@@ -177,6 +178,20 @@ def test_only_as_many_kernels_as_there_are_free_cpus_are_compiled_ahead_at_a_tim
         started.clear()
         cache._compile_ahead(free)
         assert started == ["fa2cupy-ahead"] * min(free, 5)
+
+
+def test_kernels_that_compile_fast_take_no_cpu_and_come_last(fake_compiler, monkeypatch):
+    """Checks two CPUs: a forward with a merge leaves one, on which the long one of three kernels is the first."""
+    ahead = [dataclasses.replace(SPEC, operation=name) for name in ("delta", "backward_dq", "convert_dq")]
+    begun = []
+    monkeypatch.setattr(cache, "_cpus", lambda: 2)
+    monkeypatch.setattr(cache, "_compile_left", lambda left: begun.append([*left]))
+    monkeypatch.setattr(cache, "render_kernel", lambda spec: KernelSource(spec, spec.operation))
+    monkeypatch.setattr(meanwhile, "specs", lambda: ahead)
+    cached_kernels([dataclasses.replace(SPEC, operation=name) for name in ("forward", "merge_forward")])
+    end_ahead()
+    assert [spec.operation for spec in begun[0]] == ["backward_dq", "delta", "convert_dq"]
+    assert len(begun) == 1
 
 
 def test_a_forward_alone_and_a_warm_call_ask_for_nothing(compiled, monkeypatch):

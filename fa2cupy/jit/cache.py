@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
+from ..families.operations import OPERATIONS
 from ..settings import cache_dir, cache_limit, cache_path
 from ..system.folders import UntrustedError, read_file, replace_file, trusted_folder, warn_once
 from ..system.locks import file_lock, new_lock
@@ -97,7 +98,7 @@ def cached_kernels(
         return [cached_kernel(spec) for spec in specs]  # no threads
     level = logging.INFO if jobs is None else logging.DEBUG  # a call's, or as many as `precompile` has
     _log.log(level, "waiting for %d kernel%s: %s", len(missing), "s"[len(missing) == 1 :], ", ".join(map(str, missing)))
-    start, free = time.perf_counter(), _cpus() - compilations() - len(missing)
+    start, free = time.perf_counter(), _cpus() - compilations() - sum(map(_is_long, missing))
     pool = ThreadPoolExecutor(jobs or len(specs))
     try:
         kernels = [pool.submit(cached_kernel, spec) for spec in specs]
@@ -121,6 +122,11 @@ def _missing(specs: Sequence[KernelSpec]) -> list[KernelSpec]:
     return [spec for spec in specs if (spec, directory) not in _kernels]
 
 
+def _is_long(spec: KernelSpec) -> bool:
+    """True if the kernel takes seconds to compile, and not a tenth of one."""
+    return OPERATIONS[spec.operation].is_tiled
+
+
 def _cpus() -> int:
     """The CPUs that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -132,7 +138,7 @@ def _compile_ahead(jobs: int) -> None:
     if specs is None:
         return
     try:
-        missing = _missing(specs())
+        missing = sorted(_missing(specs()), key=_is_long, reverse=True)
         left = iter(missing)
         for _ in range(min(jobs, len(missing))):
             # A daemon, which the end of the process does not wait for; an executor's threads are none.
