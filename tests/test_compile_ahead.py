@@ -36,7 +36,7 @@ def compiled(fake_compiler, monkeypatch):
     """The specs that a fake compiler has been called for, by calls on a fake H100 whose arrays are CuPy's."""
     for module in (api, closure):
         monkeypatch.setattr(module, "backend_of", lambda name, array: gpu_calls)
-    monkeypatch.setattr(cache, "_cpus", lambda: 2)
+    monkeypatch.setattr(cache, "_cpus", lambda: 3)
     with fake_gpu(monkeypatch, run=lambda launch: None):
         bind = prepared.bind_plan
 
@@ -162,8 +162,17 @@ def test_the_backward_is_compiled_while_the_forward_waits(compiled, monkeypatch)
     fa2cupy.attention(*arrays())
 
 
-def test_without_a_free_cpu_the_backward_is_compiled_behind_the_forward(compiled, monkeypatch):
-    monkeypatch.setattr(cache, "_cpus", lambda: 1)
+@pytest.mark.parametrize("cpus", (1, 2))
+def test_without_a_free_cpu_the_backward_is_compiled_behind_the_forward(compiled, monkeypatch, cpus):
+    compile_source = cache.compile_source
+
+    def slow(source):
+        if source.spec.operation == "forward":
+            threading.Event().wait(0.2)
+        return compile_source(source)
+
+    monkeypatch.setattr(cache, "compile_source", slow)
+    monkeypatch.setattr(cache, "_cpus", lambda: cpus)
     fa2cupy.attention(*arrays())
     assert compiled[0].operation == "forward"
     end_ahead()
@@ -181,10 +190,10 @@ def test_only_as_many_kernels_as_there_are_free_cpus_are_compiled_ahead_at_a_tim
 
 
 def test_kernels_that_compile_fast_take_no_cpu_and_come_last(fake_compiler, monkeypatch):
-    """Checks two CPUs: a forward with a merge leaves one, on which the long one of three kernels is the first."""
+    """Checks three CPUs: a forward with a merge leaves one, on which the long one of three kernels is the first."""
     ahead = [dataclasses.replace(SPEC, operation=name) for name in ("delta", "backward_dq", "convert_dq")]
     begun = []
-    monkeypatch.setattr(cache, "_cpus", lambda: 2)
+    monkeypatch.setattr(cache, "_cpus", lambda: 3)
     monkeypatch.setattr(cache, "_compile_left", lambda left: begun.append([*left]))
     monkeypatch.setattr(cache, "render_kernel", lambda spec: KernelSource(spec, spec.operation))
     monkeypatch.setattr(meanwhile, "specs", lambda: ahead)

@@ -98,7 +98,7 @@ def cached_kernels(
         return [cached_kernel(spec) for spec in specs]  # no threads
     level = logging.INFO if jobs is None else logging.DEBUG  # a call's, or as many as `precompile` has
     _log.log(level, "waiting for %d kernel%s: %s", len(missing), "s"[len(missing) == 1 :], ", ".join(map(str, missing)))
-    start, free = time.perf_counter(), _cpus() - compilations() - sum(map(_is_long, missing))
+    start, free = time.perf_counter(), _free_cpus() - sum(map(_is_long, missing))
     pool = ThreadPoolExecutor(jobs or len(specs))
     try:
         kernels = [pool.submit(cached_kernel, spec) for spec in specs]
@@ -112,7 +112,7 @@ def cached_kernels(
         pool.shutdown(wait=False, cancel_futures=True)
     _log.log(level, "waited %.2f s", time.perf_counter() - start)
     if free <= 0:
-        _compile_ahead(max(_cpus() - compilations(), 1))
+        _compile_ahead(max(_free_cpus(), 1))
     return [kernel.result() for kernel in kernels]
 
 
@@ -127,8 +127,12 @@ def _is_long(spec: KernelSpec) -> bool:
     return OPERATIONS[spec.operation].is_tiled
 
 
+def _free_cpus() -> int:
+    """The CPUs of this process without those that compile, and without one for all else, which a call must not miss."""
+    return _cpus() - compilations() - 1
+
+
 def _cpus() -> int:
-    """The CPUs that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
