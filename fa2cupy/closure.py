@@ -6,13 +6,16 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
 
 from .api import backward, forward
+from .backends import backend_of
 from .errors import UnsupportedProblemError
+from .jit.cache import meanwhile
+from .jit.spec import KernelSpec
 from .problem.arguments import check_bool, unpack_out
 from .problem.array_types import ArrayT
 from .problem.conversions import explains_absence
 from .problem.feature_checks import extra_gradients
 from .problem.function_checks import traced_now
-from .problem.keywords import check_keywords, takes
+from .problem.keywords import check_keywords, options_of, takes
 from .problem.options import CallOptions, GradientOptions, SecondOrderOptions, requested_method
 from .second_order import backward_jvp, double_backward, jvp
 from .typing import Backprop, BackwardKeywords, KernelOptions
@@ -79,7 +82,7 @@ def attention(
     >>> gq, gk, gv, gdo, gdlse = backprop.double_backward(do, dq, None, None, dlse=lse)  # for the loss 0.5 * sum(dq**2)
     """
     check_keywords("fa2cupy.attention", keywords)
-    functions = Functions(forward, backward, jvp, backward_jvp, double_backward)
+    functions = Functions(forward, backward, jvp, backward_jvp, double_backward, _kernels_of_backward)
     return with_backprop(functions, (q, k, v), keywords, return_lse)
 
 
@@ -91,6 +94,13 @@ class Functions(NamedTuple):
     jvp: Callable[..., tuple[Any, ...]]
     backward_jvp: Callable[..., tuple[Any, ...]]
     double_backward: Callable[..., tuple[Any, ...]]
+    kernels_of_backward: Callable[..., list[KernelSpec]] | None = None
+
+
+def _kernels_of_backward(q: Any, k: Any, v: Any, **keywords: Any) -> list[KernelSpec]:
+    """The kernels that `backward` will have, of CuPy arrays: calls on NumPy arrays wait for none."""
+    options = options_of("fa2cupy.backward", keywords)
+    return backend_of("q", q).kernels_of_backward(q, k, v, options, keywords)
 
 
 def with_backprop(
@@ -104,8 +114,12 @@ def with_backprop(
     options = CallOptions(**own)
     requested_method(options.method, options.deterministic)
     extra_gradients(shared, options.return_dbias, options.return_dsink, options.return_dscore_args)
-    o, lse = functions.forward(*inputs, **shared)
-    backprop = _Backprop(functions, inputs, (o, lse), shared, own)
+    backprop = _Backprop(functions, inputs, shared, own)
+    meanwhile.specs = backprop._kernels
+    try:
+        backprop._results = o, lse = functions.forward(*inputs, **shared)
+    finally:
+        meanwhile.specs = None
     return (o, lse, backprop) if return_lse else (o, backprop)
 
 
@@ -117,22 +131,26 @@ class _Backprop(Backprop[Any]):
     functions : Functions
     inputs : tuple
         Their positional arguments, up to v.
-    results : tuple of ndarray
-        o and lse.
     shared, own : dict
         The keywords of `forward`, and the other ones of `backward`.
     """
+
+    _results: tuple[Any, ...]  # o and lse
 
     def __init__(
         self,
         functions: Functions,
         inputs: tuple[Any, ...],
-        results: tuple[Any, ...],
         shared: dict[str, Any],
         own: dict[str, Any],
     ):
-        self._functions, self._inputs, self._results = functions, inputs, results
+        self._functions, self._inputs = functions, inputs
         self._shared, self._own = shared, own
+
+    def _kernels(self) -> list[KernelSpec]:
+        """The kernels of its call, before there are results."""
+        function = self._functions.kernels_of_backward
+        return [] if function is None else function(*self._inputs, **self._own, **self._shared)
 
     def __call__(self, do: Any, dlse: Any = None, *, out: tuple[Any, ...] | None = None) -> tuple[Any, ...]:
         function = self._functions.backward

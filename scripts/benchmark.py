@@ -25,7 +25,8 @@ memory
 host
     ``host_us``: host time of a call on a tiny problem without waiting for the GPU, the least of several rounds.
 startup
-    First calls with an empty and with a filled disk cache, in processes of their own: startup.csv.
+    First calls with an empty and with a filled disk cache, in processes of their own; that of attention is a forward
+    and its backward: startup.csv.
 models
     The heads of well-known models, most of them with fewer heads of k and v, in bfloat16, causal. They are measured as
     in speed, with shorter rounds, without a method (``default``) and with ``deterministic=True``, for which the peers
@@ -224,7 +225,7 @@ COLORS = {
 TRAINING_PROBLEMS = [Problem("bfloat16", 128, seqlen, 16384 // seqlen, 16, True) for seqlen in SEQLENS]
 MEMORY_PROBLEM = Problem("float16", 128, 65536, 1, 2, False)
 HOST_PROBLEM = Problem("float16", 64, 128, 1, 2, False)
-STARTUP_PROBLEM = Problem("float16", 128, 1024, 1, 2, True)
+STARTUP_PROBLEMS = [Problem("float16", head_dim, 1024, 1, 2, True) for head_dim in (64, 128)]
 
 
 def speed_problems(dtypes: Iterable[str], head_dims: Iterable[int], seqlens: Sequence[int]) -> Iterator[Problem]:
@@ -329,10 +330,10 @@ class Benchmark:
             print(f"  {operation:13s}{self.ours.name:15s}{microseconds:8.1f} us of host time a call")
         self.failures += run.failures
 
-    def startup(self, problem: Problem, path: Path) -> None:
+    def startup(self, problems: Sequence[Problem], path: Path) -> None:
         """Measures first calls, in processes of their own."""
         try:
-            rows = [{**self.stamp, **problem.columns(), **row} for row in measure_startup(problem)]
+            rows = [{**self.stamp, **one.columns(), **row} for one in problems for row in measure_startup(one)]
         except RuntimeError as error:
             self._fail(f"FAILED: {error}")
             return
@@ -340,8 +341,8 @@ class Benchmark:
         for row in rows:
             first, again = row["first_call_ms_fresh"], row["first_call_ms_cached"]
             print(
-                f"  first {row['call']:12s}{first:8.0f} ms, {row['new_kernels']} kernels compiled (the longest "
-                f"{row['compile_s_longest']:.2f} s); {again:.0f} ms from the disk cache"
+                f"  d={row['head_dim']:<4d} first {row['call']:12s}{first:8.0f} ms, {row['new_kernels']} kernels "
+                f"compiled (the longest {row['compile_s_longest']:.2f} s); {again:.0f} ms from the disk cache"
             )
 
     def _fail(self, text: str) -> None:
@@ -578,7 +579,7 @@ def run(options: argparse.Namespace, gpu: Gpu, folder: Path) -> Benchmark:
     if IN_BENCHMARK_CSV & set(options.sections):
         run_speed(options, benchmark, folder / "benchmark.csv")
     if "startup" in options.sections:
-        benchmark.startup(STARTUP_PROBLEM, folder / "startup.csv")
+        benchmark.startup(STARTUP_PROBLEMS, folder / "startup.csv")
     if "models" in options.sections:
         some = [peer for peer in peers if peer.name in MODEL_PEERS]
         models = Benchmark(gpu, some, options.short_rounds, MODEL_BUDGET_MS)

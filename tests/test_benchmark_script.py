@@ -116,21 +116,36 @@ def test_training_steps_are_checked_and_timed_with_both_parts(small_benchmark, t
     assert float(ours["tflops"]) == pytest.approx(7 * 2 * 40**2 * 64 / 2 / 2e-3 / 1e12, rel=1e-4)
 
 
-def test_startup_joins_both_processes(small_benchmark, tmp_path, monkeypatch, capsys):
-    call = {"call": "forward", "new_kernels": 1, "compile_s_longest": 1.5, "compile_s_total": 1.5}
-    answers = iter([[{**call, "milliseconds": 1600.0}], [{**call, "milliseconds": 50.0}]])
-    caches = []
+def test_startup_joins_both_processes_and_has_the_backward_of_attention_in_others(
+    small_benchmark, tmp_path, monkeypatch, capsys
+):
+    compiled = {"new_kernels": 1, "compile_s_longest": 1.5, "compile_s_total": 1.5}
+    asked = []
 
-    def first_calls(problem, cache):
-        caches.append(cache)
-        return next(answers)
+    def first_calls(problem, calls, cache):
+        asked.append((problem.head_dim, calls, cache))
+        milliseconds = problem.head_dim + (1600 if asked.count(asked[-1]) == 1 else 50)
+        return [{"call": call, "milliseconds": milliseconds, **compiled} for call in calls]
 
     monkeypatch.setattr(startup, "_first_calls", first_calls)
     run = benchmark.run(small_options("--sections", "startup"), FakeGpu(), tmp_path)
-    assert not run.failures and len(set(caches)) == 1
-    (row,) = measure.read_csv(tmp_path / "startup.csv")
-    assert (row["first_call_ms_fresh"], row["first_call_ms_cached"], row["compile_s_longest"]) == ("1600", "50", "1.5")
-    assert "50 ms from the disk cache" in capsys.readouterr().out
+    assert not run.failures
+    assert asked[::2] == asked[1::2] and len({cache for *_, cache in asked}) == 4  # two processes with each cache
+    rows = measure.read_csv(tmp_path / "startup.csv")
+    assert [row["call"] for row in rows] == ["forward", "single_pass", "two_pass", "attention"] * 2
+    fresh, cached = ([row[f"first_call_ms_{kind}"] for row in rows] for kind in ("fresh", "cached"))
+    assert (fresh, cached) == (["1664"] * 4 + ["1728"] * 4, ["114"] * 4 + ["178"] * 4)
+    assert {row["compile_s_longest"] for row in rows} == {"1.5"}
+    assert "114 ms from the disk cache" in capsys.readouterr().out
+
+
+def test_the_process_of_first_calls_tells_the_times_of_each(monkeypatch, capsys):
+    monkeypatch.setattr(startup, "Gpu", FakeGpu)
+    calls = ("forward", "single_pass", "two_pass", "attention")
+    startup._child("float32", "32", "1", *calls)
+    found = json.loads(capsys.readouterr().out)
+    assert tuple(row["call"] for row in found) == calls
+    assert all(row["milliseconds"] > 0 for row in found)
 
 
 def test_calls_of_functions_are_measured_beside_plain_ones_in_processes_of_their_own(

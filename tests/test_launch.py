@@ -135,7 +135,7 @@ def test_a_launch_has_the_grid_the_block_and_the_shared_memory_of_its_stage(driv
     launched = []
     driver.launch = lambda *arguments: launched.append((*arguments[:9], pointers_of(arguments), arguments[10]))
     stage = stage_of("sm_80")
-    launch.BoundStage(stage, POSITIONS)([10, 20, 30, 40, 50], 7)
+    launch.BoundStages([stage], POSITIONS)([10, 20, 30, 40, 50], 7)
     grid, block = (stage.blocks, 1, 1), (stage.spec.tile.num_threads, 1, 1)
     wanted = (1000, *grid, *block, stage.spec.shared_memory_bytes, 7, (10, 20, 30, 40, 50), 0)
     assert launched == [wanted] and stage.blocks > 1
@@ -144,7 +144,7 @@ def test_a_launch_has_the_grid_the_block_and_the_shared_memory_of_its_stage(driv
 def test_a_launch_takes_its_own_addresses_from_among_all(driver):
     launched = []
     driver.launch = lambda *arguments: launched.append(pointers_of(arguments))
-    launch.BoundStage(stage_of("sm_80"), {"q": 5, "k": 3, "v": 2, "o": 6, "lse": 1, "workspace": 4})(
+    launch.BoundStages([stage_of("sm_80")], {"q": 5, "k": 3, "v": 2, "o": 6, "lse": 1, "workspace": 4})(
         [1, 2, 3, 4, 5, 6, 7], 0
     )
     assert launched == [(6, 4, 3, 7, 2)]
@@ -155,7 +155,7 @@ def test_a_stage_has_its_own_names_for_arrays_and_for_absent_ones(driver):
     driver.launch = lambda *arguments: launched.append(pointers_of(arguments))
     stage = dataclasses.replace(stage_of("sm_80"), renamed={"lse": "own_lse", "o": None})
     positions = {"q": 0, "k": 1, "v": 2, "o": 3, "lse": 4, "own_lse": 5, launch.ABSENT: 6}
-    launch.BoundStage(stage, positions)([1, 2, 3, 4, 5, 6, 0], 0)
+    launch.BoundStages([stage], positions)([1, 2, 3, 4, 5, 6, 0], 0)
     assert launched == [(1, 2, 3, 0, 6)]
 
 
@@ -176,9 +176,45 @@ def test_a_stage_may_have_no_counters(driver, monkeypatch):
     driver.launch = read
     positions = {name: number for number, name in enumerate((*names[:-1], launch.ABSENT))}
     for renamed in ({}, {ARRIVALS: None}):
-        launch.BoundStage(dataclasses.replace(stage, renamed=renamed), positions)([*range(1, len(names)), 0], 0)
+        launch.BoundStages([dataclasses.replace(stage, renamed=renamed)], positions)([*range(1, len(names)), 0], 0)
     assert launched == [(*range(1, len(names)), last) for last in (99, 0)]
     assert asked == [(0, 2048)]
+
+
+def test_stages_of_a_call_are_launched_in_order_each_with_its_own_record(driver):
+    """Checks three stages, two of them with one kernel."""
+    launched = []
+
+    def read(*arguments):
+        record = ctypes.cast(arguments[9], ctypes.POINTER(ctypes.c_void_p))[0]
+        stage = stages[len(launched)]
+        launched.append((arguments[0], arguments[1], ctypes.string_at(record, stage.spec.params.nbytes)))
+
+    driver.launch = read
+    stages = [dataclasses.replace(stage_of("sm_80", dtype), blocks=n) for n, dtype in ((3, "float16"), (5, "bfloat16"))]
+    stages.append(dataclasses.replace(stages[0], blocks=7, renamed={"q": "o", "lse": None}))
+    positions = {**POSITIONS, launch.ABSENT: 5}
+    launch.BoundStages(stages, positions)([10, 20, 30, 40, 50, 0], 7)
+    addresses = [(10, 20, 30, 40, 50), (10, 20, 30, 40, 50), (40, 20, 30, 40, 0)]
+    assert [(blocks, record) for _, blocks, record in launched] == [
+        (stage.blocks, struct.pack("=5Q", *front) + stage.constants)
+        for stage, front in zip(stages, addresses, strict=True)
+    ]
+    assert launched[0][0] == launched[2][0] != launched[1][0]
+
+
+def test_the_error_of_a_launch_names_its_kernel(driver):
+    stages = [stage_of("sm_80"), stage_of("sm_80", "bfloat16")]
+    calls = iter((None, RuntimeError("no more")))
+
+    def refuse(*arguments):
+        error = next(calls)
+        if error:
+            raise error
+
+    driver.launch = refuse
+    with pytest.raises(launch.KernelLaunchError, match="bfloat16, .* could not be launched: no more"):
+        launch.BoundStages(stages, POSITIONS)([1, 2, 3, 4, 5], 0)
 
 
 def test_a_record_may_have_a_single_pointer(driver):
@@ -188,7 +224,7 @@ def test_a_record_may_have_a_single_pointer(driver):
     keywords = {"mask_mod": layout.program, "mask_args": (), "block_mask": layout}
     problem, device = check_tile_states(keywords).problem, DeviceInfo.named("sm_80")
     (stage,) = plan_tile_states(problem, device, {}, choose("tile_states", problem, device, {})).stages
-    launch.BoundStage(stage, {"q": 0, "states": 1})([5, 7], 0)
+    launch.BoundStages([stage], {"q": 0, "states": 1})([5, 7], 0)
     assert launched == [7]
 
 
@@ -207,7 +243,7 @@ def test_a_record_is_not_packed_while_another_thread_launches_it(driver):
         seen[arguments[8]] = pointers_of(arguments)
 
     driver.launch = read_late
-    bound = launch.BoundStage(stage_of("sm_80"), POSITIONS)
+    bound = launch.BoundStages([stage_of("sm_80")], POSITIONS)
 
     def second() -> None:
         calling.set()
@@ -223,7 +259,7 @@ def test_a_record_is_not_packed_while_another_thread_launches_it(driver):
 
 
 def test_a_launch_that_fails_leaves_the_stage_usable(driver):
-    bound, launched = launch.BoundStage(stage_of("sm_80"), POSITIONS), []
+    bound, launched = launch.BoundStages([stage_of("sm_80")], POSITIONS), []
     driver.launch = lambda *arguments: 1 / 0
     with pytest.raises(launch.KernelLaunchError, match="forward .* could not be launched: division by zero"):
         bound([1, 2, 3, 4, 5], 0)
@@ -241,7 +277,7 @@ def test_counters_are_those_of_the_device_that_the_kernel_is_loaded_on(driver, m
 
     monkeypatch.setattr(launch, "counters", counters_of)
     for driver.device in (1, 0):
-        launch.BoundStage(stage_of("sm_90"), POSITIONS)
+        launch.BoundStages([stage_of("sm_90")], POSITIONS)
     assert asked == [(1, 2), (0, 2)]
     assert counters.counters(0, 2) is counters.counters(0, 2) is not counters.counters(1, 2)
     assert counters.counters(0, 2) is not counters.counters(0, 2048)

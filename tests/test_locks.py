@@ -180,7 +180,7 @@ def test_a_child_that_is_forked_from_inside_a_gate_can_leave_it_and_fork(monkeyp
     assert succeeds(child)
     for left in (1, 0):  # forks of other tests wait for this gate, too
         gate.__exit__(None, None, None)
-        assert gate._inside == left
+        assert gate.inside == left
 
 
 @forks
@@ -218,7 +218,7 @@ def test_a_child_that_is_forked_in_the_middle_of_nvrtc_can_compile():
     compiler.compile_source(source)  # loads NVRTC, so that nothing is loaded below
     thread = threading.Thread(target=compiler.compile_source, args=(source,))
     thread.start()
-    while not compiler._in_nvrtc._inside and thread.is_alive():
+    while not compiler.compilations() and thread.is_alive():
         pass
     time.sleep(0.01)  # now NVRTC's front end holds a lock, which would stay locked in the child
     children = [fork(lambda: compiler.compile_source(source))]

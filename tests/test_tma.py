@@ -300,7 +300,7 @@ def test_a_launch_packs_maps_pointers_and_the_streams_counter(encoded, monkeypat
     tiles = types.SimpleNamespace(reserve=lambda: None, address=lambda stream: 1000 + stream)
     monkeypatch.setattr(launch, "counters", lambda ordinal, ints: tiles)
     monkeypatch.setattr(cuda.runtime, "getDevice", lambda: 0)
-    bound = launch.BoundStage(stage, {"q": 0, "k": 1, "v": 2, "o": 3, "lse": 4})
+    bound = launch.BoundStages([stage], {"q": 0, "k": 1, "v": 2, "o": 3, "lse": 4})
     for addresses, stream in (([16, 32, 48, 64, 80], 0), ([160, 32, 48, 640, 800], 7)):
         bound(addresses, stream)
         launched_on, record = records[-1]

@@ -8,6 +8,7 @@ from typing import Any
 
 import cupy
 
+from ..jit.spec import KernelSpec
 from ..problem.arguments import unpack_out
 from ..problem.block_mask import BlockMask, MapLayout
 from ..problem.feature_checks import extra_gradients, is_seed
@@ -17,7 +18,7 @@ from ..problem.options import CallOptions
 from ..problem.tangents import COTANGENTS, TANGENTS, Tangents
 from .arguments import Arguments, arguments_of
 from .device_memory import temporaries
-from .signatures import Items, run
+from .signatures import Items, kernels_ahead, run
 
 __all__ = [
     "backward",
@@ -27,6 +28,7 @@ __all__ = [
     "double_backward",
     "forward",
     "jvp",
+    "kernels_of_backward",
     "merge",
     "output_jvp",
     "tile_states",
@@ -118,6 +120,15 @@ def backward(
     arguments = arguments_of("backward", names, gradients)
     results = unpack_out(out, arguments.results)
     return run(arguments, (q, k, v, o, lse, do, given_delta, *arrays, *results), options, values, keywords)
+
+
+def kernels_of_backward(
+    q: cupy.ndarray, k: cupy.ndarray, v: cupy.ndarray, options: CallOptions, keywords: Mapping[str, object]
+) -> list[KernelSpec]:
+    """The kernels of `fa2cupy.backward` on CuPy arrays, without dlse, of a forward that has not returned."""
+    names, arrays, _ = _split(keywords)
+    arguments = arguments_of("backward", names, _gradients_of_features(options, keywords))
+    return kernels_ahead(arguments, (q, k, v, *arrays), options, keywords)
 
 
 def _gradients_of_features(options: CallOptions, keywords: Mapping[str, object]) -> tuple[str, ...]:

@@ -12,6 +12,7 @@ import numpy as np
 from ..families.choice import Choice, choose_with_copies
 from ..families.device import DeviceInfo
 from ..families.family import Family
+from ..jit.spec import KernelSpec
 from ..plan.decode import plan_decode
 from ..plan.plans import (
     plan_backward,
@@ -58,7 +59,7 @@ from .arguments import IN_KERNELS, TENSORS, Arguments
 from .copies import CopyingCall
 from .prepared import KernelCall, overlap_check
 
-__all__ = ["prepare"]
+__all__ = ["kernels_of", "prepare"]
 
 _CONTIGUOUS = (
     "lse",
@@ -102,15 +103,8 @@ def prepare(
     TypeError, ValueError, UnsupportedProblemError
         As for `fa2cupy.forward`.
     """
-    call, named = arguments.call, dict(zip(arguments.names, arrays, strict=True))
-    request = _CHECKS[call](named, options, keywords)
-    problem, results = request.problem, request.results
-    ordinal, device = _device_of(arguments, named)
-    check_outputs(results, arrays[len(arguments.inputs) :])
-    taken_by = functools.cache(functools.partial(_taken_by, arguments, named, request, keywords))
-    choice = choose_with_copies(call, problem, device, lambda family: taken_by(family)[:2], options)
-    taken = taken_by(choice.family)
-    plan = _plan(call, named, taken, device, choice, options)
+    named = dict(zip(arguments.names, arrays, strict=True))
+    (problem, results), ordinal, taken, plan = _planned(arguments, named, options, keywords)
     given = [name for name in arguments.results if named[name] is not None and name not in taken.copied]
     written = CACHES if problem.cache is not None and problem.cache.num_new else ()
     check_overlap = overlap_check(arguments, arrays, written)
@@ -118,6 +112,38 @@ def prepare(
         return KernelCall(plan, ordinal, arguments, results, given, check_overlap if given or written else None)
     inner = KernelCall(plan, ordinal, arguments, _inner_results(taken.problem, results), given)
     return CopyingCall(inner, arguments, results, taken.copied, taken.problem.columns_of, check_overlap)
+
+
+def kernels_of(
+    arguments: Arguments,
+    inputs: tuple[cupy.ndarray, ...],
+    options: CallOptions,
+    keywords: Mapping[str, Any],
+) -> list[KernelSpec]:
+    """The kernels of a backward that follows a forward with these inputs, before there are o, lse and do.
+
+    Parameters are those of `prepare`, but for q, k, v and the features' arrays in place of all arrays.
+    """
+    named: dict[str, Any] = dict.fromkeys(arguments.names)
+    named |= zip(("q", "k", "v", *arguments.inputs[7:]), inputs, strict=True)
+    results = check_forward(named, options, keywords).results
+    o, lse = (cupy.ndarray(result.shape, result.dtype, inputs[0].data) for result in results)  # nothing reads them
+    *_, plan = _planned(arguments, named | {"o": o, "lse": lse, "do": o}, options, keywords)
+    return [stage.spec for stage in plan.stages]
+
+
+def _planned(
+    arguments: Arguments, named: _Arrays, options: CallOptions, keywords: Mapping[str, Any]
+) -> tuple[Request, int, _Taken, Plan]:
+    """The checked call, the number of its device, what kernels take of it, and its plan."""
+    call = arguments.call
+    request = _CHECKS[call](named, options, keywords)
+    ordinal, device = _device_of(arguments, named)
+    check_outputs(request.results, tuple([named[name] for name in arguments.results]))
+    taken_by = functools.cache(functools.partial(_taken_by, arguments, named, request, keywords))
+    choice = choose_with_copies(call, request.problem, device, lambda family: taken_by(family)[:2], options)
+    taken = taken_by(choice.family)
+    return request, ordinal, taken, _plan(call, named, taken, device, choice, options)
 
 
 #: The check of each kind of call.

@@ -110,10 +110,11 @@ class KernelCall:
             addresses[position] = array.data.ptr
         stream = cupy.cuda.get_current_stream().ptr
         if self.workspace_bytes:
-            memory = allocator_of(stream)(self.workspace_bytes)
-            addresses += [memory.ptr + offset for offset in self.offsets]
+            memory = allocator_of(stream)(self.workspace_bytes)  # freed behind the launches
+            start = memory.ptr
+            addresses += [start + offset for offset in self.offsets]
             if self.kept_bytes < self.workspace_bytes:
-                (memory + self.kept_bytes).memset_async(0, self.workspace_bytes - self.kept_bytes)
+                runtime.memsetAsync(start + self.kept_bytes, 0, self.workspace_bytes - self.kept_bytes, stream)
         else:
             addresses += self.offsets  # all are empty
         addresses.append(0)

@@ -18,15 +18,16 @@ from ..problem.function_checks import ARGUMENTS, program_of
 from ..problem.options import CallOptions
 from ..system.recent import RecentlyUsed
 from .arguments import Arguments
-from .prepare import prepare
+from .prepare import kernels_of, prepare
 
 if TYPE_CHECKING:
     import cupy
 
+    from ..jit.spec import KernelSpec
     from .copies import CopyingCall
     from .prepared import KernelCall
 
-__all__ = ["Items", "run"]
+__all__ = ["Items", "kernels_ahead", "run"]
 
 #: Names and values.
 Items = tuple[tuple[str, object], ...]
@@ -95,6 +96,13 @@ def run(
         if programs and states == _states(keywords):  # else functions have changed meanwhile, or have no state
             _prepared.put(key, prepared)
     return prepared(arrays, addresses)
+
+
+def kernels_ahead(
+    arguments: Arguments, inputs: tuple[cupy.ndarray, ...], options: CallOptions, keywords: Mapping[str, Any]
+) -> list[KernelSpec]:
+    """The kernels of a call whose other arrays do not exist yet: see `kernels_of`."""
+    return kernels_of(arguments, inputs, options, {**keywords, **_programs(keywords)})
 
 
 def _check_backend(arguments: Arguments, arrays: tuple[cupy.ndarray | None, ...]) -> None:

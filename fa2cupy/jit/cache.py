@@ -5,6 +5,9 @@ in none of them is compiled and stored in the user's own folder. Everything that
 ``system/folders.py`` checks who can write to it, ``entries.py`` its checksum. The driver loads the bytes that were
 checked. Entries are written under a temporary name and renamed, so that processes may race. A lock file per kernel
 keeps all processes but one from compiling it; no result depends on the lock.
+
+A call waits for all its kernels at once. Meanwhile others can be compiled that a later call will need, in threads that
+nothing waits for: `attention` starts those of its backward.
 """
 
 from __future__ import annotations
@@ -15,20 +18,30 @@ import logging
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
+from ..families.operations import OPERATIONS
 from ..settings import cache_dir, cache_limit, cache_path
 from ..system.folders import UntrustedError, read_file, replace_file, trusted_folder, warn_once
 from ..system.locks import file_lock, new_lock
-from .compiler import CompiledKernel, compile_options, compile_source, nvrtc_build
+from .compiler import CompiledKernel, compilations, compile_options, compile_source, nvrtc_build
 from .costs import check_cost, warn_of_cost
 from .entries import LOCK, SUFFIX, clear_folder, decode, encode, kernel_sizes, limit_folder
 from .source import KernelSource, render_kernel
 from .spec import KernelSpec
 
-__all__ = ["cache_state", "cached_kernel", "cached_kernels", "clear_cache", "entry_path", "kernels_in_memory"]
+__all__ = [
+    "cache_state",
+    "cached_kernel",
+    "cached_kernels",
+    "clear_cache",
+    "entry_path",
+    "kernels_in_memory",
+    "meanwhile",
+]
 
 _log = logging.getLogger("fa2cupy")
 _SCHEMA = 3
@@ -37,12 +50,36 @@ _locks: dict[KernelSpec, threading.Lock] = {}
 _kernels: dict[tuple[KernelSpec, Path], CompiledKernel] = {}
 
 
+class _Meanwhile:
+    """What to compile while a call waits for its kernels.
+
+    All threads share it, because an attribute of `threading.local` takes several times as long to set. The wait of
+    another thread's call may therefore be used, or none.
+
+    Attributes
+    ----------
+    specs : callable or None
+        Gives the kernels. It is called only if a call waits; where it fails, nothing is compiled ahead.
+    """
+
+    specs: Callable[[], Sequence[KernelSpec]] | None = None
+
+
+meanwhile = _Meanwhile()
+
+
 def cached_kernel(spec: KernelSpec) -> CompiledKernel:
     """The compiled kernel: from memory, else from disk, else compiled and stored.
 
     Threads and processes that need the same kernel at the same time wait for one compilation; different kernels are
     compiled in parallel.
     """
+    kernel = _kept(spec)
+    warn_of_cost(spec, kernel)
+    return kernel
+
+
+def _kept(spec: KernelSpec) -> CompiledKernel:
     directory = cache_dir()
     with _locks.setdefault(spec, new_lock()):
         kernel = _kernels.get((spec, directory)) or _from_disk_or_compiler(spec, directory)
@@ -54,26 +91,77 @@ def cached_kernels(
     specs: Sequence[KernelSpec], jobs: int | None = None, done: Callable[[], object] | None = None
 ) -> list[CompiledKernel]:
     """Several kernels: up to `jobs` (default: all) are read or compiled at a time, and `done` is called after each."""
-    directory = cache_dir()
     for spec in specs:
         check_cost(spec)
-    if done is None and all((spec, directory) in _kernels for spec in specs):
+    missing = _missing(specs)
+    if done is None and not missing:
         return [cached_kernel(spec) for spec in specs]  # no threads
+    level = logging.INFO if jobs is None else logging.DEBUG  # a call's, or as many as `precompile` has
+    _log.log(level, "waiting for %d kernel%s: %s", len(missing), "s"[len(missing) == 1 :], ", ".join(map(str, missing)))
+    start, free = time.perf_counter(), _free_cpus() - sum(map(_is_long, missing))
     pool = ThreadPoolExecutor(jobs or len(specs))
     try:
         kernels = [pool.submit(cached_kernel, spec) for spec in specs]
+        if free > 0:
+            _compile_ahead(free)
         for kernel in as_completed(kernels):
             kernel.result()
             if done is not None:
                 done()
     finally:  # after an error or Ctrl-C, cancels pending kernels and does not wait for running ones
         pool.shutdown(wait=False, cancel_futures=True)
+    _log.log(level, "waited %.2f s", time.perf_counter() - start)
+    if free <= 0:
+        _compile_ahead(max(_free_cpus(), 1))
     return [kernel.result() for kernel in kernels]
+
+
+def _missing(specs: Sequence[KernelSpec]) -> list[KernelSpec]:
+    """The kernels that are not in memory."""
+    directory = cache_dir()
+    return [spec for spec in specs if (spec, directory) not in _kernels]
+
+
+def _is_long(spec: KernelSpec) -> bool:
+    """True if the kernel takes seconds to compile, and not a tenth of one."""
+    return OPERATIONS[spec.operation].is_tiled
+
+
+def _free_cpus() -> int:
+    """The CPUs of this process without those that compile, and without one for all else, which a call must not miss."""
+    return _cpus() - compilations() - 1
+
+
+def _cpus() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _compile_ahead(jobs: int) -> None:
+    """Starts threads that find or compile what `meanwhile` asks for, `jobs` kernels at a time."""
+    specs = meanwhile.specs
+    if specs is None:
+        return
+    try:
+        missing = sorted(_missing(specs()), key=_is_long, reverse=True)
+        left = iter(missing)
+        for _ in range(min(jobs, len(missing))):
+            # A daemon, which the end of the process does not wait for; an executor's threads are none.
+            threading.Thread(target=_compile_left, args=(left,), name="fa2cupy-ahead", daemon=True).start()
+    except Exception as error:  # the call that needs the kernels will raise it
+        _log.debug("nothing is compiled ahead: %s", error)
+
+
+def _compile_left(left: Iterator[KernelSpec]) -> None:
+    for spec in left:
+        try:
+            _kept(spec)
+        except Exception as error:  # the call that needs the kernel will compile it again, and raise
+            _log.debug("%s was not compiled ahead: %s", spec, error)
 
 
 def kernels_in_memory() -> dict[KernelSpec, CompiledKernel]:
     """The kernels that this process has used since it began, or since the cache was cleared."""
-    return {spec: kernel for (spec, _), kernel in _kernels.items()}
+    return {spec: kernel for (spec, _), kernel in list(_kernels.items())}  # other threads add to them
 
 
 def _from_disk_or_compiler(spec: KernelSpec, directory: Path) -> CompiledKernel:
@@ -82,7 +170,6 @@ def _from_disk_or_compiler(spec: KernelSpec, directory: Path) -> CompiledKernel:
     key = _key(source)
     kernel = _find(directory, key, spec)
     if kernel is not None:
-        warn_of_cost(spec, kernel)
         return kernel
     folder = _own_folder(directory, create=True)
     with _one_process(folder, key):
@@ -92,7 +179,6 @@ def _from_disk_or_compiler(spec: KernelSpec, directory: Path) -> CompiledKernel:
                 kernel = compile_source(source)
                 _write(folder, key, kernel)
                 _kernels[spec, directory] = kernel
-            warn_of_cost(spec, kernel)
     return kernel
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import ctypes
 import functools
 import logging
 import re
@@ -19,7 +21,15 @@ from ..system.locks import ForkGate, new_lock
 from .source import KernelSource
 from .spec import KernelSpec
 
-__all__ = ["CompiledKernel", "check_arch", "compile_options", "compile_source", "nvrtc_build", "nvrtc_version"]
+__all__ = [
+    "CompiledKernel",
+    "check_arch",
+    "compilations",
+    "compile_options",
+    "compile_source",
+    "nvrtc_build",
+    "nvrtc_version",
+]
 
 _log = logging.getLogger("fa2cupy")
 
@@ -178,6 +188,20 @@ def compile_source(source: KernelSource) -> CompiledKernel:
     _log.info("compiled %s in %.2f s: %s%s", spec, seconds, report, functions)
     _dump(source, kernel)
     return kernel
+
+
+def compilations() -> int:
+    """The number of threads that are in NVRTC."""
+    return _in_nvrtc.inside
+
+
+@atexit.register
+def _end_inside_nvrtc() -> None:
+    """Lets the process end without destructors of libraries if a thread is in NVRTC, which crashes after its own."""
+    if compilations() and sys.platform == "linux":
+        libc = ctypes.CDLL(None)
+        libc.fflush(None)
+        libc.on_exit(libc._exit, None)  # called first of all, with the process's exit status
 
 
 def check_arch(arch: str) -> None:

@@ -38,6 +38,11 @@ class ForkGate:
 
     NVRTC has internal locks. A child that inherits a held one deadlocks in its first compilation, and no function of
     NVRTC resets it.
+
+    Attributes
+    ----------
+    inside : int
+        The number of threads in it.
     """
 
     def __init__(self) -> None:
@@ -48,23 +53,23 @@ class ForkGate:
     def __enter__(self) -> None:
         with self._changed:
             self._changed.wait_for(lambda: not self._forks)
-            self._inside += 1
+            self.inside += 1
 
     def __exit__(self, *_: object) -> None:
         with self._changed:
-            if self._inside:  # not in a child that was forked from inside the section
-                self._inside -= 1
+            if self.inside:  # not in a child that was forked from inside the section
+                self.inside -= 1
             self._changed.notify_all()
 
     def _reset(self) -> None:
         self._changed = threading.Condition(threading.Lock())
-        self._inside = self._forks = 0
+        self.inside = self._forks = 0
 
     def _close(self) -> None:
         self._changed.acquire()
         self._forks += 1
         # The timeout ends the wait of a fork from inside the section, as by a signal handler.
-        self._changed.wait_for(lambda: not self._inside, _LONGEST_FORK_S)
+        self._changed.wait_for(lambda: not self.inside, _LONGEST_FORK_S)
 
     def _open(self) -> None:
         self._forks -= 1

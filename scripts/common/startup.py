@@ -20,21 +20,26 @@ COLUMNS = (
     "gpu", "driver", "date", "dtype", "head_dim", "causal", "call", "new_kernels", "compile_s_longest",
     "compile_s_total", "first_call_ms_fresh", "first_call_ms_cached",
 )  # fmt: skip
-_CALLS = (None, "single_pass", "two_pass")
+#: The calls of each process: "attention" is its forward and backward together.
+_PROCESSES = (("forward", "single_pass", "two_pass"), ("attention",))
 
 
 def measure_startup(problem: Problem) -> list[dict[str, object]]:
     """Returns a row for each call: its first time in a process with an empty disk cache, and in the next process."""
-    with tempfile.TemporaryDirectory(prefix="fa2cupy-startup-") as cache:
-        fresh, cached = (_first_calls(problem, cache) for _ in range(2))
-    return [
-        {**first, "first_call_ms_fresh": first["milliseconds"], "first_call_ms_cached": second["milliseconds"]}
-        for first, second in zip(fresh, cached, strict=True)
-    ]
+    rows = []
+    for calls in _PROCESSES:
+        with tempfile.TemporaryDirectory(prefix="fa2cupy-startup-") as cache:
+            fresh, cached = (_first_calls(problem, calls, cache) for _ in range(2))
+        rows += [
+            {**first, "first_call_ms_fresh": first["milliseconds"], "first_call_ms_cached": second["milliseconds"]}
+            for first, second in zip(fresh, cached, strict=True)
+        ]
+    return rows
 
 
-def _first_calls(problem: Problem, cache: str) -> list[dict[str, object]]:
-    return answer_of("common.startup", (problem.dtype, str(problem.head_dim), str(int(problem.causal))), cache)
+def _first_calls(problem: Problem, calls: Sequence[str], cache: str) -> list[dict[str, object]]:
+    arguments = (problem.dtype, str(problem.head_dim), str(int(problem.causal)), *calls)
+    return answer_of("common.startup", arguments, cache)
 
 
 def answer_of(module: str, arguments: Sequence[str], cache: str) -> Any:
@@ -47,33 +52,35 @@ def answer_of(module: str, arguments: Sequence[str], cache: str) -> Any:
     return json.loads(run.stdout.splitlines()[-1])
 
 
-def _child(dtype: str, head_dim: str, causal: str) -> None:
+def _child(dtype: str, head_dim: str, causal: str, *calls: str) -> None:
     import fa2cupy
-    from fa2cupy.jit.cache import cached_kernel
-    from fa2cupy.plan.specs import default_specs
+    from fa2cupy.jit.cache import kernels_in_memory
 
     gpu = Gpu()
     problem = Problem(dtype, int(head_dim), 1024, 1, 2, causal == "1")
     (tensors,) = gpu.tensors(problem, 1)  # starts the CUDA context and CuPy's own kernels, which are not ours to count
     gpu.synchronize()
-    rows, seen, saved = [], set(), ()
-    for method in _CALLS:
+    inputs = (tensors.q, tensors.k, tensors.v)
+    rows, seen, saved = [], 0, ()
+    for call in calls:
         start = time.perf_counter()
-        if method is None:
-            saved = fa2cupy.forward(tensors.q, tensors.k, tensors.v, causal=problem.causal)
+        if call == "forward":
+            saved = fa2cupy.forward(*inputs, causal=problem.causal)
+        elif call == "attention":
+            _, backprop = fa2cupy.attention(*inputs, causal=problem.causal)
+            backprop(tensors.do)
         else:
-            inputs = (tensors.q, tensors.k, tensors.v, *saved, tensors.do)
-            fa2cupy.backward(*inputs, causal=problem.causal, method=method)
+            fa2cupy.backward(*inputs, *saved, tensors.do, causal=problem.causal, method=call)
         gpu.synchronize()
         elapsed = time.perf_counter() - start
-        new = [s for s in default_specs(gpu.info, dtype, problem.head_dim, problem.causal, method) if s not in seen]
-        seen.update(new)
-        seconds = [cached_kernel(spec).seconds for spec in new]
+        new = [*kernels_in_memory().values()][seen:]
+        seen += len(new)
+        seconds = [kernel.seconds for kernel in new]
         rows.append(
             {
-                "call": method or "forward",
+                "call": call,
                 "new_kernels": len(new),
-                "compile_s_longest": max(seconds),
+                "compile_s_longest": max(seconds, default=0.0),
                 "compile_s_total": sum(seconds),
                 "milliseconds": elapsed * 1e3,
             }

@@ -161,7 +161,8 @@ def short_calls() -> str:
     lines = []
     for operation, name in names.items():
         fresh, cached = (
-            value("startup.csv", f"first_call_ms_{kind}", call=operation) / 1000 for kind in ("fresh", "cached")
+            value("startup.csv", f"first_call_ms_{kind}", call=operation, head_dim=128) / 1000
+            for kind in ("fresh", "cached")
         )
         host = [
             float(row["host_us"])

@@ -7,6 +7,7 @@ of its kernel; in simulator.py it executes the kernel.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import types
 from collections.abc import Callable, Iterator, Mapping
 
@@ -116,9 +117,12 @@ def fake_gpu(
     for module in (calls, copies, device_memory, prepare, prepared):
         monkeypatch.setattr(module, "cupy", cupy)
     monkeypatch.setattr(device_memory, "runtime", types.SimpleNamespace(streamIsCapturing=cupy.is_capturing))
-    monkeypatch.setattr(
-        prepared, "runtime", types.SimpleNamespace(getDevice=current_ordinal, free=lambda pointer: None)
+    runtime = types.SimpleNamespace(
+        getDevice=current_ordinal,
+        free=lambda pointer: None,
+        memsetAsync=lambda pointer, value, nbytes, stream: ctypes.memset(pointer, value, nbytes),
     )
+    monkeypatch.setattr(prepared, "runtime", runtime)
     monkeypatch.setattr(prepared, "bind_plan", bind_plan)
     monkeypatch.setattr(DeviceInfo, "current", classmethod(lambda cls: infos[current_ordinal()]))
     monkeypatch.setattr(signatures, "_prepared", RecentlyUsed(4096))
