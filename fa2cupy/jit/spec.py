@@ -55,6 +55,8 @@ class KernelSpec:
     batch_terms : int
         Terms of the distances between sequences in its arrays over the scores; 0 if each array has one stride
         (``problem/strides.py``).
+    kept_keys : int
+        The most keys whose bias its blocks keep; 0 if they keep none.
     """
 
     operation: str
@@ -70,11 +72,13 @@ class KernelSpec:
     functions: tuple[BoundFunction, ...] = ()
     head_dim_v: int | None = None
     batch_terms: int = 0
+    kept_keys: int = 0
 
     @property
     def kernel(self) -> Kernel:
         """What its legal tiles depend on."""
-        return Kernel(self.operation, self.dtype, self.head_dim, self.head_dim_v or self.head_dim)
+        columns_v = self.head_dim_v or self.head_dim
+        return Kernel(self.operation, self.dtype, self.head_dim, columns_v, self.kept_keys)
 
     @property
     def family_name(self) -> str:
@@ -118,6 +122,11 @@ class KernelSpec:
         return self.family.shared_memory_with(self.features, self.kernel, self.tile)
 
     @property
+    def resident_blocks(self) -> int:
+        """Blocks on a multiprocessor for which the compiler limits the registers of a thread."""
+        return self.tile.blocks_per_sm if self.family is None else self.family.resident_blocks(self.kernel, self.tile)
+
+    @property
     def blocks_of_tile(self) -> int:
         """Blocks of a cluster, which share a tile."""
         return 1 if self.family is None else self.family.blocks_of_tile(self.kernel, self.tile)
@@ -144,7 +153,8 @@ class KernelSpec:
         """What distinguishes the kernel from the plain one of its tile."""
         digests = (function.program.digest for function in self.functions)
         nested = [f"nested{self.batch_terms}"] if self.batch_terms else []
-        return (*(["causal"] if self.causal else []), *self.features, *digests, *nested, *self._roles)
+        kept = [f"kept{self.kept_keys}"] if self.kept_keys else []
+        return (*(["causal"] if self.causal else []), *self.features, *digests, *nested, *kept, *self._roles)
 
     @property
     def _roles(self) -> tuple[str, ...]:
