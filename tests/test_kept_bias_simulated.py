@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import numpy as np
 import pytest
 
 pytest.importorskip("cupy")
 
+from mutants.mutant import CATCHES, replace_once
 from support.fake_cupy import place
 from support.fake_gpu import forward
 from support.feature_cases import booleans, numbers
@@ -16,6 +18,7 @@ from support.simulator import simulated_gpu
 
 from fa2cupy import TileConfig
 from fa2cupy.families.device import DeviceInfo
+from fa2cupy.plan import schedule
 from fa2cupy.testing import Expectation, make_inputs
 
 pytestmark = pytest.mark.simulated
@@ -30,6 +33,12 @@ TILES = (
     TileConfig(128, 64, 12, 2, 1),
 )
 SEEDS = (None, 1, 2, 3)
+
+
+@pytest.fixture(autouse=True)
+def short_series(monkeypatch):
+    """Lets every bias have several series, the last of which is shorter."""
+    monkeypatch.setattr(schedule, "_LONGEST_SERIES", 3)
 
 
 def draw(batch: int, rows: int, keys: int, heads: int = 2, head_dim: int = 32, dtype: str = "bfloat16") -> tuple:
@@ -121,3 +130,83 @@ def test_other_calls_keep_nothing(monkeypatch, sizes, options):
         inputs = draw(*sizes)
         forward(*inputs[:3], **options)
     assert not launched[0].spec.kept_keys
+
+
+#: By name: the problem, a change of the forward's source, and the error that must catch it.
+MUTANTS = {
+    "a series begins with the bias of another": (
+        "full",
+        "share,\n                             0};",
+        "share,\n                             1};",
+        "uninitialised",
+    ),
+    "a series has one sequence": ("full", "++tile.batch;", "", "unwritten"),
+    "all key tiles have one place": ("full", "(Shape::kKeepsArray ? block : 0)", "0", "numbers"),
+    "warps have one key tile apart": (
+        "full",
+        "(group_ * 4 + warp_) * Shape::kHeldTiles",
+        "(group_ * 4 + warp_)",
+        "race",
+    ),
+    "the bias is not waited for": (
+        "full",
+        "if (!Shape::kKeepsArray || !tile.bias_is_kept()) Held::Tile::wait(own.held_address(block), own.lane_);",
+        "",
+        "race",
+    ),
+    "a series goes on with the next bias": (
+        "leading",
+        "min_of(params.series_length, params.sharers - first) - 1",
+        "params.series_length - 1",
+        "blocks",
+    ),
+    "every bias is that of the first sequences": (
+        "leading",
+        "bias * params.sharers + first;",
+        "first;",
+        "blocks",
+    ),
+    "keys past the end": (
+        "elements",
+        "min_of(first_key + 8 * chunk + e, last_key)",
+        "(first_key + 8 * chunk + e)",
+        "bounds",
+    ),
+    "halves of a word": ("elements", "word[e / 2] | bits << 16 : bits", "word[e / 2] | bits : bits << 16", "numbers"),
+    "rows past the end": (
+        "elements",
+        "bias + min_of(first_query + row, last_row) * strides.row;",
+        "bias + (first_query + row) * strides.row;",
+        "bounds",
+    ),
+}
+
+
+@functools.lru_cache(maxsize=None)
+def run_mutant(problem: str, change: tuple[str, str] | None = None) -> None:
+    sizes, shape = {
+        "full": ((7, 70, 104), (2, 70, 104)),
+        "leading": ((10, 70, 80), (2, 1, 2, 70, 80)),
+        "elements": ((5, 70, 71), (2, 70, 71)),
+    }[problem]
+    inputs = draw(*sizes)
+    if problem == "leading":
+        inputs = tuple(x.reshape(2, 5, *x.shape[1:]) for x in inputs)
+
+    def patch(spec, text: str) -> str:
+        return text if change is None else replace_once(spec, text, *change)
+
+    expected = Expectation(*inputs, bias=(bias := bias_of(*shape)))
+    with pytest.MonkeyPatch.context() as monkeypatch, simulated_gpu(monkeypatch, DEVICE, patch=patch):
+        o, lse = forward(*inputs[:3], config=TILES[0], bias=bias)
+    expected.check(o=o, lse=lse)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_a_broken_kernel_is_caught(mutant):
+    problem, old, new, caught_by = MUTANTS[mutant]
+    run_mutant(problem)
+    exception, text = CATCHES[caught_by]
+    with pytest.raises(exception, match=text):
+        run_mutant(problem, (old, new))

@@ -45,7 +45,7 @@ class Kernel(NamedTuple):
     @classmethod
     def of(cls, operation: str, problem: AttentionProblem) -> Kernel:
         """The kernel for a problem."""
-        kept_keys = problem.settings.kept_keys if operation == "forward" else 0
+        kept_keys = problem.settings.kept_bias if operation == "forward" else 0
         return cls(operation, problem.dtype, problem.head_dim, problem.head_dim_v or problem.head_dim, kept_keys)
 
 

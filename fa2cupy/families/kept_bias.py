@@ -69,7 +69,7 @@ def kept_biases(
 
 def with_kept_bias(problem: AttentionProblem, keys: int) -> AttentionProblem:
     """The problem of a forward whose blocks keep the bias of so many keys."""
-    return problem.with_settings(replace(problem.settings, kept_keys=keys))
+    return problem.with_settings(replace(problem.settings, kept_bias=keys))
 
 
 def _tile(family: Family, kernel: Kernel, device: DeviceInfo, options: CallOptions) -> TileConfig | None:

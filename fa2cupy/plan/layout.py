@@ -182,7 +182,7 @@ class StageLayout:
             functions,
             head_dim_v,
             batch_terms,
-            problem.settings.kept_keys if "kept_bias" in features else 0,
+            problem.settings.kept_bias if "kept_bias" in features else 0,
         )
         available: dict[str, float | AnyStrides] = {
             **{f"{name}_strides": strides for name, strides in self.strides.items()},

@@ -173,7 +173,7 @@ class FeatureSettings:
         gradient of another bias is added up in the accumulators' dtype, as are those of the arrays of `score_mod`.
     given_lse : bool
         True for the forward that computes lse again, in its own arithmetic, for a backward that is given one.
-    kept_keys : int
+    kept_bias : int
         The most keys whose bias the blocks of a forward keep for several sequences that share it; 0 if they keep none.
     features : tuple of str
         The rows of `FEATURES` that a kernel must have. Features at their neutral values are left out.
@@ -203,7 +203,7 @@ class FeatureSettings:
     dsink: bool = False
     dscore_args: bool = False
     given_lse: bool = False
-    kept_keys: int = 0
+    kept_bias: int = 0
     features: tuple[str, ...] = field(init=False, repr=False, compare=False)
     functions: tuple[BoundFunction, ...] = field(init=False, repr=False, compare=False)
 
@@ -447,7 +447,7 @@ FEATURES = {
     # A bias that blocks keep on chip. Plans make the series of sequences that share it.
     "kept_bias": Feature(
         "kKeepsBias",
-        lambda settings: settings.kept_keys > 0,
+        lambda settings: settings.kept_bias > 0,
         values=dict.fromkeys(("sharers", "series_length", "num_series"), "int"),
     ),
     "dbias": Feature("kDbias", lambda settings: settings.dbias, arrays={"dbias": FeatureArray("output_accum")}),

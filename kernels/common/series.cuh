@@ -28,11 +28,11 @@ __device__ __forceinline__ int32 enter_series(TileCoordinates& where, const Reco
 // The sequences of a tile's series behind its own.
 template <bool kKeepsBias>
 struct RestOfSeries {
-    static constexpr int32 length = 0;
+    static constexpr int32 rest_of_series = 0;
 };
 template <>
 struct RestOfSeries<true> {
-    int32 length = 0;
+    int32 rest_of_series;
 };
 
 }  // namespace fa2::common

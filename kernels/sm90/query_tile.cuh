@@ -48,26 +48,25 @@ struct ListOfKeys<true> {
 // A query tile with the TMA coordinates that the producer needs to load it, the entries of its list, and the rest of its
 // series.
 template <class Spec>
-struct LoadedTile : QueryTile {
+struct LoadedTile : QueryTile, common::RestOfSeries<Spec::kKeepsBias> {
     TmaRows<Spec::kVarlen> queries, keys;
     ListOfKeys<common::kListsTiles<Spec>> list;
-    common::RestOfSeries<Spec::kKeepsBias> rest;
 };
 template <class Spec, class... Entries>
 __device__ __forceinline__ LoadedTile<Spec> loaded_tile(const Params& params, const QueryTile& tile,
                                                         Entries... entries) {
-    return {tile, query_tma_rows<Spec>(params, tile.batch), key_tma_rows<Spec>(params, tile.batch), {entries...}, {}};
+    return {tile, {}, query_tma_rows<Spec>(params, tile.batch), key_tma_rows<Spec>(params, tile.batch), {entries...}};
 }
 
 // The tile of the next sequence of a series that has one.
 template <class Spec>
 __device__ __forceinline__ LoadedTile<Spec> tile_of_next_sequence(const Params& params, LoadedTile<Spec> tile) {
     if constexpr (Spec::kKeepsBias) {
-        const int32 rest = tile.rest.length - 1;
+        const int32 rest = tile.rest_of_series - 1;
         ++tile.batch;
         tile.bias_is_kept = 1;
         tile = loaded_tile<Spec>(params, tile);
-        tile.rest.length = rest;
+        tile.rest_of_series = rest;
     }
     return tile;
 }
@@ -98,7 +97,7 @@ __device__ __forceinline__ LoadedTile<Spec> query_tile(const Params& params, int
             return loaded_tile<Spec>(params, tile, keys.entries);
         } else {
             auto loaded = loaded_tile<Spec>(params, tile);
-            if constexpr (Spec::kKeepsBias) loaded.rest.length = rest;
+            if constexpr (Spec::kKeepsBias) loaded.rest_of_series = rest;
             return loaded;
         }
     }

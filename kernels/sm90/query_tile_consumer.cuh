@@ -44,22 +44,18 @@ class QueryTileConsumer {
         return memory_.held() +
                ((group_ * 4 + warp_) * Shape::kHeldTiles + (Shape::kKeepsArray ? block : 0)) * Held::Tile::kBytes;
     }
-    // True if an earlier sequence of the series has loaded the array.
-    __device__ __forceinline__ static bool is_kept(const TileInSlot& tile) {
-        if constexpr (Shape::kKeepsArray)
-            return tile.bias_is_kept();
-        else
-            return false;
-    }
-    // Starts to load the score array of this warp's scores of key tile `block`.
+    // Starts to load the score array of this warp's scores of key tile `block`, unless an earlier sequence has done so.
     __device__ __forceinline__ void load_array(const TileInSlot& tile, int32 block) const {
-        if constexpr (Shape::kHoldsArray)
-            if (!is_kept(tile)) {
-                if (Held::Tile::takes(params_))
-                    Held::Tile::load(held_address(block), record_of<Spec>(params_, tile), score_tile(tile, block));
-                else if constexpr (Shape::kKeepsArray)
-                    Held::Tile::load_elements(held_address(block), params_, score_tile(tile, block));
-            }
+        if constexpr (Shape::kKeepsArray) {
+            if (tile.bias_is_kept()) return;
+            if (Held::Tile::takes(params_))
+                Held::Tile::load(held_address(block), params_, score_tile(tile, block));
+            else
+                Held::Tile::load_elements(held_address(block), params_, score_tile(tile, block));
+        } else if constexpr (Shape::kHoldsArray) {
+            if (Held::Tile::takes(params_))
+                Held::Tile::load(held_address(block), record_of<Spec>(params_, tile), score_tile(tile, block));
+        }
     }
     // Calls `Consumer::use_array` with the array that has been loaded, or with arrays that are to be read in global
     // memory. Then loads that of the next key tile.
@@ -68,11 +64,15 @@ class QueryTileConsumer {
                                                       bool is_last) {
         if constexpr (Shape::kHoldsArray) {
             if (Shape::kKeepsArray || Held::Tile::takes(own.params_)) {
-                const uint32 held = own.held_address(block);
-                if (!is_kept(tile)) Held::Tile::wait(held, own.lane_);
-                own.use_array(Held(held, own.lane_), tile, block, masked);
+                if (!Shape::kKeepsArray || !tile.bias_is_kept()) Held::Tile::wait(own.held_address(block), own.lane_);
+                own.use_array(Held(own.held_address(block), own.lane_), tile, block, masked);
                 __syncwarp();  // all lanes have read it
-                if (!is_last) own.load_array(tile, block - 1);
+                if constexpr (Shape::kKeepsArray) {
+                    if (!is_last) own.load_array(tile, block - 1);
+                } else if (!is_last) {
+                    Held::Tile::load(own.held_address(block - 1), record_of<Spec>(own.params_, tile),
+                                     own.score_tile(tile, block - 1));
+                }
                 return;
             }
         }
