@@ -17,6 +17,7 @@ from support.feature_cases import booleans, numbers
 from support.simulator import simulated_gpu
 
 from fa2cupy import TileConfig
+from fa2cupy.families import kept_bias
 from fa2cupy.families.device import DeviceInfo
 from fa2cupy.plan import schedule
 from fa2cupy.testing import Expectation, make_inputs
@@ -38,6 +39,7 @@ SEEDS = (None, 1, 2, 3)
 @pytest.fixture(autouse=True)
 def short_series(monkeypatch):
     """Lets every bias have several series, the last of which is shorter."""
+    monkeypatch.setattr(kept_bias, "_LEAST_SHARERS", 4)
     monkeypatch.setattr(schedule, "_LONGEST_SERIES", 3)
 
 

@@ -184,7 +184,8 @@ def _choices_of(
         if reason is not None:
             reasons.append(reason)
             continue
-        kept = kept_bias(family, problem, device, strides.get("bias"), options) if call == "forward" else None
+        may_keep = call == "forward" and "bias" in strides and family.kept_keys
+        kept = kept_bias(family, problem, device, strides["bias"], options) if may_keep else None
         if kept is not None:
             choices.append(Choice(family, {call: kept.tile}, kept_keys=kept.keys))
             continue

@@ -132,6 +132,8 @@ class Family(ABC):
         Operations whose work on a tile several blocks can share.
     kept_keys : tuple of int
         The numbers of keys for which it has forwards whose blocks keep the bias; empty if it has none.
+    least_warps : int
+        The compiler limits registers as if at least so many warps were on a multiprocessor.
     costs : Costs or None
         The constants of estimated times, if there are any.
     query_rows, key_rows, warps : sequence of int
@@ -158,6 +160,7 @@ class Family(ABC):
     clears_unlisted_keys: bool = False
     split_operations: tuple[str, ...] = ()
     kept_keys: tuple[int, ...] = ()
+    least_warps: int = 0
     costs: Costs | None = None
     query_rows: tuple[int, ...] = (8, 16, 32, 64, 96, 128, 192, 256)
     key_rows: tuple[int, ...] = (8, 16, 32, 64, 96, 128, 192, 256)
@@ -261,10 +264,6 @@ class Family(ABC):
     def blocks_of_tile(self, kernel: Kernel, tile: TileConfig) -> int:
         """The blocks, a cluster, that divide the keys of a tile among them."""
         return 1
-
-    def resident_blocks(self, kernel: Kernel, tile: TileConfig) -> int:
-        """The blocks on a multiprocessor for which the compiler limits the registers of a thread."""
-        return tile.blocks_per_sm
 
     @abstractmethod
     def shared_memory_bytes(self, kernel: Kernel, tile: TileConfig) -> int:

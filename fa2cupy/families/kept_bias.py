@@ -18,7 +18,7 @@ __all__ = ["KeptBias", "kept_bias", "kept_biases", "with_kept_bias"]
 
 #: Fewer sequences that share a bias do not pay for the memory in which a block keeps it, nor do fewer query tiles for
 #: each block: their series would be too short.
-_LEAST_SHARERS, _LEAST_TILES = 4, 2
+_LEAST_SHARERS, _LEAST_TILES = 8, 2
 
 
 class KeptBias(NamedTuple):
@@ -29,19 +29,19 @@ class KeptBias(NamedTuple):
 
 
 def kept_bias(
-    family: Family, problem: AttentionProblem, device: DeviceInfo, strides: ScoreStrides | None, options: CallOptions
+    family: Family, problem: AttentionProblem, device: DeviceInfo, strides: ScoreStrides, options: CallOptions
 ) -> KeptBias | None:
-    """How the blocks of a forward keep the bias, or None if they do not.
+    """How the blocks of a forward with a bias keep it, or None if they do not.
 
     Parameters
     ----------
     family, problem, device
-    strides : tuple of int or None
-        Those of the bias, if there is one.
+    strides : tuple of int
+        Those of the bias.
     options : CallOptions
         Only `config` and `num_splits` are read.
     """
-    if strides is None or sharers(strides, problem.batch) < _LEAST_SHARERS or 0 in problem.score_shape:
+    if sharers(strides, problem.batch) < _LEAST_SHARERS or 0 in problem.score_shape:
         return None
     found = next((one for one in kept_biases(family, problem, device, options) if problem.seqlen_k <= one.keys), None)
     if found is None:

@@ -32,7 +32,7 @@ _KEPT_BIAS = ("kept_bias",)
 _BY_POSITION = (*_FUNCTIONS, "bias", "mask")
 
 _SHARED_BYTES = 227 * 1024  # the most that a block can have
-_LEAST_WARPS = 16  # of a multiprocessor, for which the compiler limits registers
+_LEAST_WARPS = 12  # of a multiprocessor: with fewer, threads would start with more registers than they have later
 _WIDE = 128  # for a larger head_dim, a warp group's registers hold only one of dK and dV
 _MAX_STRIDE = 2**40  # bytes; a limit of tensor maps
 
@@ -141,6 +141,7 @@ class Sm90(Family):
     split_operations = ("forward", "backward", "backward_dkdv")
     features = (*Family.features, "kept_bias")
     kept_keys = (64, 128, 256, 384, 512, 768, 1024)
+    least_warps = _LEAST_WARPS
     costs = _COSTS
     query_rows = tuple(range(16, 257, 16))
     key_rows = tuple(range(48, 257, 16))
@@ -261,9 +262,6 @@ class Sm90(Family):
             return _dkdv_jvp_bytes(head_dim, head_dim_v, tile, moved)
         with_dq = {"backward": True, "backward_dkdv": False}[operation]
         return _backward_bytes(head_dim, head_dim_v, tile, array, with_dq=with_dq)
-
-    def resident_blocks(self, kernel: Kernel, tile: TileConfig) -> int:
-        return _resident_blocks(tile)
 
     def blocks_of_tile(self, kernel: Kernel, tile: TileConfig) -> int:
         # The same as in kernels/sm90/backward_shape.cuh.
@@ -466,15 +464,10 @@ def _why_no_query_rows(
     return None
 
 
-def _resident_blocks(tile: TileConfig) -> int:
-    """The blocks for which the compiler limits registers: threads must not start with more than they have later."""
-    return max(tile.blocks_per_sm, _LEAST_WARPS // tile.num_warps)
-
-
 def _registers(tile: TileConfig, groups: int) -> tuple[int, int]:
     """Registers of a thread at the start, and those of consumers after setmaxnreg."""
     # The same as in kernels/sm90/query_tile_shape.cuh.
-    at_entry = 65536 // (tile.num_threads * _resident_blocks(tile)) // 8 * 8
+    at_entry = 65536 // (tile.num_threads * max(tile.blocks_per_sm, -(-_LEAST_WARPS // tile.num_warps))) // 8 * 8
     of_producer = 32 if groups > 2 else 24
     return at_entry, min(240, (at_entry * (groups + 1) - of_producer) // groups // 8 * 8)
 

@@ -86,7 +86,7 @@ def render_kernel(spec: KernelSpec) -> KernelSource:
         "num_warps": spec.tile.num_warps,
         "num_stages": spec.tile.num_stages,
         "blocks_per_sm": spec.tile.blocks_per_sm,
-        "resident_blocks": spec.resident_blocks,
+        "least_warps": spec.family.least_warps if spec.family else 0,
         "kept_keys": spec.kept_keys,
         "cluster": f"__cluster_dims__({spec.blocks_of_tile}, 1, 1)" if spec.blocks_of_tile > 1 else "",
         "shared_bytes": spec.shared_memory_bytes,

@@ -122,11 +122,6 @@ class KernelSpec:
         return self.family.shared_memory_with(self.features, self.kernel, self.tile)
 
     @property
-    def resident_blocks(self) -> int:
-        """Blocks on a multiprocessor for which the compiler limits the registers of a thread."""
-        return self.tile.blocks_per_sm if self.family is None else self.family.resident_blocks(self.kernel, self.tile)
-
-    @property
     def blocks_of_tile(self) -> int:
         """Blocks of a cluster, which share a tile."""
         return 1 if self.family is None else self.family.blocks_of_tile(self.kernel, self.tile)

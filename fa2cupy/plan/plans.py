@@ -44,7 +44,9 @@ def plan_forward(
     """The plan of `fa2cupy.forward`. `strides` has ``q``, ``k``, ``v``, ``o`` and the features' arrays."""
     if "decode" in choice.tiles:
         return plan_few_queries(problem, device, strides, choice)
-    layout = StageLayout(with_kept_bias(problem, choice.kept_keys), device, choice.family, strides)
+    if choice.kept_keys:
+        problem = with_kept_bias(problem, choice.kept_keys)
+    layout = StageLayout(problem, device, choice.family, strides)
     tile, num_splits = choice.tiles["forward"], choice.num_splits.get("forward", 1)
     lists, of_lists = layout.lists(choice.tiles)
     stages = [*_clear_unused(layout, "clear_forward"), *lists, layout.tiled("forward", tile, num_splits)]
