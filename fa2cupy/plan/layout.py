@@ -113,7 +113,7 @@ class StageLayout:
         heads *= num_splits
         is_split = num_splits > 1
         values = {"num_tiles": num_tiles, "scheduled_heads": heads, "heads_per_section": max(1, section)}
-        if "kept_bias" in self.family.kernel_features(operation, self.used_features):
+        if "kept_bias" in self.used_features:
             values |= series_values(problem, self.device, tile, num_tiles, sharers(self.strides["bias"], problem.batch))
         record = param_layout(operation, self.family, problem.dtype, is_split=is_split)
         blocks = num_tiles * heads * values.get("num_series", problem.batch)
