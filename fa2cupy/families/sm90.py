@@ -467,7 +467,8 @@ def _why_no_query_rows(
 def _registers(tile: TileConfig, groups: int) -> tuple[int, int]:
     """Registers of a thread at the start, and those of consumers after setmaxnreg."""
     # The same as in kernels/sm90/query_tile_shape.cuh.
-    at_entry = 65536 // (tile.num_threads * max(tile.blocks_per_sm, -(-_LEAST_WARPS // tile.num_warps))) // 8 * 8
+    blocks = max(tile.blocks_per_sm, -(-_LEAST_WARPS // tile.num_warps))
+    at_entry = 65536 // (32 * tile.num_warps * blocks) // 8 * 8
     of_producer = 32 if groups > 2 else 24
     return at_entry, min(240, (at_entry * (groups + 1) - of_producer) // groups // 8 * 8)
 
