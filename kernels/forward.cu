@@ -3,7 +3,7 @@
 #include "common/sequence.cuh"
 #include "{{ family }}/forward.cuh"
 
-extern "C" __global__ void __launch_bounds__(32 * fa2::Spec::kWarps, fa2::Spec::kBlocksPerSm)
+extern "C" __global__ void __launch_bounds__(32 * fa2::Spec::kWarps, fa2::Spec::kResidentBlocks)
 {{ symbol }}(const {{ grid_constant }}fa2::Params params) {
     extern __shared__ __align__(128) char smem[];
     fa2::common::run_on_sequence<fa2::Spec, fa2::{{ family }}::Forward<fa2::Spec>>(params, smem);

@@ -389,8 +389,12 @@ def test_a_kernel_without_features_knows_nothing_of_them(spec):
     assert not of_features & {field.name.removesuffix("_strides") for field in spec.params.fields}
 
 
+#: Features that the kernel of this test does not have.
+OF_SOME_KERNELS = ("dlse", "given_lse", "kept_bias")
+
+
 @pytest.mark.sample(name=("window",))
-@pytest.mark.parametrize("name", sorted(set(FEATURES) - {"dlse", "given_lse", *OF_TANGENTS, *OF_DIRECTION}))
+@pytest.mark.parametrize("name", sorted(set(FEATURES) - {*OF_SOME_KERNELS, *OF_TANGENTS, *OF_DIRECTION}))
 def test_a_kernel_with_a_feature_is_another_one(name):
     tile = TileConfig(64, 32, 4)
     plain = KernelSpec("backward_dq", SM80, "sm_80", "float16", 64, False, tile)
@@ -547,6 +551,7 @@ VARIANTS = {
     "num_stages": forward_spec(tile=TileConfig(64, 32, 4, 2)),
     "blocks_per_sm": forward_spec(tile=TileConfig(64, 32, 4, 1, 2)),
     "features": forward_spec(features=("window",)),
+    "kept_keys": forward_spec(kept_keys=64),
 }
 
 

@@ -274,6 +274,7 @@ def test_every_feature_has_its_row_and_its_numbers():
         "full_dbias",
         "dscore_args",
         "given_lse",
+        "kept_bias",
         "dlse",
         "bias_tangent",
         "sink_tangent",

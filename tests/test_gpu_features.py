@@ -252,3 +252,19 @@ def test_offsets_that_lie_do_not_stop_the_device(wrong):
     for method in METHODS:
         fa2cupy.backward(q, k, v, o, lse, do, method=method, **offsets)
     cp.cuda.Device().synchronize()
+
+
+@pytest.mark.parametrize("seqlen", (1, 49, 64, 256, 257, 384, 512, 768, 1000))
+@pytest.mark.parametrize("dtype", HALF)
+def test_a_bias_that_many_sequences_share(dtype, seqlen):
+    """On Hopper, blocks keep it on chip."""
+    batch = -(-1000 // (4 * -(-seqlen // 64)))  # of as many query tiles as keeping the bias needs
+    sizes = {"batch": batch, "num_heads": 4, "num_heads_kv": 4}
+    q, k, v, do = draw(dtype, (seqlen, seqlen), 32, **sizes)
+    bias = cp.asarray(numbers((4, seqlen, seqlen), dtype))
+    padding = cp.arange(seqlen) <= cp.arange(batch)[:, None] * 7 % seqlen
+    for options in ({}, {"key_padding_mask": padding}, {"causal": True}, {"bias": bias[:, :1]}):
+        keywords = {"bias": bias, **options}
+        expected = Expectation(q, k, v, do, **keywords)
+        o, lse = fa2cupy.forward(q, k, v, **keywords, out=expected.unwritten("o", "lse"))
+        expected.check(o=o, lse=lse)

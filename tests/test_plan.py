@@ -20,12 +20,14 @@ from fa2cupy.jit.compiler import compile_source
 from fa2cupy.jit.source import KernelSource, render_kernel
 from fa2cupy.jit.spec import KernelSpec
 from fa2cupy.plan.plans import plan_backward
+from fa2cupy.plan.schedule import series_values
 from fa2cupy.plan.specs import default_specs
 from fa2cupy.plan.stages import Plan, Stage
 from fa2cupy.problem.attention import AttentionProblem
 from fa2cupy.problem.checks import problem_from_arrays
 from fa2cupy.problem.features import FeatureSettings
 from fa2cupy.problem.options import CallOptions
+from fa2cupy.problem.strides import score_strides, sharers
 
 H100 = DeviceInfo.named("sm_90")
 DTYPES = ("float16", "bfloat16", "float32", "float64")
@@ -983,3 +985,31 @@ def test_the_kernels_have_the_workspace_of_shares_in_the_planned_size(head_dim, 
 def test_two_launches_differ_in_nothing_but_what_the_caller_changed():
     first, second = (record(forward_plan(seqlen_k=length).stages[0]) for length in (500, 501))
     assert {name for name in first if first[name] != second[name]} == {"seqlen_k"}
+
+
+# ------------------------------------------------------------------------------------------ series that share a bias
+
+
+@pytest.mark.parametrize(("batch", "shared"), [(256, 256), (4096, 4096), (24, 8), (7, 7)])
+@pytest.mark.parametrize("causal", (False, True))
+def test_series_of_sequences_have_all_of_them(batch, shared, causal):
+    """They fill the blocks evenly; under a causal mask, blocks draw several, because query tiles differ in length."""
+    call, tile = problem(causal=causal, batch=batch), TileConfig(64, 64, 8, 2, 3)
+    values = series_values(call, H100, tile, 4, shared)
+    of_bias = -(-shared // values["series_length"])
+    assert values["num_series"] == batch // shared * of_bias and values["sharers"] == shared
+    blocks, tiles = 3 * H100.multiprocessors, 4 * call.num_heads
+    if causal and values["series_length"] > 1:
+        assert batch * tiles >= values["series_length"] * blocks * 4
+    elif batch >= 256:
+        rounds = -(-values["num_series"] * tiles // blocks)
+        assert rounds * values["series_length"] <= 1.3 * batch * tiles / blocks
+
+
+def test_sequences_share_a_bias_up_to_its_first_leading_axis():
+    def of(shape, *leading):
+        return sharers(score_strides("bias", np.zeros(shape, "float16"), leading), math.prod(leading))
+
+    assert of((4, 8, 8), 2, 3) == 6 and of((1, 4, 8, 8), 2, 3) == 6
+    assert of((2, 1, 4, 8, 8), 2, 3) == 3 and of((3, 4, 8, 8), 2, 3) == 1 and of((2, 3, 4, 8, 8), 2, 3) == 1
+    assert of((5, 1, 2, 1, 4, 8, 8), 5, 3, 2, 7) == 7

@@ -12,6 +12,7 @@ from ..problem.strides import AnyStrides
 from .device import ARCHITECTURES, DeviceInfo
 from .estimate import Costs, backward_time, forward_splits, split_candidates
 from .family import Family, Kernel
+from .kept_bias import kept_bias
 from .operations import METHODS, OPERATIONS, SEVERAL
 from .registry import FAMILIES, supporting_families
 from .simt import SIMT
@@ -43,6 +44,8 @@ class Choice:
         The number of blocks that share the work on a tile, where it is more than one.
     fallback : Choice or None
         The kernels of the heads for which those of `family` would not be accurate enough; None computes all heads.
+    kept_keys : int
+        The most keys whose bias the blocks of a forward keep; 0 if they keep none.
     """
 
     family: Family
@@ -50,6 +53,7 @@ class Choice:
     method: str | None = None
     num_splits: Mapping[str, int] = field(default_factory=dict)
     fallback: Choice | None = None
+    kept_keys: int = 0
 
 
 def choose(
@@ -179,6 +183,11 @@ def _choices_of(
         )
         if reason is not None:
             reasons.append(reason)
+            continue
+        may_keep = call == "forward" and "bias" in strides and family.kept_keys
+        kept = kept_bias(family, problem, device, strides["bias"], options) if may_keep else None
+        if kept is not None:
+            choices.append(Choice(family, {call: kept.tile}, kept_keys=kept.keys))
             continue
         try:
             tiles = {name: choose_tile(name, family, problem, device, options.config) for name in operations}

@@ -32,17 +32,21 @@ class Kernel(NamedTuple):
     operation, dtype : str
     head_dim, head_dim_v : int
         Columns of q and k, and of v and o.
+    kept_keys : int
+        The most keys whose bias its blocks keep; 0 if they keep none.
     """
 
     operation: str
     dtype: str
     head_dim: int
     head_dim_v: int
+    kept_keys: int = 0
 
     @classmethod
     def of(cls, operation: str, problem: AttentionProblem) -> Kernel:
         """The kernel for a problem."""
-        return cls(operation, problem.dtype, problem.head_dim, problem.head_dim_v or problem.head_dim)
+        kept_keys = problem.settings.kept_bias if operation == "forward" else 0
+        return cls(operation, problem.dtype, problem.head_dim, problem.head_dim_v or problem.head_dim, kept_keys)
 
 
 @dataclass(frozen=True)
@@ -126,6 +130,10 @@ class Family(ABC):
         True if, under a sparse map, its kernels write no dk and dv of key tiles without a query: plans clear them.
     split_operations : tuple of str
         Operations whose work on a tile several blocks can share.
+    kept_keys : tuple of int
+        The numbers of keys for which it has forwards whose blocks keep the bias; empty if it has none.
+    least_warps : int
+        The compiler limits registers as if at least so many warps were on a multiprocessor.
     costs : Costs or None
         The constants of estimated times, if there are any.
     query_rows, key_rows, warps : sequence of int
@@ -141,7 +149,7 @@ class Family(ABC):
     head_dim_step: int
     column_step: int
     arch_suffix: str = ""
-    features: tuple[str, ...] = tuple(name for name in FEATURES if name != "given_lse")
+    features: tuple[str, ...] = tuple(name for name in FEATURES if name not in ("given_lse", "kept_bias"))
     needs_positive_scale: bool = False
     has_natural_scores: bool = False
     knows_tangents: bool = False
@@ -151,6 +159,8 @@ class Family(ABC):
     default_methods: tuple[str, ...]
     clears_unlisted_keys: bool = False
     split_operations: tuple[str, ...] = ()
+    kept_keys: tuple[int, ...] = ()
+    least_warps: int = 0
     costs: Costs | None = None
     query_rows: tuple[int, ...] = (8, 16, 32, 64, 96, 128, 192, 256)
     key_rows: tuple[int, ...] = (8, 16, 32, 64, 96, 128, 192, 256)

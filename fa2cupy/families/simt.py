@@ -226,7 +226,7 @@ class Simt(Family):
         return POINTER_RECORDS[operation]._replace(reals=("softmax_scale",))  # there are no scores in base 2
 
     def shared_memory_bytes(self, kernel: Kernel, tile: TileConfig) -> int:
-        operation, dtype, head_dim, head_dim_v = kernel
+        operation, dtype, head_dim, head_dim_v, _ = kernel
         element = ITEMSIZE[dtype]
         row, row_v = (self.padded_head_dim(n) * element + 16 for n in (head_dim, head_dim_v))
         own, other = (getattr(tile, name) for name in _OWN_AND_OTHER[operation])
@@ -240,7 +240,7 @@ class Simt(Family):
         return twice * ((own + other) * row + (own_v + other) * row_v + statistics) + posted
 
     def why_not_shape(self, kernel: Kernel, tile: TileConfig) -> str | None:
-        operation, dtype, head_dim, head_dim_v = kernel
+        operation, dtype, head_dim, head_dim_v, _ = kernel
         own_name, other_name = _OWN_AND_OTHER[operation]
         own, other = getattr(tile, own_name), getattr(tile, other_name)
         if operation == "decode":

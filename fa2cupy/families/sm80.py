@@ -165,7 +165,7 @@ class Sm80(Family):
         return -(-head_dim // step) * step
 
     def shared_memory_bytes(self, kernel: Kernel, tile: TileConfig) -> int:
-        operation, _, head_dim, head_dim_v = kernel
+        operation, _, head_dim, head_dim_v, _ = kernel
         row, row_v = 2 * self.padded_head_dim(head_dim), 2 * self.padded_head_dim(head_dim_v)
         b_r, b_c, both = tile.b_r, tile.b_c, row + row_v
         scores = 2 * b_r * b_c
@@ -189,7 +189,7 @@ class Sm80(Family):
         return {"backward": by_keys + 2 * scores, "backward_dkdv": by_keys}[operation]
 
     def why_not_shape(self, kernel: Kernel, tile: TileConfig) -> str | None:
-        operation, _, head_dim, head_dim_v = kernel
+        operation, _, head_dim, head_dim_v, _ = kernel
         if operation == "forward":
             return _why_no_forward(tile, head_dim_v)
         if operation in ("jvp", "output_jvp"):

@@ -68,7 +68,7 @@ class Sm80Float32(Float32Parts):
         return (own + tile.num_stages * other) * row + (own_v + other) * row_v + statistics
 
     def why_not_shape(self, kernel: Kernel, tile: TileConfig) -> str | None:
-        operation, _, head_dim, head_dim_v = kernel
+        operation, _, head_dim, head_dim_v, _ = kernel
         own, other = _SIDES[operation]
         rows, others = getattr(tile, own), getattr(tile, other)
         why_not = self.why_not_columns(head_dim, head_dim_v)

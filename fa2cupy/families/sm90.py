@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 from ..errors import INSTALL_CUDA
 from ..problem.attention import AttentionProblem
@@ -25,10 +26,13 @@ _H100_LAST, _H200 = "NVIDIA H100 80GB HBM3, 2026-11-27", "NVIDIA H200, 2026-11-2
 _IN_REGISTERS, _IN_MANY_REGISTERS = features_in_registers(1), features_in_registers(2)
 #: The caller's functions, which the compiler evaluates for several elements side by side.
 _FUNCTIONS = ("score_mod", "mask_mod")
+#: The row applies only where blocks keep the bias.
+_KEPT_BIAS = ("kept_bias",)
 #: The same, and arrays with an element for each pair of a query and a key.
 _BY_POSITION = (*_FUNCTIONS, "bias", "mask")
 
 _SHARED_BYTES = 227 * 1024  # the most that a block can have
+_LEAST_WARPS = 12  # of a multiprocessor: with fewer, threads would start with more registers than they have later
 _WIDE = 128  # for a larger head_dim, a warp group's registers hold only one of dK and dV
 _MAX_STRIDE = 2**40  # bytes; a limit of tensor maps
 
@@ -135,13 +139,20 @@ class Sm90(Family):
     backward_owns = "keys"
     default_methods = ("single_pass", "two_pass")
     split_operations = ("forward", "backward", "backward_dkdv")
+    features = (*Family.features, "kept_bias")
+    kept_keys = (64, 128, 256, 384, 512, 768, 1024)
+    least_warps = _LEAST_WARPS
     costs = _COSTS
     query_rows = tuple(range(16, 257, 16))
     key_rows = tuple(range(48, 257, 16))
     # Kernels that own queries have 64 rows for each consumer warp group, and four more warps that load.
     tiles = {
         "forward": (
-            TileRow(32, TileConfig(192, 96, 16, 2)),
+            TileRow(64, TileConfig(64, 64, 8, 2, 3), features=_KEPT_BIAS),
+            TileRow(64, TileConfig(64, 64, 8, 2, 2), features=_KEPT_BIAS),
+            TileRow(64, TileConfig(64, 128, 8, 2, 1), features=_KEPT_BIAS),
+            TileRow(32, TileConfig(192, 96, 16, 2), features=_IN_REGISTERS),
+            TileRow(32, TileConfig(128, 64, 12, 2, 2)),
             TileRow(64, TileConfig(192, 96, 16, 3), features=_FUNCTIONS),
             TileRow(64, TileConfig(192, 128, 16, 3), _H100),
             TileRow(128, TileConfig(192, 128, 16, 2), _H200, head_dim_v=64),
@@ -236,10 +247,10 @@ class Sm90(Family):
         return self.shared_memory_with(most, kernel, tile)
 
     def shared_memory_with(self, features: tuple[str, ...], kernel: Kernel, tile: TileConfig) -> int:
-        operation, _, head_dim, head_dim_v = kernel
+        operation, _, head_dim, head_dim_v, kept_keys = kernel
         array = _held_array(features)
         if operation == "forward":
-            return _forward_bytes(head_dim, head_dim_v, tile, array)
+            return _forward_bytes(head_dim, head_dim_v, tile, array, kept_keys)
         if operation == "backward_dq":
             return _dq_bytes(head_dim, head_dim_v, tile, array)
         moved = [name in features for name in OF_DIRECTION]
@@ -257,7 +268,7 @@ class Sm90(Family):
         return 2 if kernel.operation == "backward" and _is_pair(kernel.head_dim, kernel.head_dim_v, tile) else 1
 
     def why_not_shape(self, kernel: Kernel, tile: TileConfig) -> str | None:
-        operation, _, head_dim, head_dim_v = kernel
+        operation, _, head_dim, head_dim_v, _ = kernel
         if operation == "forward":
             return _why_no_forward(tile, head_dim_v)
         if operation == "backward_dq":
@@ -325,22 +336,23 @@ def _row_bytes(head_dim: int, head_dim_v: int) -> tuple[int, int]:
 # Kernels that own queries.
 
 
-def _forward_bytes(head_dim: int, head_dim_v: int, tile: TileConfig, array: str | None) -> int:
+def _forward_bytes(head_dim: int, head_dim_v: int, tile: TileConfig, array: str | None, kept_keys: int) -> int:
     """Dynamic shared memory of the forward."""
     # The same as in kernels/sm90/forward_shape.cuh: O has a buffer, or two panels, and Q a second one, if they fit.
+    most = (_SHARED_BYTES + 1024) // tile.blocks_per_sm - 1024
     row, row_v = _row_bytes(head_dim, head_dim_v)
     queries, output, panel = tile.b_r * row, tile.b_r * row_v, tile.b_r * 128
     barriers = 8 * (4 + 4 * tile.num_stages + 2 * 4) + 4 * 32 + 4 * tile.num_threads
     fixed = 1024 + tile.num_stages * tile.b_c * (row + row_v) + barriers
-    held = _held_bytes(array, tile.b_r, tile.b_c)
-    if fixed + queries + held <= _SHARED_BYTES:
+    held = _held_bytes("bias" if kept_keys else array, tile.b_r, tile.b_c) * max(1, -(-kept_keys // tile.b_c))
+    if kept_keys or fixed + queries + held <= most:
         fixed += held
     fixed += queries
     pieces = [2 * panel] if row_v > 2 * 128 else []
     if head_dim_v != head_dim:
-        pieces = [max(0, _SHARED_BYTES - fixed) // panel * panel]
+        pieces = [max(0, most - fixed) // panel * panel]
     besides = (output + queries, output, *pieces, 0)
-    return next((fixed + n for n in besides if fixed + n <= _SHARED_BYTES), fixed)
+    return next((fixed + n for n in besides if fixed + n <= most), fixed)
 
 
 def _dividers(tile: TileConfig) -> int:
@@ -399,7 +411,8 @@ def _dq_bytes(
 
 def _why_no_forward(tile: TileConfig, head_dim_v: int) -> str | None:
     """The reason why the forward cannot have this tile, or None if it can."""
-    return _why_no_query_rows(tile, head_dim_v, head_dim_v // 2 + tile.b_c // 2 + tile.b_c // 4, 25)
+    accumulators = head_dim_v // 2 + tile.b_c // 2 + tile.b_c // 4
+    return _why_no_query_rows(tile, head_dim_v, accumulators, 25, blocks={1: (1, 2, 3, 4), 2: (1, 2), 3: (1,)})
 
 
 def _why_no_dq(tile: TileConfig, head_dim: int) -> str | None:
@@ -415,9 +428,18 @@ def _why_no_dq_jvp(tile: TileConfig, head_dim: int) -> str | None:
 
 
 def _why_no_query_rows(
-    tile: TileConfig, columns: int, accumulators: int, operands: int, dividers: int = 1
+    tile: TileConfig,
+    columns: int,
+    accumulators: int,
+    operands: int,
+    dividers: int = 1,
+    blocks: Mapping[int, tuple[int, ...]] = MappingProxyType({1: (2,), 2: (1,), 3: (1,)}),
 ) -> str | None:
-    """`dividers`: the number of warp groups for each 64 rows."""
+    """The reason why a kernel cannot have this tile, or None if it can.
+
+    `dividers` is the number of warp groups for each 64 rows, and `blocks` has those that a multiprocessor can have, by
+    the number of multiplying warp groups of each.
+    """
     groups = tile.b_r // 64 * dividers
     if tile.b_r % 64 or groups > 3 or tile.num_warps != 4 * (groups + 1):
         return (
@@ -428,18 +450,27 @@ def _why_no_query_rows(
         return f"b_c={tile.b_c} is not a multiple of 16 up to 256"
     if not 2 <= tile.num_stages <= 4:
         return f"num_stages={tile.num_stages} is not from 2 to 4"
-    if (groups, tile.blocks_per_sm) not in ((1, 2), (2, 1), (3, 1)):
+    if tile.blocks_per_sm not in blocks[groups]:
+        numbers = "; ".join(f"{' or '.join(map(str, some))} of {count}" for count, some in blocks.items())
         return (
-            f"blocks_per_sm={tile.blocks_per_sm}: a multiprocessor has 2 blocks of one multiplying warp group, "
-            "or 1 of more"
+            f"blocks_per_sm={tile.blocks_per_sm} with {groups} multiplying warp groups: by these groups, a "
+            f"multiprocessor has as many blocks as {numbers}"
         )
-    # Registers of a thread at the start, and those of consumers after setmaxnreg.
-    at_entry, available = {1: (128, 232), 2: (168, 240), 3: (128, 160)}[groups]
+    at_entry, available = _registers(tile, groups)
     if max(columns, tile.b_c) // 2 + 30 > at_entry:
         return f"one product's operands do not fit in the {at_entry} registers that a thread starts with"
     if accumulators + operands > available:
         return f"its accumulators take {accumulators} of the {available} registers that a thread can have"
     return None
+
+
+def _registers(tile: TileConfig, groups: int) -> tuple[int, int]:
+    """Registers of a thread at the start, and those of consumers after setmaxnreg."""
+    # The same as in kernels/sm90/query_tile_shape.cuh.
+    blocks = max(tile.blocks_per_sm, -(-_LEAST_WARPS // tile.num_warps))
+    at_entry = 65536 // (32 * tile.num_warps * blocks) // 8 * 8
+    of_producer = 32 if groups > 2 else 24
+    return at_entry, min(240, (at_entry * (groups + 1) - of_producer) // groups // 8 * 8)
 
 
 # Kernels that own keys.

@@ -82,7 +82,7 @@ class Sm90Float32(Float32Parts):
         # The same as in kernels/sm90_float32/query_tile_shape.cuh and backward_dkdv_shape.cuh: panels of 64 columns of
         # two parts. A stage holds one panel if operands come in pieces. If not, the operand that is used second has one
         # stage where that many of the first do not fit.
-        operation, _, *columns = kernel
+        operation, _, *columns, _ = kernel
         is_wide = max(columns) > _WIDE
         row, row_v = (2 * -(-n // 64) * 128 for n in columns)
         of_stage, of_stage_v = (2 * 128, 2 * 128) if is_wide else (row, row_v)
@@ -101,7 +101,7 @@ class Sm90Float32(Float32Parts):
         return both if both <= _SHARED_BYTES or is_wide else first + others * of_stage_v
 
     def why_not_shape(self, kernel: Kernel, tile: TileConfig) -> str | None:
-        operation, _, *columns = kernel
+        operation, _, *columns, _ = kernel
         own, other = _SIDES[operation]
         rows, others = getattr(tile, own), getattr(tile, other)
         widest = max(columns)

@@ -29,7 +29,7 @@ class _DamagedError(ValueError):
 
 
 def _key(family: Family, kernel: Kernel, causal: bool, device: DeviceInfo) -> str:
-    operation, dtype, head_dim, head_dim_v = kernel
+    operation, dtype, head_dim, head_dim_v, _ = kernel
     columns = str(head_dim) if head_dim_v == head_dim else f"{head_dim}v{head_dim_v}"
     return f"{device.name}/{family.public_name}/{operation}/{dtype}/{columns}/{'causal' if causal else 'full'}"
 

@@ -86,6 +86,8 @@ def render_kernel(spec: KernelSpec) -> KernelSource:
         "num_warps": spec.tile.num_warps,
         "num_stages": spec.tile.num_stages,
         "blocks_per_sm": spec.tile.blocks_per_sm,
+        "least_warps": spec.family.least_warps if spec.family else 0,
+        "kept_keys": spec.kept_keys,
         "cluster": f"__cluster_dims__({spec.blocks_of_tile}, 1, 1)" if spec.blocks_of_tile > 1 else "",
         "shared_bytes": spec.shared_memory_bytes,
         "fields": layout.fields,
@@ -93,6 +95,7 @@ def render_kernel(spec: KernelSpec) -> KernelSource:
         # TMA reads tensor maps from the parameter itself, so the compiler must not copy the record.
         "grid_constant": "__grid_constant__ " if layout.maps else "",
         "functions": [_function_values(role, spec) for role in ("score_mod", "mask_mod")],
+        "scheduled_batch": "num_series" if spec.kept_keys else "batch",
         "scheduled": any(f.name == "heads_per_section" for f in layout.fields),
     }
     if "cu_seqlens" in spec.features and values["scheduled"]:

@@ -55,6 +55,8 @@ class KernelSpec:
     batch_terms : int
         Terms of the distances between sequences in its arrays over the scores; 0 if each array has one stride
         (``problem/strides.py``).
+    kept_keys : int
+        The most keys whose bias its blocks keep; 0 if they keep none.
     """
 
     operation: str
@@ -70,11 +72,13 @@ class KernelSpec:
     functions: tuple[BoundFunction, ...] = ()
     head_dim_v: int | None = None
     batch_terms: int = 0
+    kept_keys: int = 0
 
     @property
     def kernel(self) -> Kernel:
         """What its legal tiles depend on."""
-        return Kernel(self.operation, self.dtype, self.head_dim, self.head_dim_v or self.head_dim)
+        columns_v = self.head_dim_v or self.head_dim
+        return Kernel(self.operation, self.dtype, self.head_dim, columns_v, self.kept_keys)
 
     @property
     def family_name(self) -> str:
@@ -144,7 +148,8 @@ class KernelSpec:
         """What distinguishes the kernel from the plain one of its tile."""
         digests = (function.program.digest for function in self.functions)
         nested = [f"nested{self.batch_terms}"] if self.batch_terms else []
-        return (*(["causal"] if self.causal else []), *self.features, *digests, *nested, *self._roles)
+        kept = [f"kept{self.kept_keys}"] if self.kept_keys else []
+        return (*(["causal"] if self.causal else []), *self.features, *digests, *nested, *kept, *self._roles)
 
     @property
     def _roles(self) -> tuple[str, ...]:

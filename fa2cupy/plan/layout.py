@@ -14,12 +14,13 @@ from ..jit.params import TILE_COUNTER, param_layout
 from ..jit.spec import KernelSpec
 from ..problem.attention import WITH_COLUMNS_OF_V, AttentionProblem
 from ..problem.features import FEATURES
-from ..problem.strides import AnyStrides, num_terms, recorded_strides
+from ..problem.strides import AnyStrides, num_terms, recorded_strides, sharers
 from .schedule import (
     COLUMNS_BY_KEYS,
     COLUMNS_BY_QUERIES,
     COLUMNS_WITH_DQ,
     groups_per_section,
+    series_values,
     shares_per_section,
 )
 from .stages import Stage, Workspace
@@ -111,14 +112,16 @@ class StageLayout:
             section = shares_per_section(problem, self.device, section, num_tiles, num_splits, most)
         heads *= num_splits
         is_split = num_splits > 1
+        values = {"num_tiles": num_tiles, "scheduled_heads": heads, "heads_per_section": max(1, section)}
+        if "kept_bias" in self.used_features:
+            values |= series_values(problem, self.device, tile, num_tiles, sharers(self.strides["bias"], problem.batch))
         record = param_layout(operation, self.family, problem.dtype, is_split=is_split)
-        blocks = num_tiles * heads * problem.batch
+        blocks = num_tiles * heads * values.get("num_series", problem.batch)
         if TILE_COUNTER in record.pointers:  # a persistent kernel: as many blocks as are resident at the same time
             blocks = min(blocks, self.device.multiprocessors * tile.blocks_per_sm)
         of_tile = self.family.blocks_of_tile(Kernel.of(operation, problem), tile)
         blocks *= of_tile
         maps = tuple(self._map(name, tile.b_r, tile.b_c // of_tile) for name in record.maps)
-        values = {"num_tiles": num_tiles, "scheduled_heads": heads, "heads_per_section": max(1, section)}
         if is_split:
             values["num_splits"] = num_splits
         if "block_mask" in self.used_features:
@@ -179,6 +182,7 @@ class StageLayout:
             functions,
             head_dim_v,
             batch_terms,
+            problem.settings.kept_bias if "kept_bias" in features else 0,
         )
         available: dict[str, float | AnyStrides] = {
             **{f"{name}_strides": strides for name, strides in self.strides.items()},

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from ..families.choice import Choice
 from ..families.device import DeviceInfo
+from ..families.kept_bias import with_kept_bias
 from ..families.operations import OPERATIONS
 from ..families.records import EXCEPTIONS, SHARES
 from ..families.tile import TileConfig
@@ -43,6 +44,8 @@ def plan_forward(
     """The plan of `fa2cupy.forward`. `strides` has ``q``, ``k``, ``v``, ``o`` and the features' arrays."""
     if "decode" in choice.tiles:
         return plan_few_queries(problem, device, strides, choice)
+    if choice.kept_keys:
+        problem = with_kept_bias(problem, choice.kept_keys)
     layout = StageLayout(problem, device, choice.family, strides)
     tile, num_splits = choice.tiles["forward"], choice.num_splits.get("forward", 1)
     lists, of_lists = layout.lists(choice.tiles)

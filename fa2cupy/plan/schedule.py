@@ -6,9 +6,17 @@ Larger sections fill a launch more evenly; smaller ones reuse more of what they 
 from __future__ import annotations
 
 from ..families.device import DeviceInfo
+from ..families.tile import TileConfig
 from ..problem.attention import AttentionProblem
 
-__all__ = ["COLUMNS_BY_KEYS", "COLUMNS_BY_QUERIES", "COLUMNS_WITH_DQ", "groups_per_section", "shares_per_section"]
+__all__ = [
+    "COLUMNS_BY_KEYS",
+    "COLUMNS_BY_QUERIES",
+    "COLUMNS_WITH_DQ",
+    "groups_per_section",
+    "series_values",
+    "shares_per_section",
+]
 
 # Columns (heads times head_dim) of a section for each multiprocessor, with a causal mask. With fewer heads in a
 # section, more blocks read the same rows at about the same time, so that the L2 cache serves them. These values were
@@ -17,6 +25,9 @@ __all__ = ["COLUMNS_BY_KEYS", "COLUMNS_BY_QUERIES", "COLUMNS_WITH_DQ", "groups_p
 COLUMNS_BY_QUERIES, COLUMNS_BY_KEYS, COLUMNS_WITH_DQ = 32, 16, 4
 # Shares of key tiles that are scheduled together, for each K/V head: more of them work on more query heads at a time.
 _SHARES = 8
+# The most sequences of a series, the time to load the bias relative to that of one of its query tiles, and the least
+# series for each block under a causal mask, where query tiles differ in length.
+_LONGEST_SERIES, _START_OF_SERIES, _LEAST_SERIES = 64, 0.5, 4
 # Up to so many blocks for each multiprocessor are one section: each of several would end with idle multiprocessors.
 _BLOCKS_OF_ONE_SECTION = 2
 
@@ -59,3 +70,26 @@ def shares_per_section(
         return heads
     shares = _SHARES if most is None else min(_SHARES, 1 << (most.bit_length() - 1))  # a power of two
     return min(groups * num_splits, max(groups, shares))
+
+
+def series_values(
+    problem: AttentionProblem, device: DeviceInfo, tile: TileConfig, num_tiles: int, shared: int
+) -> dict[str, int]:
+    """Members of the record of a forward whose blocks keep the bias, which every `shared` sequences share.
+
+    A series (``kernels/common/series.cuh``) has as many sequences as let the blocks finish first.
+    """
+    slots = device.multiprocessors * tile.blocks_per_sm
+    tiles = num_tiles * problem.num_heads
+
+    def number(length: int) -> int:
+        return problem.batch // shared * -(-shared // length)
+
+    def time(length: int) -> float:
+        return -(-number(length) * tiles // slots) * (length + _START_OF_SERIES)
+
+    most = min(shared, _LONGEST_SERIES)
+    if problem.causal or problem.band != (None, None):
+        most = min(most, max(1, problem.batch * tiles // (_LEAST_SERIES * slots)))
+    length = min(range(1, most + 1), key=time)
+    return {"sharers": shared, "series_length": length, "num_series": number(length)}

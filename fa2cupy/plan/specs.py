@@ -11,9 +11,10 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from ..families.choice import choose
+from ..families.choice import Choice, choose
 from ..families.device import DeviceInfo
 from ..families.family import Kernel
+from ..families.kept_bias import kept_biases
 from ..families.registry import choose_family, family_of_kernel
 from ..families.tile import TileConfig
 from ..jit.spec import KernelSpec
@@ -86,11 +87,14 @@ def default_specs(
     specs: dict[KernelSpec, None] = {}
     for problem, strides in _problems(call, dtype, *head_dims, options, features, functions):
         choice = choose(call, problem, device, strides, options, is_launched=False)
-        if method is None:
-            plan = plan_forward(problem, device, strides, choice)
-        else:
-            plan = plan_backward(problem, device, strides, choice)
-        specs.update(dict.fromkeys(stage.spec for stage in plan.stages))
+        plan_call = plan_backward if method else plan_forward
+        choices = [choice]
+        if method is None:  # sequences may share the bias
+            kept = kept_biases(choice.family, problem, device, options)
+            choices += [Choice(choice.family, {call: one.tile}, kept_keys=one.keys) for one in kept]
+        for choice in choices:
+            plan = plan_call(problem, device, strides, choice)
+            specs.update(dict.fromkeys(stage.spec for stage in plan.stages))
     sparse = _map(functions).layout if "block_mask" in features else None
     if sparse is not None and sparse.program is not None:
         problem = check_tile_states({"mask_args": (), **functions, "block_mask": sparse}).problem
@@ -114,7 +118,7 @@ def layout_of_kernel(
     Other parameters are those of `default_specs`. The kernel's family and padded head dimensions are in the layout and
     its problem.
     """
-    operation, dtype, head_dim, head_dim_v = kernel
+    operation, dtype, head_dim, head_dim_v, _ = kernel
     call = "forward" if operation == "forward" else "backward"
     problem, strides = next(_problems(call, dtype, head_dim, head_dim_v, CallOptions(causal), features, functions))
     chosen = family_of_kernel(operation, dtype, device, family, tuple(problem.features))

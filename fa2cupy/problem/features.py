@@ -173,6 +173,8 @@ class FeatureSettings:
         gradient of another bias is added up in the accumulators' dtype, as are those of the arrays of `score_mod`.
     given_lse : bool
         True for the forward that computes lse again, in its own arithmetic, for a backward that is given one.
+    kept_bias : int
+        The most keys whose bias the blocks of a forward keep for several sequences that share it; 0 if they keep none.
     features : tuple of str
         The rows of `FEATURES` that a kernel must have. Features at their neutral values are left out.
     functions : tuple of BoundFunction
@@ -201,6 +203,7 @@ class FeatureSettings:
     dsink: bool = False
     dscore_args: bool = False
     given_lse: bool = False
+    kept_bias: int = 0
     features: tuple[str, ...] = field(init=False, repr=False, compare=False)
     functions: tuple[BoundFunction, ...] = field(init=False, repr=False, compare=False)
 
@@ -441,6 +444,12 @@ FEATURES = {
     ),
     # A bias in the accumulators' dtype.
     "wide_bias": Feature("kWideBias", lambda settings: settings.wide_bias, check=check_wide_bias, acts_on="scores"),
+    # A bias that blocks keep on chip. Plans make the series of sequences that share it.
+    "kept_bias": Feature(
+        "kKeepsBias",
+        lambda settings: settings.kept_bias > 0,
+        values=dict.fromkeys(("sharers", "series_length", "num_series"), "int"),
+    ),
     "dbias": Feature("kDbias", lambda settings: settings.dbias, arrays={"dbias": FeatureArray("output_accum")}),
     "full_dbias": Feature("kFullDbias", lambda settings: settings.full_dbias),
     "bias_tangent": Feature(

@@ -31,6 +31,7 @@ __all__ = [
     "num_terms",
     "recorded_strides",
     "score_strides",
+    "sharers",
     "with_score_axes",
 ]
 
@@ -123,6 +124,13 @@ def _over_scores(
 def num_terms(strides: ScoreStrides) -> int:
     """The terms of an array over the scores; 0 if it has one stride for all sequences."""
     return (len(strides) - 3) // 2
+
+
+def sharers(strides: ScoreStrides, batch: int) -> int:
+    """How many sequences that follow each other have the same part of an array. The batch is a multiple of them."""
+    if not num_terms(strides):
+        return 1 if strides[0] else batch
+    return min(strides[4::2])  # the divisors of the terms
 
 
 def recorded_strides(strides: ScoreStrides, count: int) -> tuple[int, ...]:

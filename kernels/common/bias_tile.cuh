@@ -8,6 +8,9 @@
 // Biases whose rows are not contiguous or do not begin at 16-byte boundaries are read in global memory
 // (score_arrays.cuh), and so are those for which a block's shared memory has no room (kHoldsArray).
 //
+// A block that keeps the bias for a series of sequences (series.cuh) has a tile for each of its key tiles, and reads no
+// bias in global memory in another way: it copies one whose rows are not such element by element.
+//
 // Rows of the tile are queries, in chunks of 8 keys (16 bytes). Chunks are permuted, or rows padded, so that the eight
 // rows of a matrix that ldmatrix reads lie in different banks.
 #pragma once
@@ -19,7 +22,7 @@ namespace fa2::common {
 // True if a kernel copies a bias of 16 bits to shared memory where that has room for it. With other features of scores
 // (kWideBias is one), registers do not suffice for both ways to read a bias, and more of them would spill.
 template <class Spec>
-inline constexpr bool kMayHoldBias = Spec::kBias && Spec::kScoreFeatures == 1;
+inline constexpr bool kMayHoldBias = Spec::kKeepsBias || (Spec::kBias && Spec::kScoreFeatures == 1);
 
 template <int kQueries, int kKeys>
 struct BiasTile {
@@ -68,6 +71,26 @@ struct BiasTile {
                             rows + min_of(first_query + row, last_row) * params.bias_strides.row + (existing ? key : 0),
                             existing);
             }
+        }
+    }
+    // The same for any bias, without cp.async. Keys past the end are clamped to the last one.
+    template <class Record>
+    __device__ __forceinline__ static void load_elements(uint32 smem, const Record& params, const ScoreTile& first) {
+        const auto [first_query, first_key, lane] = first.position;
+        const int32 last_row = params.seqlen_q - 1, last_key = params.seqlen_k - 1;
+        const auto& strides = params.bias_strides;
+        const auto* bias = params.bias + strides.offset(first.batch, first.head, 0, 0);
+#pragma unroll 1
+        for (int32 index = lane; index < kQueries * kChunks; index += 32) {
+            const int32 row = index / kChunks, chunk = index % kChunks;
+            const auto* elements = bias + min_of(first_query + row, last_row) * strides.row;
+            uint32 word[4];
+#pragma unroll
+            for (int e = 0; e < 8; ++e) {
+                const uint32 bits = elements[min_of(first_key + 8 * chunk + e, last_key) * strides.column].bits;
+                word[e / 2] = e % 2 ? word[e / 2] | bits << 16 : bits;
+            }
+            store_shared(smem + offset(row, chunk), OperandA{word[0], word[1], word[2], word[3]});
         }
     }
     // Waits until the tile has arrived.

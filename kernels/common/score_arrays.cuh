@@ -16,12 +16,13 @@ struct ArrayTerm {
     bool visible = true;
 };
 
-// kInMemory: whether the arrays are read here, in global memory. Otherwise the warp holds them in shared memory
-// (held_array.cuh).
+// kInMemory: whether the arrays are read here, in global memory. Otherwise the warp holds the only one in shared memory
+// (held_array.cuh), or the bias is kept there and the others are read here.
 template <class Spec, class Record, bool kInMemory = true>
 class ScoreArrays {
-    static constexpr bool kReadsBias = kInMemory && Spec::kBias, kReadsMask = kInMemory && Spec::kMask;
-    static constexpr bool kReadsPadding = kInMemory && Spec::kKeyPadding;
+    static constexpr bool kReadsOthers = kInMemory || Spec::kKeepsBias;
+    static constexpr bool kReadsBias = kInMemory && Spec::kBias, kReadsMask = kReadsOthers && Spec::kMask;
+    static constexpr bool kReadsPadding = kReadsOthers && Spec::kKeyPadding;
     static constexpr bool kReads = kReadsBias || kReadsMask || kReadsPadding;
 
   public:

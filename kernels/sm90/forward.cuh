@@ -12,7 +12,10 @@
 // Shared memory, in panels of 64 columns with the 128-byte swizzle that TMA writes and wgmma reads:
 //
 //   Q [1 or 2 buffers][kBr][D] | K [kStages][kBc][D] | V [kStages][kBc][D] | O [kBr][D or 128] if it fits, else O uses
-//   Q's | barriers | next query tiles [4] | scratch, one word per thread
+//   Q's | barriers | next query tiles [4] | scratch, one word per thread | held array (query_tile_consumer.cuh)
+//
+// Where many sequences share a bias, the block keeps it for the query tile's rows and all keys, and processes the tile of
+// a series of these sequences (common/series.cuh).
 //
 // Barriers: a pair of mbarriers for each buffer of Q, stage of K, stage of V and slot of the next query tiles. `full`
 // completes when TMA has written all bytes (for a slot: when the producer has), `empty` when every consumer warp has

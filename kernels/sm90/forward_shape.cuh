@@ -9,20 +9,23 @@ template <class Spec>
 struct ForwardShape : QueryTileShape<Spec, 1> {
     using Base = QueryTileShape<Spec, 1>;
     using Base::kBc, Base::kConsumerRegisters, Base::kDv, Base::kStages;
-    using Base::kHeldBytes, Base::kFixedBytes, Base::kIsPair, Base::kKeyBytes, Base::kPanelsV, Base::kQueryBytes,
-        Base::kQueryPanelBytes, Base::kValueBytes;
+    using Base::kHeldBytes, Base::kFixedBytes, Base::kIsPair, Base::kKeepsArray, Base::kKeyBytes, Base::kPanelsV,
+        Base::kQueryBytes, Base::kQueryPanelBytes, Base::kValueBytes;
 
     static constexpr int kValueStages = kStages;
     static constexpr int kScratchBytes = 4 * 32 * Spec::kWarps;
     static constexpr int kWithoutArray = kFixedBytes + kStages * kKeyBytes + kValueStages * kValueBytes + kScratchBytes;
+    // Shared memory available to a block; the system reserves 1024 bytes for each block.
+    static constexpr int kMostBytes = (kMaxSharedBytes + 1024) / Spec::kBlocksPerSm - 1024;
     static constexpr bool kHoldsArray =
-        common::kMayHoldArray<Spec> && kWithoutArray + kQueryBytes + kHeldBytes <= kMaxSharedBytes;
+        common::kMayHoldArray<Spec> && kWithoutArray + kQueryBytes + kHeldBytes <= kMostBytes;
+    static_assert(kHoldsArray || !kKeepsArray);
     static constexpr int kBesidesQueries = kWithoutArray + (kHoldsArray ? kHeldBytes : 0);
     // O has its own buffer if that fits, or one of two panels, through which it passes two panels at a time: Q of the
     // next query tile is loaded meanwhile. Where V has a head_dim of its own, it is one of all panels that fit. Else O
     // is stored through Q's buffer. If a second Q buffer fits beside all of O, Q is loaded one query tile ahead.
     static constexpr int kOutputBytes = kPanelsV * kQueryPanelBytes;
-    static constexpr int kFreeBytes = kMaxSharedBytes - kBesidesQueries - kQueryBytes;
+    static constexpr int kFreeBytes = kMostBytes - kBesidesQueries - kQueryBytes;
     static constexpr int kOutputPanels = kFreeBytes >= kOutputBytes ? kPanelsV
                                          : kIsPair                  ? common::max_of(kFreeBytes, 0) / kQueryPanelBytes
                                          : kPanelsV > 2 && kFreeBytes >= 2 * kQueryPanelBytes ? 2

@@ -2,6 +2,7 @@
 // to blocks, and the key tiles that a warp group sees.
 #pragma once
 #include "common/output_shares.cuh"
+#include "common/series.cuh"
 #include "common/tile_lists.cuh"
 #include "sm90/layout.cuh"
 #include "sm90/tma_rows.cuh"
@@ -14,9 +15,10 @@ inline constexpr int kTileSlots = 4;
 // that a tile takes no registers. Its key tiles are processed from the last, key_tiles - 1, down to `first_key_tile` (0
 // unless kHasBegin); those from `full_key_tiles` on need the mask. Under a sparse map they are positions in a list. A
 // query tile that sees no key still gets one key tile, fully masked, so that its row sums become zero, and so does an
-// empty share: the key tile after the last that is seen. key_tiles = 0 marks the end of the work.
+// empty share: the key tile after the last that is seen. key_tiles = 0 marks the end of the work. `bias_is_kept` is not 0
+// if an earlier tile of the series has loaded the bias (series.cuh).
 struct alignas(32) QueryTile {
-    int32 key_tiles, full_key_tiles, first_row, head, batch, first_key_tile, share;
+    int32 key_tiles, full_key_tiles, first_row, head, batch, first_key_tile, share, bias_is_kept;
 };
 
 // True if the key tiles of a query tile need not begin with the sequence's first.
@@ -32,7 +34,8 @@ inline constexpr int kDrawnAhead = 2;
 __device__ __forceinline__ int32 next_index(const Params& params, int32 previous) {
     if (previous < 0) return -1;
     const int32 index = (params.tile_counter ? atomicAdd(params.tile_counter, 1) : previous) + gridDim.x;
-    return index < params.num_tiles * params.scheduled_heads * params.batch ? index : -1;
+    const auto all = params.schedule();
+    return index < all.num_tiles * all.num_heads * all.batch ? index : -1;
 }
 
 template <bool kListsTiles>
@@ -42,16 +45,30 @@ struct ListOfKeys<true> {
     const int32* entries;
 };
 
-// A query tile with the TMA coordinates that the producer needs to load it, and the entries of its list.
+// A query tile with the TMA coordinates that the producer needs to load it, the entries of its list, and the rest of its
+// series.
 template <class Spec>
-struct LoadedTile : QueryTile {
+struct LoadedTile : QueryTile, common::RestOfSeries<Spec::kKeepsBias> {
     TmaRows<Spec::kVarlen> queries, keys;
     ListOfKeys<common::kListsTiles<Spec>> list;
 };
 template <class Spec, class... Entries>
 __device__ __forceinline__ LoadedTile<Spec> loaded_tile(const Params& params, const QueryTile& tile,
                                                         Entries... entries) {
-    return {tile, query_tma_rows<Spec>(params, tile.batch), key_tma_rows<Spec>(params, tile.batch), {entries...}};
+    return {tile, {}, query_tma_rows<Spec>(params, tile.batch), key_tma_rows<Spec>(params, tile.batch), {entries...}};
+}
+
+// The tile of the next sequence of a series that has one.
+template <class Spec>
+__device__ __forceinline__ LoadedTile<Spec> tile_of_next_sequence(const Params& params, LoadedTile<Spec> tile) {
+    if constexpr (Spec::kKeepsBias) {
+        const int32 rest = tile.rest_of_series - 1;
+        ++tile.batch;
+        tile.bias_is_kept = 1;
+        tile = loaded_tile<Spec>(params, tile);
+        tile.rest_of_series = rest;
+    }
+    return tile;
 }
 
 // The tile of the next used index (packed sequences leave some indices unused); key_tiles = 0 if none is left.
@@ -60,6 +77,7 @@ __device__ __forceinline__ LoadedTile<Spec> query_tile(const Params& params, int
     while (index >= 0) {
         auto where = common::scheduled_tile<Spec, false>(params, index);
         const int32 share = common::take_share<Spec>(where, params);
+        const int32 rest = common::enter_series<Spec>(where, params);
         const auto& own = common::record_of_sequence<Spec>(params, where.batch);
         if (Spec::kVarlen && !common::has_tile(where.tile, Spec::kBr, own.seqlen_q)) {
             index = next_index(params, index);
@@ -73,11 +91,15 @@ __device__ __forceinline__ LoadedTile<Spec> query_tile(const Params& params, int
                              where.head,
                              where.batch,
                              keys.begin,
-                             share};
-        if constexpr (common::kListsTiles<Spec>)
+                             share,
+                             0};
+        if constexpr (common::kListsTiles<Spec>) {
             return loaded_tile<Spec>(params, tile, keys.entries);
-        else
-            return loaded_tile<Spec>(params, tile);
+        } else {
+            auto loaded = loaded_tile<Spec>(params, tile);
+            if constexpr (Spec::kKeepsBias) loaded.rest_of_series = rest;
+            return loaded;
+        }
     }
     return {};
 }
@@ -93,6 +115,7 @@ struct TileInSlot {
     __device__ int32 batch() const { return load_shared<int32>(address + 16); }
     __device__ int32 first_key_tile() const { return load_shared<int32>(address + 20); }
     __device__ int32 share() const { return load_shared<int32>(address + 24); }
+    __device__ bool bias_is_kept() const { return load_shared<int32>(address + 28); }
 };
 
 // The key tiles of a query tile in a slot.
@@ -122,6 +145,7 @@ __device__ __forceinline__ void store_tile(uint32 address, const QueryTile& tile
     store_shared(address + 16, tile.batch);
     if constexpr (kHasBegin<Spec>) store_shared(address + 20, tile.first_key_tile);
     if constexpr (Spec::kSplit) store_shared(address + 24, tile.share);
+    if constexpr (Spec::kKeepsBias) store_shared(address + 28, tile.bias_is_kept);
 }
 
 // Hands a tile to the consumers, in the next slot of the ring.

@@ -40,14 +40,22 @@ class QueryTileConsumer {
     }
 
     using Held = common::HeldOfQueries<Spec, kBc>;
-    __device__ __forceinline__ uint32 held_address() const {
-        return memory_.held() + (group_ * 4 + warp_) * Held::Tile::kBytes;
+    __device__ __forceinline__ uint32 held_address(int32 block) const {
+        return memory_.held() +
+               ((group_ * 4 + warp_) * Shape::kHeldTiles + (Shape::kKeepsArray ? block : 0)) * Held::Tile::kBytes;
     }
-    // Starts to load the score array of this warp's scores of key tile `block`, and reads what has been loaded.
+    // Starts to load the score array of this warp's scores of key tile `block`, unless an earlier sequence has done so.
     __device__ __forceinline__ void load_array(const TileInSlot& tile, int32 block) const {
-        if constexpr (Shape::kHoldsArray)
+        if constexpr (Shape::kKeepsArray) {
+            if (tile.bias_is_kept()) return;
             if (Held::Tile::takes(params_))
-                Held::Tile::load(held_address(), record_of<Spec>(params_, tile), score_tile(tile, block));
+                Held::Tile::load(held_address(block), params_, score_tile(tile, block));
+            else
+                Held::Tile::load_elements(held_address(block), params_, score_tile(tile, block));
+        } else if constexpr (Shape::kHoldsArray) {
+            if (Held::Tile::takes(params_))
+                Held::Tile::load(held_address(block), record_of<Spec>(params_, tile), score_tile(tile, block));
+        }
     }
     // Calls `Consumer::use_array` with the array that has been loaded, or with arrays that are to be read in global
     // memory. Then loads that of the next key tile.
@@ -55,13 +63,16 @@ class QueryTileConsumer {
     __device__ __forceinline__ static void with_array(Consumer& own, const TileInSlot& tile, int32 block, bool masked,
                                                       bool is_last) {
         if constexpr (Shape::kHoldsArray) {
-            if (Held::Tile::takes(own.params_)) {
-                Held::Tile::wait(own.held_address(), own.lane_);
-                own.use_array(Held(own.held_address(), own.lane_), tile, block, masked);
+            if (Shape::kKeepsArray || Held::Tile::takes(own.params_)) {
+                if (!Shape::kKeepsArray || !tile.bias_is_kept()) Held::Tile::wait(own.held_address(block), own.lane_);
+                own.use_array(Held(own.held_address(block), own.lane_), tile, block, masked);
                 __syncwarp();  // all lanes have read it
-                if (!is_last)
-                    Held::Tile::load(own.held_address(), record_of<Spec>(own.params_, tile),
+                if constexpr (Shape::kKeepsArray) {
+                    if (!is_last) own.load_array(tile, block - 1);
+                } else if (!is_last) {
+                    Held::Tile::load(own.held_address(block - 1), record_of<Spec>(own.params_, tile),
                                      own.score_tile(tile, block - 1));
+                }
                 return;
             }
         }

@@ -35,12 +35,15 @@ struct QueryTileShape {
     static constexpr int kKeyBytes = kPanels * kKeyPanelBytes, kValueBytes = kPanelsV * kKeyPanelBytes;
     static constexpr int kBarriers = 4 * kOperands + 4 * kStages + 2 * kTileSlots;
     static constexpr int kFixedBytes = kAlignment + 8 * kBarriers + sizeof(QueryTile) * kTileSlots;
-    static constexpr int kHeldBytes = kBr / 16 * common::HeldOfQueries<Spec, kBc>::Tile::kBytes;
+    // A kernel that keeps the bias holds the tiles of all keys, else that of one key tile.
+    static constexpr bool kKeepsArray = Spec::kKeepsBias;
+    static constexpr int kHeldTiles = kKeepsArray ? ceil_div(Spec::kKeptKeys, kBc) : 1;
+    static constexpr int kHeldBytes = kBr / 16 * kHeldTiles * common::HeldOfQueries<Spec, kBc>::Tile::kBytes;
     static constexpr int kScratchBytes = 0;
 
     // ------------------------------------------------------------------------------------------------------ registers
     // All warps start with the same number. The producer keeps few; the consumers share the rest, in multiples of 8.
-    static constexpr int kAtEntry = registers_at_entry(Spec::kWarps * Spec::kBlocksPerSm);
+    static constexpr int kAtEntry = registers_at_entry(Spec::kWarps * Spec::kResidentBlocks);
     static constexpr int kProducerRegisters = kGroups > 2 ? 32 : 24;
     static constexpr int kConsumerRegisters =
         min_of(240, (kAtEntry * (kGroups + 1) - kProducerRegisters) / kGroups / 8 * 8);
