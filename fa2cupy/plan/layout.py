@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
+from ..families.choice import tiles_of_bias
 from ..families.device import DeviceInfo
 from ..families.estimate import heads_in_cache
 from ..families.family import Family, Kernel
@@ -14,7 +15,7 @@ from ..jit.params import TILE_COUNTER, param_layout
 from ..jit.spec import KernelSpec
 from ..problem.attention import WITH_COLUMNS_OF_V, AttentionProblem
 from ..problem.features import FEATURES
-from ..problem.strides import AnyStrides, num_terms, recorded_strides
+from ..problem.strides import AnyStrides, num_terms, recorded_strides, sharers_of
 from .schedule import (
     COLUMNS_BY_KEYS,
     COLUMNS_BY_QUERIES,
@@ -32,6 +33,7 @@ __all__ = ["PART_ROWS", "StageLayout"]
 PART_ROWS, LARGEST_TILE = 64, 128
 
 _LOG2_E = math.log2(math.e)
+_NO_STRIDES: Mapping[str, AnyStrides] = {}
 
 
 class StageLayout:
@@ -125,6 +127,17 @@ class StageLayout:
             values |= list_layout(problem, side, tile).strides
         return self.stage(operation, tile, blocks, maps, is_split=is_split, **values)
 
+    def dbias(self, tile: TileConfig) -> Stage:
+        """The kernel whose blocks own tiles of a broadcast bias."""
+        problem, strides = self.problem, self.strides["dbias"]
+        sequences, _, rows, keys = problem.score_shape
+        sharers = sharers_of(strides, sequences)
+        values = {"bias_rows": rows, "bias_columns": keys, "shared_sequences": sharers.num_shared}
+        if "block_mask" in self.used_features:
+            values |= list_layout(problem, "queries", tile).strides
+        further = {"owned": sharers.owned, "shared": sharers.shared}
+        return self.stage("dbias", tile, tiles_of_bias(problem, self.strides, tile), further=further, **values)
+
     def lists(self, tiles: Mapping[str, TileConfig]) -> tuple[list[Stage], list[Workspace]]:
         """The kernels that write the lists of a call's tiled kernels, given by their tiles, and the workspaces.
 
@@ -134,7 +147,8 @@ class StageLayout:
             return [], []
         stages: list[Stage] = []
         layouts: dict[str, ListLayout] = {}
-        for side, tile in {self.family.owns(tiled) or "queries": tile for tiled, tile in tiles.items()}.items():
+        sides = {"keys" if self.family.owns(tiled) == "keys" else "queries": tile for tiled, tile in tiles.items()}
+        for side, tile in sides.items():
             operation, _ = LIST_OPERATIONS[side]
             lists = layouts[side] = list_layout(self.problem, side, tile)
             own = TileConfig(tile.b_r, tile.b_c, LIST_WARPS)
@@ -150,9 +164,13 @@ class StageLayout:
         maps: tuple[TensorLayout | None, ...] = (),
         *,
         is_split: bool = False,
+        further: Mapping[str, AnyStrides] = _NO_STRIDES,
         **values: int,
     ) -> Stage:
-        """A kernel with its grid. `values` are the members of its record that depend on the grid."""
+        """A kernel with its grid.
+
+        `values` are the members of its record that depend on the grid, `further` its `Record.score_strides`.
+        """
         problem, row = self.problem, OPERATIONS[operation]
         features = self.family.kernel_features(operation, self.used_features)
         # With a window, its right limit stands for the causal mask.
@@ -164,6 +182,7 @@ class StageLayout:
         head_dim, head_dim_v = self._head_dims(operation)
         arrays = {name: array for feature in features for name, array in FEATURES[feature].arrays.items()}
         over_scores = {name: self.strides[name] for name, array in arrays.items() if array.axes is not None}
+        over_scores |= further
         batch_terms = max(map(num_terms, over_scores.values()), default=0)
         spec = KernelSpec(
             operation,

@@ -85,12 +85,16 @@ def default_specs(
     options = CallOptions(causal, config=config, family=family, method=method, num_splits=num_splits)
     specs: dict[KernelSpec, None] = {}
     for problem, strides in _problems(call, dtype, *head_dims, options, features, functions):
-        choice = choose(call, problem, device, strides, options, is_launched=False)
-        if method is None:
-            plan = plan_forward(problem, device, strides, choice)
-        else:
-            plan = plan_backward(problem, device, strides, choice)
-        specs.update(dict.fromkeys(stage.spec for stage in plan.stages))
+        ways = [options]
+        if method == "two_pass" and problem.settings.sums_dbias and not problem.settings.dscore_args:
+            ways.append(options._replace(deterministic=True))
+        for way in ways:
+            choice = choose(call, problem, device, strides, way, is_launched=False)
+            if method is None:
+                plan = plan_forward(problem, device, strides, choice)
+            else:
+                plan = plan_backward(problem, device, strides, choice)
+            specs.update(dict.fromkeys(stage.spec for stage in plan.stages))
     sparse = _map(functions).layout if "block_mask" in features else None
     if sparse is not None and sparse.program is not None:
         problem = check_tile_states({"mask_args": (), **functions, "block_mask": sparse}).problem

@@ -101,16 +101,11 @@ def extra_gradients(
     return like
 
 
-def check_deterministic(settings: Any, keywords: Mapping[str, Any]) -> None:
+def check_deterministic(settings: Any) -> None:
     """Raises UnsupportedProblemError if kernels add up the gradients of a call's arrays in any order.
 
     `settings` are the `FeatureSettings` of a backward, whose class imports this module.
     """
-    if settings.dbias and not settings.full_dbias:
-        raise UnsupportedProblemError(
-            f"return_dbias: for a bias that is broadcast, here {keywords['bias'].shape}, GPUs sum it atomically; not "
-            "with deterministic"
-        )
     if settings.dscore_args:
         raise UnsupportedProblemError("return_dscore_args: GPUs sum them atomically; not with deterministic")
 
