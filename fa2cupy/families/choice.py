@@ -45,8 +45,8 @@ class Choice:
     fallback : Choice or None
         The kernels of the heads for which those of `family` would not be accurate enough; None computes all heads.
     dbias : Choice or None
-        The kernel that owns tiles of a broadcast bias, and one of lse in its own arithmetic where it needs that. None if
-        the tiled kernels add dbias atomically, or if there is no such dbias.
+        The kernel that owns tiles of a broadcast bias, and one of lse in its own arithmetic where it needs that. None
+        if the tiled kernels add dbias atomically, or if there is no such dbias.
     """
 
     family: Family

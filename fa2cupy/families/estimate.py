@@ -183,9 +183,7 @@ def backward_time(
     return time
 
 
-def dbias_time(
-    costs: Costs, problem: AttentionProblem, device: DeviceInfo, tile: TileConfig, bias_tiles: int
-) -> float:
+def dbias_time(costs: Costs, problem: AttentionProblem, device: DeviceInfo, tile: TileConfig, bias_tiles: int) -> float:
     """The estimated time of the kernel that owns tiles of a broadcast bias, in microseconds.
 
     `costs` are those of its family: it has two of the three products of ``backward_dq``. Each of its blocks, one for

@@ -239,9 +239,7 @@ def _why_no_jvp(tile: TileConfig, head_dim_v: int, *, with_output: bool) -> str 
     return _why_no_query_rows(replace(tile, num_warps=tile.num_warps // parts), columns, 2)
 
 
-def _why_no_query_rows(
-    tile: TileConfig, columns: int, score_fragments: int, *, most_stages: int = 4
-) -> str | None:
+def _why_no_query_rows(tile: TileConfig, columns: int, score_fragments: int, *, most_stages: int = 4) -> str | None:
     """The reason why kernels whose warps own rows of O or dQ cannot have this tile, or None if they can."""
     if tile.b_c % 16:
         return f"b_c={tile.b_c} is not a multiple of 16"

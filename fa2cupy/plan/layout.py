@@ -15,7 +15,7 @@ from ..jit.params import TILE_COUNTER, param_layout
 from ..jit.spec import KernelSpec
 from ..problem.attention import WITH_COLUMNS_OF_V, AttentionProblem
 from ..problem.features import FEATURES
-from ..problem.strides import AnyStrides, num_terms, recorded_strides, sharers_of
+from ..problem.strides import AnyStrides, Sharers, num_terms, recorded_strides
 from .schedule import (
     COLUMNS_BY_KEYS,
     COLUMNS_BY_QUERIES,
@@ -33,7 +33,6 @@ __all__ = ["PART_ROWS", "StageLayout"]
 PART_ROWS, LARGEST_TILE = 64, 128
 
 _LOG2_E = math.log2(math.e)
-_NO_STRIDES: Mapping[str, AnyStrides] = {}
 
 
 class StageLayout:
@@ -127,16 +126,14 @@ class StageLayout:
             values |= list_layout(problem, side, tile).strides
         return self.stage(operation, tile, blocks, maps, is_split=is_split, **values)
 
-    def dbias(self, tile: TileConfig) -> Stage:
-        """The kernel whose blocks own tiles of a broadcast bias."""
-        problem, strides = self.problem, self.strides["dbias"]
-        sequences, _, rows, keys = problem.score_shape
-        sharers = sharers_of(strides, sequences)
+    def dbias(self, tile: TileConfig, sharers: Sharers) -> Stage:
+        """The kernel whose blocks own tiles of a broadcast bias, which so many sequences share."""
+        _, _, rows, keys = self.problem.score_shape
         values = {"bias_rows": rows, "bias_columns": keys, "shared_sequences": sharers.num_shared}
         if "block_mask" in self.used_features:
-            values |= list_layout(problem, "queries", tile).strides
-        further = {"owned": sharers.owned, "shared": sharers.shared}
-        return self.stage("dbias", tile, tiles_of_bias(problem, self.strides, tile), further=further, **values)
+            values |= list_layout(self.problem, "queries", tile).strides
+        blocks = tiles_of_bias(self.problem, self.strides, tile)
+        return self.stage("dbias", tile, blocks, (), is_split=False, **values)
 
     def lists(self, tiles: Mapping[str, TileConfig]) -> tuple[list[Stage], list[Workspace]]:
         """The kernels that write the lists of a call's tiled kernels, given by their tiles, and the workspaces.
@@ -164,13 +161,9 @@ class StageLayout:
         maps: tuple[TensorLayout | None, ...] = (),
         *,
         is_split: bool = False,
-        further: Mapping[str, AnyStrides] = _NO_STRIDES,
         **values: int,
     ) -> Stage:
-        """A kernel with its grid.
-
-        `values` are the members of its record that depend on the grid, `further` its `Record.score_strides`.
-        """
+        """A kernel with its grid. `values` are the members of its record that depend on the grid."""
         problem, row = self.problem, OPERATIONS[operation]
         features = self.family.kernel_features(operation, self.used_features)
         # With a window, its right limit stands for the causal mask.
@@ -181,8 +174,9 @@ class StageLayout:
         functions = tuple(one for one in problem.settings.functions if one.program.role in features)
         head_dim, head_dim_v = self._head_dims(operation)
         arrays = {name: array for feature in features for name, array in FEATURES[feature].arrays.items()}
-        over_scores = {name: self.strides[name] for name, array in arrays.items() if array.axes is not None}
-        over_scores |= further
+        further = self.family.record(operation).score_strides if row.is_tiled else ()
+        names = (*(name for name, array in arrays.items() if array.axes is not None), *further)
+        over_scores = {name: self.strides[name] for name in names}
         batch_terms = max(map(num_terms, over_scores.values()), default=0)
         spec = KernelSpec(
             operation,

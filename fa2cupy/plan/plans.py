@@ -13,9 +13,8 @@ from ..families.records import EXCEPTIONS, SHARES
 from ..families.tile import TileConfig
 from ..jit.params import gradient_arrays
 from ..problem.attention import AttentionProblem
-from ..problem.block_mask import KEY_LISTS, QUERY_LISTS
 from ..problem.dtypes import ITEMSIZE
-from ..problem.strides import AnyStrides
+from ..problem.strides import AnyStrides, sharers_of
 from .decode import plan_few_queries
 from .layout import PART_ROWS, StageLayout
 from .stages import Plan, Stage, Workspace
@@ -167,9 +166,10 @@ def plan_backward(
     with_delta : bool, optional
         If True, the first stage computes delta; else the caller passes it.
     """
-    of_call = problem
     if choice.dbias is not None:
-        problem = problem.with_settings(replace(problem.settings, dbias=False))
+        of_tiled = problem.with_settings(replace(problem.settings, dbias=False))
+        plan = plan_backward(of_tiled, device, strides, replace(choice, dbias=None), with_delta=with_delta)
+        return _with_dbias(plan, problem, device, strides, choice.dbias)
     settings = problem.settings
     has_own_lse = "forward" in choice.tiles
     layout = StageLayout(_with_given_lse(problem) if has_own_lse else problem, device, choice.family, strides)
@@ -210,49 +210,42 @@ def plan_backward(
         stages.append(layout.stage("dsink", _tile_of("dsink"), problem.num_heads))
     stages += _clear_unused(layout, "clear_backward")
     lists, of_lists = layout.lists(choice.tiles)
-    stages += [*lists, *tiled]
-    workspaces += of_lists
-    if choice.dbias is not None:
-        if 0 in problem.score_shape:
-            cleared.append("dbias")
-        else:
-            own, of_own = _dbias(of_call, device, strides, choice.dbias, has_own_lse)
-            stages += own
-            names = {workspace.name for workspace in workspaces}
-            workspaces += [workspace for workspace in of_own if workspace.name not in names]
-    return _plan(stages, workspaces, cleared)
+    return _plan([*stages, *lists, *tiled], [*workspaces, *of_lists], cleared)
 
 
-def _dbias(
-    problem: AttentionProblem,
-    device: DeviceInfo,
-    strides: Mapping[str, AnyStrides],
-    choice: Choice,
-    has_own_lse: bool,
-) -> tuple[list[Stage], list[Workspace]]:
-    """The kernel that owns tiles of a broadcast bias, behind the stages that it needs, and their workspaces.
+def _with_dbias(
+    plan: Plan, problem: AttentionProblem, device: DeviceInfo, strides: Mapping[str, AnyStrides], choice: Choice
+) -> Plan:
+    """The plan of a backward with the kernel that owns tiles of a broadcast bias behind its stages.
 
     Parameters
     ----------
+    plan : Plan
+        That of the other gradients.
     problem, device, strides
     choice : Choice
         That of the kernel.
-    has_own_lse : bool
-        True if the call has computed lse again already.
     """
-    # It stores its sums like elements of a full dbias.
+    if 0 in problem.score_shape:
+        return replace(plan, cleared=(*plan.cleared, "dbias"))
+    # It stores its sums as other kernels store the elements of a full dbias.
     problem = problem.with_settings(replace(problem.settings, full_dbias=True, dscore_args=False))
+    sharers = sharers_of(strides["dbias"], problem.score_shape[0])
+    strides = {**strides, "owned": sharers.owned, "shared": sharers.shared}
+    tile, workspaces = choice.tiles["dbias"], {workspace.name: workspace for workspace in plan.workspaces}
     layout = StageLayout(problem, device, choice.family, strides)
-    stages, workspaces = layout.lists({"dbias": choice.tiles["dbias"]})
+    stages, of_lists = layout.lists({"dbias": tile})
     if "forward" in choice.tiles:
         again = StageLayout(_with_given_lse(problem), device, choice.family, strides)
         stages += _with_own_lse([again.tiled("forward", choice.tiles["forward"])])
-        workspaces.append(Workspace(_OWN_LSE, _statistics_bytes(problem)))
-    own_lse: dict[str, str | None] = {"lse": _OWN_LSE} if has_own_lse or "forward" in choice.tiles else {}
-    stages.append(replace(layout.dbias(choice.tiles["dbias"]), renamed=own_lse))
-    lists = {name: f"{name}_of_dbias" for name in (KEY_LISTS, QUERY_LISTS) if problem.settings.block_mask is not None}
-    workspaces = [replace(workspace, name=lists.get(workspace.name, workspace.name)) for workspace in workspaces]
-    return [replace(stage, renamed={**stage.renamed, **lists}) for stage in stages], workspaces
+        workspaces[_OWN_LSE] = Workspace(_OWN_LSE, _statistics_bytes(problem))
+    own_lse: dict[str, str | None] = {"lse": _OWN_LSE} if _OWN_LSE in workspaces else {}
+    stages.append(replace(layout.dbias(tile, sharers), renamed=own_lse))
+    own_lists = {workspace.name: f"{workspace.name}_of_dbias" for workspace in of_lists}
+    for workspace in of_lists:
+        workspaces[own_lists[workspace.name]] = replace(workspace, name=own_lists[workspace.name])
+    stages = [replace(stage, renamed={**stage.renamed, **own_lists}) for stage in stages]
+    return replace(plan, stages=(*plan.stages, *stages), workspaces=(*workspaces.values(),))
 
 
 def _cleared_dbias(problem: AttentionProblem) -> list[str]:

@@ -8,6 +8,7 @@ repeat others than the next one, so that no single stride leads from a sequence 
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -150,9 +151,10 @@ def sharers_of(strides: ScoreStrides, sequences: int) -> Sharers:
     numbers = strides[3:] if num_terms(strides) else (strides[0], 1)
     distances = {1: 0} | dict(zip(numbers[1::2], numbers[::2], strict=True))
     divisors = [*sorted(distances), sequences]
-    axes: dict[bool, list[tuple[int, int]]] = {True: [], False: []}  # lengths and divisors, by whether the array has them
+    # Lengths and divisors of the axes that the array has, and of the others.
+    axes: dict[bool, list[tuple[int, int]]] = {True: [], False: []}
     inner = 0
-    for divisor, behind in zip(divisors, divisors[1:], strict=False):
+    for divisor, behind in itertools.pairwise(divisors):
         length, stride = behind // divisor, distances[divisor] + inner
         axes[stride != 0].append((length, divisor))
         inner = length * stride

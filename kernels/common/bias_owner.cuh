@@ -84,29 +84,29 @@ class BiasOwner {
                 }
 #pragma unroll
                 for (int i = 0; i < Fragment::kRows; ++i) {
-                    Real sum = 0;
+                    Real of_row = 0;
 #pragma unroll
-                    for (int j = 0; j < Fragment::kCols; ++j) sum += sums[m](i, j);
-                    sum = row_sum<kLanes, kStep>(sum);
+                    for (int j = 0; j < Fragment::kCols; ++j) of_row += sums[m](i, j);
+                    of_row = row_sum<kLanes, kStep>(of_row);
                     const int32 row = Fragment::row(i, lane);
                     if (lane / kStep % kLanes == 0 && row < rows - own_row)
-                        store_rounded(own + row * strides.row, sum);
+                        store_rounded(own + row * strides.row, of_row);
                 }
             }
             return;
         }
-        __syncthreads();
+        __syncthreads();  // no warp reads operands any more
 #pragma unroll
         for (int j = 0; j < Fragment::kCols; ++j) {
-            Real sum = 0;
+            Real of_column = 0;
 #pragma unroll
             for (int m = 0; m < kM; ++m)
 #pragma unroll
-                for (int i = 0; i < Fragment::kRows; ++i) sum += sums[m](i, j);
-            sum = column_sum<kLanes, kStep>(sum);
-            if (lane % kStep == 0 && lane < kStep * kLanes) scratch[warp * kBc + Fragment::col(j, lane)] = sum;
+                for (int i = 0; i < Fragment::kRows; ++i) of_column += sums[m](i, j);
+            of_column = column_sum<kLanes, kStep>(of_column);
+            if (lane % kStep == 0 && lane < kStep * kLanes) scratch[warp * kBc + Fragment::col(j, lane)] = of_column;
         }
-        __syncthreads();
+        __syncthreads();  // the sums of all warps are there
         for (int32 key = threadIdx.x; key < kBc; key += blockDim.x) {
             Real sum = 0;
 #pragma unroll
@@ -114,7 +114,7 @@ class BiasOwner {
             if (!sums_keys && key < keys) store_rounded(first + key * strides.column, sum);
             scratch[key] = sum;
         }
-        __syncthreads();
+        __syncthreads();  // those of all keys are there
         if (!sums_keys || warp != 0) return;
         Real all = 0;
         for (int32 key = lane; key < kBc; key += 32) all += scratch[key];

@@ -28,7 +28,6 @@
 #include "sm80/hidden_rows.cuh"
 #include "sm80/key_ring.cuh"
 #include "sm80/multiply.cuh"
-#include "sm80/score_gradients.cuh"
 
 namespace fa2::sm80 {
 
@@ -91,8 +90,20 @@ struct BackwardDq {
         common::clear_skipped_dbias<Spec>(params, {where.batch, where.head, first_row + warp_row, 0, lane}, kWarpRows,
                                           tiles.begin * kBc, tiles.end * kBc);
 
+        // An lse of +inf makes P zero in rows past the end and in rows without a visible key.
+        const int64 first_stat = common::first_statistic<Spec>(params, where.batch, where.head);
         float lse[kM16][2], minus_delta[kM16][2];
-        load_statistics<Spec>(lse, minus_delta, params, where.batch, where.head, first_row + warp_row, lane);
+#pragma unroll
+        for (int m = 0; m < kM16; ++m)
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                const int32 row = first_row + warp_row + 16 * m + Scores::row(i, lane);
+                const bool valid = row < params.seqlen_q;
+                const float natural = valid ? params.lse[first_stat + row] : -common::infinity<float>();
+                const bool hidden = natural == -common::infinity<float>();  // delta may be NaN then
+                lse[m][i] = hidden ? -natural : common::in_base2(natural);
+                minus_delta[m][i] = hidden ? 0.0f : -params.delta[first_stat + row];
+            }
 
         const LaneAddress<QTile, MatrixOrder::kRowsFirst> q_address(smem + kQ, warp_row, lane);
         const LaneAddress<DoTile, MatrixOrder::kRowsFirst> do_address(smem + kDo, warp_row, lane);
@@ -113,12 +124,44 @@ struct BackwardDq {
             const LaneAddress<VTile, MatrixOrder::kChunksFirst> v_rows(slot + KTile::kBytes, 0, lane);
             const LaneAddress<KTile, MatrixOrder::kRowsFirst> k_columns(slot, 0, lane);
 
-            Scores weights[kM16], ds[kM16];
+            Scores p[kM16], ds[kM16];
+#pragma unroll
+            for (int m = 0; m < kM16; ++m) {
+                p[m].fill(0.0f);
+#pragma unroll
+                for (int n = 0; n < kBc / 8; ++n)
+#pragma unroll
+                    for (int e = 0; e < 4; ++e)
+                        ds[m].value[n][e] = common::kProductsFromDelta<Spec> ? minus_delta[m][e / 2] : 0.0f;
+            }
+            multiply<Element, kD / 16>(
+                p, [&](int m, int kk) { return ldmatrix_x4<false>(q_address.at(m, kk)); },
+                [&](int n, int kk) { return ldmatrix_x4<false>(k_rows.at(n, kk)); });
             common::SavedScores<Spec, Scores> saved[kM16];
-            const common::ScoreTile first_tile{where.batch, where.head, first_row + warp_row, tile * kBc, lane};
-            const bool masked = position >= tiles.full_end || (tiles.kLeftLimit && position < tiles.full_begin);
-            multiply_and_weigh<Spec, kD / 16, kDv / 16>(weights, ds, saved, q_address, do_address, k_rows, v_rows, lse,
-                                                        minus_delta, masked, params, first_tile);
+#pragma unroll
+            for (int m = 0; m < kM16; ++m) {
+                const common::ScoreTile score_tile{where.batch, where.head, first_row + warp_row + 16 * m, tile * kBc,
+                                                   lane};
+                saved[m].save(p[m]);
+                if constexpr (common::kTakesWeights<Spec>) {
+                    const bool masked = position >= tiles.full_end || (tiles.kLeftLimit && position < tiles.full_begin);
+                    common::Unused unused;
+                    common::take_weights<false, Spec>(p[m], unused, masked, params, score_tile,
+                                                      [&](int i, int) { return lse[m][i]; });
+                } else {
+#pragma unroll
+                    for (int n = 0; n < kBc / 8; ++n)
+#pragma unroll
+                        for (int e = 0; e < 4; ++e)
+                            p[m].value[n][e] =
+                                common::exponential<Spec>(p[m].value[n][e], params.scale_log2, lse[m][e / 2]);
+                    if (position >= tiles.full_end || (tiles.kLeftLimit && position < tiles.full_begin))
+                        common::hide_scores<false, Spec>(p[m], mask, params, score_tile, 0.0f);
+                }
+            }
+            multiply<Element, kDv / 16>(
+                ds, [&](int m, int kk) { return ldmatrix_x4<false>(do_address.at(m, kk)); },
+                [&](int n, int kk) { return ldmatrix_x4<false>(v_rows.at(n, kk)); });
 
             PackedFragment<Element, kBc / 8> packed[kM16];
 #pragma unroll
@@ -128,8 +171,9 @@ struct BackwardDq {
 #pragma unroll
                     for (int e = 0; e < 4; ++e)
                         ds[m].value[n][e] =
-                            common::weighted<Spec>(weights[m].value[n][e], ds[m].value[n][e], minus_delta[m][e / 2], params);
-                const common::ScoreTile score_tile = first_tile.shifted(16 * m, 0);
+                            common::weighted<Spec>(p[m].value[n][e], ds[m].value[n][e], minus_delta[m][e / 2], params);
+                const common::ScoreTile score_tile{where.batch, where.head, first_row + warp_row + 16 * m, tile * kBc,
+                                                   lane};
                 common::write_dbias<Spec>(ds[m], params, score_tile);
                 saved[m].take_derivative(ds[m], params, score_tile);
                 packed[m].set(ds[m]);

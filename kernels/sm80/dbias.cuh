@@ -17,7 +17,9 @@
 #pragma once
 #include "common/bias_owner.cuh"
 #include "common/params.cuh.j2"
-#include "sm80/score_gradients.cuh"
+#include "common/statistics.cuh"
+#include "common/weights.cuh"
+#include "sm80/multiply.cuh"
 
 namespace fa2::sm80 {
 
@@ -40,7 +42,7 @@ struct Dbias {
     static constexpr int kK = kDo + DoTile::kBytes;
     static constexpr int kV = kK + KTile::kBytes;
     static constexpr int kSlotBytes = kV + VTile::kBytes;
-    static_assert(kStages * kSlotBytes == Spec::kSharedBytes && kStages <= 2);
+    static_assert(kStages * kSlotBytes == Spec::kSharedBytes && kStages <= 2 && Spec::kBias);
     static_assert(Spec::kWarps * kBc * sizeof(float) <= kSlotBytes);
 
     using Scores = QuadFragment<kBc / 8>;
@@ -48,9 +50,6 @@ struct Dbias {
     // The statistics of a warp's rows.
     struct Rows {
         float lse[kM16][2], minus_delta[kM16][2];
-    };
-    struct Unsaved {
-        __device__ __forceinline__ void save(const Scores&) {}
     };
 
     __device__ static void run(const Params& params, char* dynamic_smem) {
@@ -67,13 +66,13 @@ struct Dbias {
             const common::BiasStep step = owner.step();
             const Rows rows = next;
             common::cp_async_wait_all();
-            __syncthreads();
+            __syncthreads();  // the tile is there, the other slot is free
             owner.advance();
             if (kStages > 1 && owner.has_step())
                 load(next, params, owner.step(), smem + (slot + 1) % kStages * kSlotBytes, warp_row, lane);
             add(sums, rows, params, step, smem + slot * kSlotBytes, warp_row, lane);
             if (kStages == 1 && owner.has_step()) {
-                __syncthreads();
+                __syncthreads();  // the slot is free
                 load(next, params, owner.step(), smem, warp_row, lane);
             }
         }
@@ -95,7 +94,19 @@ struct Dbias {
                                                    own.k_strides.row, first_key, own.seqlen_k, thread);
         load_tile_async<VTile, kThreads, kHeadDimV>(slot + kV, own.v + own.v_strides.offset(step.batch, 0, head_kv),
                                                     own.v_strides.row, first_key, own.seqlen_k, thread);
-        load_statistics<Spec>(rows.lse, rows.minus_delta, own, step.batch, step.head, first_row + warp_row, lane);
+        // An lse of +inf makes P zero in rows past the end and in rows without a visible key.
+        const int64 first_stat = common::first_statistic<Spec>(own, step.batch, step.head);
+#pragma unroll
+        for (int m = 0; m < kM16; ++m)
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                const int32 row = first_row + warp_row + 16 * m + Scores::row(i, lane);
+                const bool valid = row < own.seqlen_q;
+                const float natural = valid ? own.lse[first_stat + row] : -common::infinity<float>();
+                const bool hidden = natural == -common::infinity<float>();  // delta may be NaN then
+                rows.lse[m][i] = hidden ? -natural : common::in_base2(natural);
+                rows.minus_delta[m][i] = hidden ? 0.0f : -own.delta[first_stat + row];
+            }
     }
 
     // Adds dS of a tile of scores.
@@ -106,19 +117,38 @@ struct Dbias {
         const LaneAddress<DoTile, MatrixOrder::kRowsFirst> do_rows(slot + kDo, warp_row, lane);
         const LaneAddress<KTile, MatrixOrder::kChunksFirst> k_rows(slot + kK, 0, lane);
         const LaneAddress<VTile, MatrixOrder::kChunksFirst> v_rows(slot + kV, 0, lane);
-        Scores weights[kM16], dp[kM16];
-        Unsaved unsaved[kM16];
-        multiply_and_weigh<Spec, kD / 16, kDv / 16>(
-            weights, dp, unsaved, q_rows, do_rows, k_rows, v_rows, rows.lse, rows.minus_delta, step.masked, own,
-            {step.batch, step.head, {step.query_tile * kBr + warp_row, step.key_tile * kBc, lane}});
+        Scores p[kM16], dp[kM16];
+#pragma unroll
+        for (int m = 0; m < kM16; ++m) {
+            p[m].fill(0.0f);
+#pragma unroll
+            for (int n = 0; n < kBc / 8; ++n)
+#pragma unroll
+                for (int e = 0; e < 4; ++e)
+                    dp[m].value[n][e] = common::kProductsFromDelta<Spec> ? rows.minus_delta[m][e / 2] : 0.0f;
+        }
+        multiply<Element, kD / 16>(
+            p, [&](int m, int kk) { return ldmatrix_x4<false>(q_rows.at(m, kk)); },
+            [&](int n, int kk) { return ldmatrix_x4<false>(k_rows.at(n, kk)); });
+#pragma unroll
+        for (int m = 0; m < kM16; ++m) {
+            const common::ScoreTile score_tile{
+                step.batch, step.head, {step.query_tile * kBr + warp_row + 16 * m, step.key_tile * kBc, lane}};
+            common::Unused unused;
+            common::take_weights<false, Spec>(p[m], unused, step.masked, own, score_tile,
+                                              [&](int i, int) { return rows.lse[m][i]; });
+        }
+        multiply<Element, kDv / 16>(
+            dp, [&](int m, int kk) { return ldmatrix_x4<false>(do_rows.at(m, kk)); },
+            [&](int n, int kk) { return ldmatrix_x4<false>(v_rows.at(n, kk)); });
 #pragma unroll
         for (int m = 0; m < kM16; ++m)
 #pragma unroll
             for (int n = 0; n < kBc / 8; ++n)
 #pragma unroll
                 for (int e = 0; e < 4; ++e) {
-                    const float ds = common::weighted<Spec>(weights[m].value[n][e], dp[m].value[n][e],
-                                                            rows.minus_delta[m][e / 2], own);
+                    const float ds =
+                        common::weighted<Spec>(p[m].value[n][e], dp[m].value[n][e], rows.minus_delta[m][e / 2], own);
                     // Rows that see no key may have NaN in Q and dO.
                     if (rows.lse[m][e / 2] != common::infinity<float>()) sums[m].value[n][e] += ds;
                 }
