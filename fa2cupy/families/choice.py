@@ -128,8 +128,8 @@ def choose_with_copies(
             return Choice(family, {"decode": tile})
         choices: list[Choice] = []
         reasons: list[str] = []
-        is_summed = call == "backward" and problem.settings.sums_dbias
-        ways = _ways_of_dbias(family, problem, device, options) if is_summed else [(problem, None)]
+        is_asked = call == "backward" and problem.settings.dbias
+        ways = _ways_of_dbias(family, problem, device, options) if is_asked else [(problem, None)]
         for of_tiled, dbias in ways:
             found, why_not = _choices_of(family, call, of_tiled, device, strides, options, is_launched)
             choices += [replace(choice, dbias=dbias) for choice in found]
@@ -253,7 +253,9 @@ def _fallback(call: str, family: Family, problem: AttentionProblem, device: Devi
 def _ways_of_dbias(
     family: Family, problem: AttentionProblem, device: DeviceInfo, options: CallOptions
 ) -> list[tuple[AttentionProblem, Choice | None]]:
-    """The ways to sum a broadcast dbias: the problem of the family's tiled kernels, and the choice of ``dbias``."""
+    """The ways to make dbias: the problem of the family's tiled kernels, and the kernel ``dbias`` if there is one."""
+    if not problem.settings.sums_dbias:
+        return [(problem, None)]
     owner = next(one for one in FAMILIES if one.supports("dbias", problem.dtype, device, problem.features))
     is_estimated = family.costs is not None and family.costs.atomic_dbias > 0 and owner.costs is not None
     if not options.deterministic and not is_estimated:
@@ -308,10 +310,10 @@ def _fastest(
 
     def time(choice: Choice) -> float:
         of_tiled = backward_time(costs, problem, device, choice.tiles, choice.num_splits, blocks)
-        if not problem.settings.sums_dbias:
+        if not problem.settings.dbias:
             return of_tiled
         if choice.dbias is None:
-            return of_tiled + costs.atomic_dbias * scores_of(problem) / 1e6
+            return of_tiled + (costs.atomic_dbias * scores_of(problem) / 1e6 if problem.settings.sums_dbias else 0.0)
         tile = choice.dbias.tiles["dbias"]
         bias_tiles = tiles_of_bias(problem, strides, tile) if "dbias" in strides else device.multiprocessors
         return of_tiled + dbias_time(_costs(choice.dbias), problem, device, tile, bias_tiles)

@@ -17,6 +17,7 @@ __all__ = [
     "POINTER_RECORDS",
     "SCALES",
     "SCHEDULE",
+    "SHARERS",
     "SHARES",
     "SUMMED",
     "Record",
@@ -55,6 +56,8 @@ SHARES = "shares"
 PARTIALS, ARRIVALS = "partials", "arrivals"
 #: The matrices that a launch copies, and the arrays that it sums.
 COPIED, SUMMED = "copied", "summed"
+#: The maps of the kernel ``dbias`` from sequences of a bias to those of the scores (``problem/strides.py``).
+SHARERS = ("owned", "shared")
 #: The results that shares replace.
 _SHARED_RESULTS = ("o", "lse", "dk", "dv")
 
@@ -125,7 +128,7 @@ POINTER_RECORDS = {
         ("q", "k", "v", "dout"),
         SCALES,
         (*LENGTHS, "batch", "bias_rows", "bias_columns", "shared_sequences"),
-        score_strides=("owned", "shared"),
+        score_strides=SHARERS,
     ),
     # The cache is read, and new rows are written to it. `partials` are O and lse of blocks that share a tile of rows.
     "decode": Record(

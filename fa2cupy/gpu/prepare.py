@@ -108,7 +108,7 @@ def prepare(
     ordinal, device = _device_of(arguments, named)
     check_outputs(results, arrays[len(arguments.inputs) :])
     taken_by = functools.cache(functools.partial(_taken_by, arguments, named, request, keywords))
-    choice = choose_with_copies(call, problem, device, lambda family: taken_by(family)[:2], options)
+    choice = choose_with_copies(call, problem, device, lambda family: taken_by(family, False)[:2], options)
     taken = taken_by(choice.family, choice.dbias is not None)
     plan = _plan(call, named, taken, device, choice, options)
     given = [name for name in arguments.results if named[name] is not None and name not in taken.copied]
@@ -197,7 +197,7 @@ def _taken_by(
     request: Request,
     keywords: Mapping[str, Any],
     family: Family,
-    owns_dbias: bool = False,
+    owns_dbias: bool,
 ) -> _Taken:
     problem = request.problem
     alignment, padded = family.row_alignment, family.padded(problem)

@@ -10,6 +10,7 @@ from ..families.device import DeviceInfo
 from ..families.estimate import heads_in_cache
 from ..families.family import Family, Kernel
 from ..families.operations import OPERATIONS
+from ..families.records import SHARERS
 from ..families.tile import TileConfig
 from ..jit.params import TILE_COUNTER, param_layout
 from ..jit.spec import KernelSpec
@@ -174,8 +175,8 @@ class StageLayout:
         functions = tuple(one for one in problem.settings.functions if one.program.role in features)
         head_dim, head_dim_v = self._head_dims(operation)
         arrays = {name: array for feature in features for name, array in FEATURES[feature].arrays.items()}
-        further = self.family.record(operation).score_strides if row.is_tiled else ()
-        names = (*(name for name, array in arrays.items() if array.axes is not None), *further)
+        names = [name for name, array in arrays.items() if array.axes is not None]
+        names += SHARERS if operation == "dbias" else ()
         over_scores = {name: self.strides[name] for name in names}
         batch_terms = max(map(num_terms, over_scores.values()), default=0)
         spec = KernelSpec(

@@ -9,7 +9,7 @@ from dataclasses import replace
 from ..families.choice import Choice
 from ..families.device import DeviceInfo
 from ..families.operations import OPERATIONS
-from ..families.records import EXCEPTIONS, SHARES
+from ..families.records import EXCEPTIONS, SHARERS, SHARES
 from ..families.tile import TileConfig
 from ..jit.params import gradient_arrays
 from ..problem.attention import AttentionProblem
@@ -231,7 +231,7 @@ def _with_dbias(
     # It stores its sums as other kernels store the elements of a full dbias.
     problem = problem.with_settings(replace(problem.settings, full_dbias=True, dscore_args=False))
     sharers = sharers_of(strides["dbias"], problem.score_shape[0])
-    strides = {**strides, "owned": sharers.owned, "shared": sharers.shared}
+    strides = {**strides, **dict(zip(SHARERS, (sharers.owned, sharers.shared), strict=True))}
     tile, workspaces = choice.tiles["dbias"], {workspace.name: workspace for workspace in plan.workspaces}
     layout = StageLayout(problem, device, choice.family, strides)
     stages, of_lists = layout.lists({"dbias": tile})

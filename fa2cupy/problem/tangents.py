@@ -6,10 +6,10 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from ..errors import UnsupportedProblemError
 from .arguments import array_backend, check_array
 from .array_types import Array
 from .checks import Request, Result, check_backward, check_forward
+from .feature_checks import check_deterministic_tangents
 from .options import CallOptions
 
 __all__ = [
@@ -96,11 +96,8 @@ def check_double_backward(
 def _check_backward(arrays: Mapping[str, Any], options: CallOptions, keywords: Mapping[str, Any]) -> Request:
     """Checks the backward that a call differentiates."""
     request = check_backward(arrays, options, keywords)
-    if options.deterministic and request.problem.settings.sums_dbias:
-        raise UnsupportedProblemError(
-            f"return_dbias: for a bias that is broadcast, here {keywords['bias'].shape}, calls of second order sum it "
-            "atomically on GPUs; not with deterministic"
-        )
+    if options.deterministic:
+        check_deterministic_tangents(request.problem.settings, keywords)
     return request
 
 

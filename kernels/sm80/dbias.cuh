@@ -42,7 +42,7 @@ struct Dbias {
     static constexpr int kK = kDo + DoTile::kBytes;
     static constexpr int kV = kK + KTile::kBytes;
     static constexpr int kSlotBytes = kV + VTile::kBytes;
-    static_assert(kStages * kSlotBytes == Spec::kSharedBytes && kStages <= 2 && Spec::kBias);
+    static_assert(kStages * kSlotBytes == Spec::kSharedBytes && kStages <= 2 && common::kTakesWeights<Spec>);
     static_assert(Spec::kWarps * kBc * sizeof(float) <= kSlotBytes);
 
     using Scores = QuadFragment<kBc / 8>;
