@@ -29,7 +29,7 @@ pytestmark = pytest.mark.simulated
 CASES = {
     "simt": ("float32", 12, (21, 30), "sm_90", "simt", "simt", TileConfig(8, 8, 2)),
     "simt double": ("float64", 12, (21, 30), "sm_80", "simt", "simt", TileConfig(16, 8, 2)),
-    "sm80": ("float16", 24, (70, 90), "sm_80", "sm80", "sm80", TileConfig(32, 32, 2, 2)),
+    "sm80": ("float16", 24, (70, 90), "sm_80", "sm80", "sm80", TileConfig(32, 64, 2, 2)),
     "sm80 of one stage": ("bfloat16", 160, (70, 50), "sm_80", "sm80", "sm80", TileConfig(64, 16, 2)),
     "sm90": ("bfloat16", 64, (70, 90), "sm_90", "sm90", "sm80", TileConfig(32, 32, 2, 2)),
     "sm80_float64": ("float64", 16, (20, 40), "sm_80", "sm80", "simt", TileConfig(16, 16, 4)),
@@ -313,7 +313,7 @@ MUTANTS = {
         "sm80", "qk", {}, "params_.shared_strides.offset(sharer_, 0, 0, 0)", "0", "numbers",
     ),
     "tiles of the first sequence alone": (
-        "sm80", "bqk", {}, "params.owned_strides.offset(block, 0, 0, 0)", "0", "unwritten",
+        "sm80", "bqk", {}, "params.owned_strides.offset(block, 0, 0, 0)", "0", "blocks",
     ),
     "the first query tile alone": ("sm80", "k", {}, "if (++query_tile_ == queries_.end) {", "if (true) {", "numbers"),
     "key tiles that other blocks own": ("sm80", "qk", {}, "min_of(tiles_.end, keys_.end)", "tiles_.end", "numbers"),
@@ -327,10 +327,10 @@ MUTANTS = {
     "sums of one row of a warp": ("sm80", "k", {}, "of_column = column_sum<kLanes, kStep>(of_column);", "", "numbers"),
     "sums of one warp": ("sm80", "k", {}, "w < Spec::kWarps; ++w) sum +=", "w < 1; ++w) sum +=", "numbers"),
     "sums of a lane's keys": ("sm80", "", {}, "all = row_sum<32>(all);", "", "numbers"),
-    "scratch that other warps read": ("sm80", "k", {}, f"{BARRIER}  // no warp reads operands", "", "race"),
+    "scratch that other warps read": ("sm80", "bhk", {}, f"{BARRIER}  // no warp reads operands", "", "race"),
     "sums before those of all warps": ("sm80", "k", {}, f"{BARRIER}  // the sums of all warps are there", "", "race"),
     "a sum before those of all keys": ("sm80", "", {}, f"{BARRIER}  // those of all keys are there", "", "race"),
-    "a tile before its copies": ("sm80", "qk", {}, f"{BARRIER}  // the tile is there", "", "race"),
+    "a tile before its copies": ("sm80", "qk", {}, f"{BARRIER}  // the tile is there", "//", "race"),
     "the next tile into the slot in use": (
         "sm80", "qk", {}, "smem + (slot + 1) % kStages * kSlotBytes", "smem + slot * kSlotBytes", "race",
     ),

@@ -156,6 +156,7 @@ class Sm80(Family):
             TileRow(256, TileConfig(32, 32, 4)),
         ),
         "dbias": (
+            TileRow(64, TileConfig(64, 64, 4, 2, 3)),
             TileRow(64, TileConfig(64, 64, 4, 2, 2)),
             TileRow(64, TileConfig(64, 64, 4, 1, 2)),
             TileRow(128, TileConfig(64, 64, 4, 2)),
