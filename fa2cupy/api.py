@@ -342,9 +342,10 @@ def backward(
         Gradients in q's dtype. With fewer K/V heads than query heads, dk and dv are summed over the group in float32
         (float64 for float64 data).
     dbias, dsink : ndarray, shapes and dtypes of bias, sink
-        The requested ones. dbias is summed over broadcast axes in lse's dtype, on the GPU with atomics, which
-        `deterministic` refuses; without such axes it has the same bits from run to run. On the GPU, dbias implies
-        ``"two_pass"`` in all families but ``"simt"``.
+        The requested ones. dbias is summed over broadcast axes in lse's dtype: on the GPU with atomics, and with
+        `deterministic` by a further kernel, which computes the scores once more and sums in a fixed order. Without such
+        axes it has the same bits from run to run in any case. On the GPU, dbias implies ``"two_pass"`` in all families
+        but ``"simt"``.
     *dscore_args : ndarray, shapes and dtypes of the floating-point arrays in score_args
         If requested, one result for each of them, summed in lse's dtype (on NumPy in float64). On the GPU they are
         summed with atomics, which `deterministic` refuses, and imply ``"two_pass"`` in all families but ``"simt"``.
@@ -366,14 +367,15 @@ def backward(
     for float64); in ``single_pass`` of 16-bit data, and of float32 data on tensor cores, a float32 dq, with
     rows rounded up to whole tiles of up to 128 and head_dim to a multiple of 16; where blocks share tiles of 16-bit
     data, float32 copies of dk and dv, rounded up alike: one in ``single_pass``, and `num_splits` in ``two_pass``, by
-    default at most four, or sixteen where all of them take less than 64 MiB; for `return_dbias` of a broadcast bias the
-    sum of dbias in lse's dtype; and the copies that `forward` makes. A captured call allocates the same as memory of
-    its graph.
+    default at most four, or sixteen where all of them take less than 64 MiB; for `return_dbias` of a broadcast bias
+    without `deterministic` the sum of dbias in lse's dtype; and the copies that `forward` makes. A captured call
+    allocates the same as memory of its graph.
 
     Where CUDA cores compute gradients of float32 data that `forward` multiplies on tensor cores, they first compute lse
-    again, into a workspace: with ``method="single_pass"`` where only ``"two_pass"`` has kernels for tensor cores, and
-    for K/V heads that run on CUDA cores in the forward, or only in the backward because of the values of do. An lse of
-    more keys than k has, such as that of `merge`, is taken as it is.
+    again, into a workspace: with ``method="single_pass"`` where only ``"two_pass"`` has kernels for tensor cores; for
+    dbias of a broadcast bias with `deterministic`; and for K/V heads that run on CUDA cores in the forward, or only in
+    the backward because of the values of do. An lse of more keys than k has, such as that of `merge`, is taken as it
+    is.
 
     ``two_pass`` has the same bits from run to run, and so has NumPy. ``single_pass`` on the GPU has not, because the
     order of its atomic additions varies: on tensor cores, in dq, which is added up in a workspace of its size,

@@ -201,6 +201,13 @@ def selected_specs() -> tuple[KernelSpec, ...]:
         *itertools.product(map(DeviceInfo.named, ("sm_80", "sm_86")), ("bfloat16",), (64, 128, 256), (False, True)),
     )
     specs.update(dict.fromkeys(itertools.chain(*itertools.starmap(second_order_specs, of_second_order))))
+    # The kernel that owns tiles of a broadcast bias.
+    for arch, dtype, head_dim in itertools.product(
+        ("sm_80", "sm_86", "sm_90"), ("float16", "float32", "float64"), (32, 64, 128, 256)
+    ):
+        call = (DeviceInfo.named(arch), dtype, head_dim, True, "two_pass")
+        found = default_specs(*call, features=("bias", "return_dbias"))
+        specs.update(dict.fromkeys(spec for spec in found if spec.operation == "dbias"))
     specs.update(dict.fromkeys(specs_of_ranks("sm_90", DTYPES)))
     for archs, dtypes, family, head_dims in EVERY_TILE:
         for arch, dtype in itertools.product(archs, dtypes):

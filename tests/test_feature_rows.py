@@ -47,7 +47,7 @@ OTHERS = {
     },
     "wide_bias": {"families/kept_bias", "jit/params"},
     "dbias": {*_RESULTS, "cpu/sums", "numerics/second_order", "distributed/", "numerics/comparison"},
-    "full_dbias": _RESULTS,
+    "full_dbias": _RESULTS - {"gpu/"},
     "dscore_args": {*_RESULTS, "numerics/comparison"},
     "bias_tangent": {*_OF_TANGENTS, "jit/params"},
     "sink_tangent": _OF_TANGENTS,

@@ -22,7 +22,7 @@ from support.feature_cases import accumulator, booleans, numbers, options_of
 from support.simulator import simulated_gpu
 from support.strided_arrays import gapped, reversed_columns, shifted
 
-from fa2cupy import TileConfig, UnsupportedProblemError, reference
+from fa2cupy import TileConfig, reference
 from fa2cupy.families.operations import TILED
 from fa2cupy.gpu import signatures
 from fa2cupy.problem import (
@@ -947,13 +947,3 @@ class TestGradients:
             expected.check(**dict(zip(names, results, strict=True)))
             with pytest.raises(ValueError, match=r"^out \(dbias\): overlaps bias"):
                 backward(q, k, v, o, lse, do, family="sm80", out=(None, None, None, bias, None), **more, **options)
-
-    @pytest.mark.matrix
-    def test_a_sum_in_any_order_is_not_deterministic(self, monkeypatch):
-        with simulated_gpu(monkeypatch):
-            q, k, v, do = (place(x) for x in make_inputs("float32", **self.INPUTS))
-            own = {"config": TileConfig(8, 8, 2), "return_dbias": True, "deterministic": True}
-            o, lse = forward(q, k, v, config=TileConfig(8, 8, 2))
-            with pytest.raises(UnsupportedProblemError, match="^return_dbias: for a bias that is broadcast"):
-                backward(q, k, v, o, lse, do, bias=place(numbers((30,), "float32")), **own)
-            backward(q, k, v, o, lse, do, bias=place(numbers((1, 2, 20, 30), "float32")), **own)

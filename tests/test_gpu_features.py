@@ -41,20 +41,20 @@ def draw(dtype: str, lengths: tuple, head_dim: int, **sizes) -> tuple:
 
 
 def check(inputs: tuple, families: list[str | None], *, dlse=None, **options) -> None:
-    """Checks forward and both methods of each family, written into NaN-filled arrays."""
+    """Checks forward and both methods of each family, written into NaN-filled arrays; dbias in a fixed order, too."""
     q, k, v, do = inputs
     expected = Expectation(q, k, v, do, dlse=dlse, **options)
     more = extras(options)
     names = ("dq", "dk", "dv", *(name.removeprefix("return_") for name in more))
+    ways = [{"method": method} for method in METHODS] + [{"deterministic": True}] * ("return_dbias" in more)
     for family in families:
         o, lse = fa2cupy.forward(q, k, v, **options, out=expected.unwritten("o", "lse"), family=family)
         expected.check(spec=family, o=o, lse=lse)
-        for method in METHODS:
+        for way in ways:
             gradients = fa2cupy.backward(
-                q, k, v, o, lse, do, dlse=dlse, method=method, family=family, out=expected.unwritten(*names),
-                **more, **options,
-            )  # fmt: skip
-            expected.check(spec=(method, family), **dict(zip(names, gradients, strict=True)))
+                q, k, v, o, lse, do, dlse=dlse, family=family, out=expected.unwritten(*names), **way, **more, **options
+            )
+            expected.check(spec=(way, family), **dict(zip(names, gradients, strict=True)))
 
 
 @pytest.mark.parametrize("name", ROWS)

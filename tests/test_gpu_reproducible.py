@@ -7,7 +7,7 @@ import pytest
 import fa2cupy
 from fa2cupy.families.device import DeviceInfo
 from fa2cupy.families.registry import family_of_kernel
-from fa2cupy.testing import make_inputs
+from fa2cupy.testing import Expectation, make_inputs
 
 cp = pytest.importorskip("cupy")
 pytestmark = pytest.mark.gpu
@@ -134,14 +134,23 @@ def test_gradients_of_a_sink_and_of_a_full_bias():
         assert bits(fa2cupy.backward(q, k, v, o, lse, do, **how)) == first
 
 
-@pytest.mark.parametrize("keyword", ("bias", "score_args"))
-def test_deterministic_refuses_what_atomics_add_up(keyword):
+@pytest.mark.parametrize("dtype", ("float16", "bfloat16", "float32", "float64"))
+@pytest.mark.parametrize("shape", ((4, 600, 900), (7, 1, 600, 900), (4, 1, 900), (4, 600, 1), (1,)), ids=str)
+def test_gradients_of_a_broadcast_bias(dtype, shape):
+    q, k, v, do = draw(dtype, 7)
+    bias = cp.random.default_rng(0).standard_normal(shape, "float32").astype(q.dtype)
+    o, lse = fa2cupy.forward(q, k, v, bias=bias)
+    how = {"bias": bias, "return_dbias": True, **DETERMINISTIC}
+    first = fa2cupy.backward(q, k, v, o, lse, do, **how)
+    Expectation(q, k, v, do, bias=bias).check(dbias=first[3])
+    for _ in range(RUNS):
+        assert bits(fa2cupy.backward(q, k, v, o, lse, do, **how)) == bits(first)
+
+
+def test_deterministic_refuses_what_atomics_add_up():
     q, k, v, do = draw("float16", 2)
     table = cp.zeros((4, 1, 900), "float16")
-    own = {"bias": table} if keyword == "bias" else {
-        "score_mod": lambda s, b, h, i, j, x: s + x[h, 0, j], "score_args": (table,)
-    }  # fmt: skip
+    own = {"score_mod": lambda s, b, h, i, j, x: s + x[h, 0, j], "score_args": (table,)}
     o, lse = fa2cupy.forward(q, k, v, **own)
-    switch = {"return_dbias": True} if keyword == "bias" else {"return_dscore_args": True}
     with pytest.raises(fa2cupy.UnsupportedProblemError, match="not with deterministic"):
-        fa2cupy.backward(q, k, v, o, lse, do, **switch, **DETERMINISTIC, **own)
+        fa2cupy.backward(q, k, v, o, lse, do, return_dscore_args=True, **DETERMINISTIC, **own)

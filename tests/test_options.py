@@ -10,7 +10,7 @@ import pytest
 from support.feature_cases import METHODS, inputs_of, numbers, run
 
 import fa2cupy
-from fa2cupy import UnsupportedProblemError, api, closure
+from fa2cupy import api, closure
 from fa2cupy.cpu import calls as cpu
 from fa2cupy.problem.options import CallOptions, call_options
 from fa2cupy.testing import make_inputs
@@ -203,13 +203,14 @@ def gradients(dtype: str, shape: tuple[int, ...], sizes: dict = SIZES, **options
 
 @pytest.mark.parametrize("family", ("simt", "sm80", "sm90"))
 @pytest.mark.parametrize("shape", BROADCAST, ids=str)
-def test_a_gradient_that_is_summed_is_refused_where_it_must_not_vary(launched, family, shape):
+def test_a_gradient_that_is_summed_has_a_kernel_of_its_own_where_it_must_not_vary(launched, family, shape):
     dtype = "float32" if family == "simt" else "float16"
-    with pytest.raises(UnsupportedProblemError, match="^return_dbias: for a bias that is broadcast"):
-        gradients(dtype, shape, family=family, deterministic=True)
-    assert not launched
+    assert gradients(dtype, shape, family=family, deterministic=True)[3].shape == shape
+    assert launched[-1].spec.operation == "dbias"
+    assert not any("dbias" in stage.spec.features for stage in launched[:-1])
+    launched.clear()
     assert gradients(dtype, shape, family=family)[3].shape == shape
-    assert launched
+    assert not any(stage.spec.operation == "dbias" for stage in launched)
 
 
 @pytest.mark.parametrize("family", ("simt", "sm80", "sm90"))
@@ -230,9 +231,10 @@ def test_of_packed_sequences_each_has_a_gradient_of_its_own(launched):
     longest = {"max_seqlen_q": 3, "max_seqlen_k": 5}
     sizes = SIZES | {"batch": 1}
     gradients("float16", (2, 4, 3, 5), sizes, **offsets, **longest, deterministic=True)
+    assert not any(stage.spec.operation == "dbias" for stage in launched)
     for shape in ((1, 4, 3, 5), (2, 4, 1, 5), (2, 4, 3, 1), (4, 3, 5)):
-        with pytest.raises(UnsupportedProblemError, match="^return_dbias: for a bias that is broadcast"):
-            gradients("float16", shape, sizes, **offsets, **longest, deterministic=True)
+        gradients("float16", shape, sizes, **offsets, **longest, deterministic=True)
+        assert launched[-1].spec.operation == "dbias"
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -177,7 +177,7 @@ STAGES = {
     },
     "sm80": {
         "forward": (1, 4), "backward": (1, 2), "backward_dq": (1, 4), "backward_dkdv": (1, 2), "decode": (2, 8),
-        "jvp": (1, 4), "output_jvp": (1, 4), "dq_jvp": (1, 4), "dkdv_jvp": (1, 2),
+        "jvp": (1, 4), "output_jvp": (1, 4), "dq_jvp": (1, 4), "dkdv_jvp": (1, 2), "dbias": (1, 2),
     },
     "sm90_float32": {"forward": (1, 4), "backward": (1, 4), "backward_dq": (1, 4), "backward_dkdv": (1, 4)},
     "sm80_float32": {"forward": (1, 1), "backward_dq": (1, 2), "backward_dkdv": (1, 2)},
@@ -187,7 +187,7 @@ STAGES = {
     },
     "simt": {
         "forward": (1, 1), "backward": (1, 1), "backward_dq": (1, 1), "backward_dkdv": (1, 1), "decode": (2, 8),
-        "jvp": (1, 1), "output_jvp": (1, 1), "dq_jvp": (1, 1), "dkdv_jvp": (1, 1),
+        "jvp": (1, 1), "output_jvp": (1, 1), "dq_jvp": (1, 1), "dkdv_jvp": (1, 1), "dbias": (1, 1),
     },
 }  # fmt: skip
 

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from ..errors import UnsupportedProblemError
 from ..problem.attention import AttentionProblem
 from ..problem.options import MAX_SPLITS, CallOptions, requested_method
-from ..problem.strides import AnyStrides
+from ..problem.strides import AnyStrides, num_terms, sharers_of
 from .device import ARCHITECTURES, DeviceInfo
-from .estimate import Costs, backward_time, forward_splits, split_candidates
+from .estimate import Costs, backward_time, dbias_time, forward_splits, scores_of, split_candidates
 from .family import Family, Kernel
 from .kept_bias import kept_bias
 from .operations import METHODS, OPERATIONS, SEVERAL
@@ -19,7 +20,7 @@ from .simt import SIMT
 from .tile import TileConfig
 from .tile_choice import choose_tile, decode_tile, default_tile, why_not_map
 
-__all__ = ["Choice", "check_on_any_gpu", "choose", "choose_with_copies"]
+__all__ = ["Choice", "check_on_any_gpu", "choose", "choose_with_copies", "tiles_of_bias"]
 
 _DEFAULTS = CallOptions()
 
@@ -46,6 +47,9 @@ class Choice:
         The kernels of the heads for which those of `family` would not be accurate enough; None computes all heads.
     kept_keys : int
         The most keys whose bias the blocks of a forward keep; 0 if they keep none.
+    dbias : Choice or None
+        The kernel that owns tiles of a broadcast bias, and one of lse in its own arithmetic where it needs that. None
+        if the tiled kernels add dbias atomically, or if there is no such dbias.
     """
 
     family: Family
@@ -54,6 +58,7 @@ class Choice:
     num_splits: Mapping[str, int] = field(default_factory=dict)
     fallback: Choice | None = None
     kept_keys: int = 0
+    dbias: Choice | None = None
 
 
 def choose(
@@ -125,9 +130,16 @@ def choose_with_copies(
         if call == "decode":
             tile = decode_tile(family, problem, device, for_any_batch=options.num_splits is not None)
             return Choice(family, {"decode": tile})
-        choices, reasons = _choices_of(family, call, problem, device, strides, options, is_launched)
+        choices: list[Choice] = []
+        reasons: list[str] = []
+        is_asked = call == "backward" and problem.settings.dbias
+        ways = _ways_of_dbias(family, problem, device, options) if is_asked else [(problem, None)]
+        for of_tiled, dbias in ways:
+            found, why_not = _choices_of(family, call, of_tiled, device, strides, options, is_launched)
+            choices += [replace(choice, dbias=dbias) for choice in found]
+            reasons += why_not
         if choices:
-            return _fastest(choices, problem, device)
+            return _fastest(choices, problem, device, strides)
         refusals += [f"family {family.public_name!r} {reason}" for reason in dict.fromkeys(reasons)]
     refusal = "; ".join(refusals)
     raise UnsupportedProblemError(f"{'num_splits: ' if 'num_splits' in refusal else ''}{refusal}")
@@ -247,6 +259,23 @@ def _fallback(call: str, family: Family, problem: AttentionProblem, device: Devi
     return Choice(SIMT, {name: choose_tile(name, SIMT, problem, device) for name in operations}, method)
 
 
+def _ways_of_dbias(
+    family: Family, problem: AttentionProblem, device: DeviceInfo, options: CallOptions
+) -> list[tuple[AttentionProblem, Choice | None]]:
+    """The ways to make dbias: the problem of the family's tiled kernels, and the kernel ``dbias`` if there is one."""
+    if not problem.settings.sums_dbias:
+        return [(problem, None)]
+    owner = next(one for one in FAMILIES if one.supports("dbias", problem.dtype, device, problem.features))
+    is_estimated = family.costs is not None and family.costs.atomic_dbias > 0 and owner.costs is not None
+    if not options.deterministic and not is_estimated:
+        return [(problem, None)]
+    tiles = {"dbias": choose_tile("dbias", owner, problem, device)}
+    if family.multiplies_parts:
+        tiles = {"forward": choose_tile("forward", owner, problem, device), **tiles}
+    owned = problem.with_settings(replace(problem.settings, dbias=False)), Choice(owner, tiles)
+    return [owned] if options.deterministic else [(problem, None), owned]
+
+
 def _needs_own_lse(
     family: Family,
     problem: AttentionProblem,
@@ -277,7 +306,9 @@ def _splits(choice: Choice, problem: AttentionProblem, device: DeviceInfo, optio
     return [replace(choice, num_splits={operation: n} if n > 1 else {}) for n in numbers]
 
 
-def _fastest(choices: Sequence[Choice], problem: AttentionProblem, device: DeviceInfo) -> Choice:
+def _fastest(
+    choices: Sequence[Choice], problem: AttentionProblem, device: DeviceInfo, strides: Mapping[str, AnyStrides]
+) -> Choice:
     """The choice with the shortest estimated time; without costs the first."""
     family = choices[0].family
     if len(choices) == 1 or family.costs is None:
@@ -285,9 +316,28 @@ def _fastest(choices: Sequence[Choice], problem: AttentionProblem, device: Devic
     costs = family.costs
     tiles = {name: tile for choice in choices for name, tile in choice.tiles.items() if name in costs.clusters}
     blocks = {name: family.blocks_of_tile(Kernel.of(name, problem), tile) for name, tile in tiles.items()}
-    return min(
-        choices, key=lambda choice: backward_time(costs, problem, device, choice.tiles, choice.num_splits, blocks)
-    )
+
+    def time(choice: Choice) -> float:
+        of_tiled = backward_time(costs, problem, device, choice.tiles, choice.num_splits, blocks)
+        if not problem.settings.dbias:
+            return of_tiled
+        if choice.dbias is None:
+            return of_tiled + (costs.atomic_dbias * scores_of(problem) / 1e6 if problem.settings.sums_dbias else 0.0)
+        tile = choice.dbias.tiles["dbias"]
+        bias_tiles = tiles_of_bias(problem, strides, tile) if "dbias" in strides else device.multiprocessors
+        return of_tiled + dbias_time(_costs(choice.dbias), problem, device, tile, bias_tiles)
+
+    return min(choices, key=time)
+
+
+def tiles_of_bias(problem: AttentionProblem, strides: Mapping[str, AnyStrides], tile: TileConfig) -> int:
+    """The tiles of a bias that blocks own, by the strides of dbias."""
+    of_bias = strides["dbias"]
+    sequences, heads, rows, keys = problem.score_shape
+    lengths = heads, -(-rows // tile.b_r), -(-keys // tile.b_c)
+    within = of_bias[:3] if num_terms(of_bias) else of_bias[1:]
+    own = (length for stride, length in zip(within, lengths, strict=True) if stride)
+    return sharers_of(of_bias, sequences).num_owned * math.prod(own)
 
 
 def _costs(choice: Choice) -> Costs:

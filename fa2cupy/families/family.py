@@ -239,7 +239,7 @@ class Family(ABC):
         """The parameter record of a kernel, without the members that features add."""
 
     def owns(self, operation: str) -> str | None:
-        """The tiles that the blocks of a kernel own: ``"queries"``, ``"keys"``, or None if it computes no scores."""
+        """The tiles that the blocks of a kernel own, as `Operation.owns`, or None if it computes no scores."""
         return self.backward_owns if operation == "backward" else OPERATIONS[operation].owns
 
     def kernel_features(self, operation: str, used: Mapping[str, object]) -> tuple[str, ...]:

@@ -24,7 +24,8 @@ class Operation:
         Rows of `fa2cupy.problem.features.FEATURES` that change it. ``"cu_seqlens"`` marks kernels that support packed
         sequences.
     owns : str or None
-        The tiles that the blocks of a tiled operation own: ``"queries"`` or ``"keys"``; None if the families differ.
+        The tiles that the blocks of a tiled operation own: ``"queries"``, ``"keys"``, or ``"pairs"`` for tiles of a
+        bias; None if the families differ.
     num_warps : int or None
         Warps of a block; None for a tiled operation, whose tile says it.
     is_common : bool
@@ -87,6 +88,8 @@ OPERATIONS = _Operations(
         Operation("backward", (*_OF_SCORES, *_OF_DBIAS)),
         Operation("backward_dq", (*_OF_SCORES, *_OF_DBIAS), owns="queries"),
         Operation("backward_dkdv", _OF_SCORES, owns="keys"),
+        # The gradient of a broadcast bias, where the others do not add it atomically.
+        Operation("dbias", (*_OF_SCORES, "dbias", "full_dbias"), owns="pairs", has_config=False),
         # The tangents of the forward's results: with these results, and where they are given.
         Operation("jvp", (*_OF_SCORES, "sink", *_TANGENTS), owns="queries", has_config=False, is_second_order=True),
         Operation(

@@ -17,6 +17,7 @@ __all__ = [
     "POINTER_RECORDS",
     "SCALES",
     "SCHEDULE",
+    "SHARERS",
     "SHARES",
     "SUMMED",
     "Record",
@@ -37,6 +38,8 @@ class Record(NamedTuple):
         Names of floating-point and integer members.
     sizes : tuple of str
         Names of integer members of 64 bits.
+    score_strides : tuple of str
+        Further maps from indices of scores to offsets, beside those of the features' arrays.
     """
 
     pointers: str
@@ -44,6 +47,7 @@ class Record(NamedTuple):
     reals: tuple[str, ...] = ()
     ints: tuple[str, ...] = ()
     sizes: tuple[str, ...] = ()
+    score_strides: tuple[str, ...] = ()
 
 
 #: The workspace of a split kernel. Every block leaves its share of a tile's results there.
@@ -52,6 +56,8 @@ SHARES = "shares"
 PARTIALS, ARRIVALS = "partials", "arrivals"
 #: The matrices that a launch copies, and the arrays that it sums.
 COPIED, SUMMED = "copied", "summed"
+#: The maps of the kernel ``dbias`` from sequences of a bias to those of the scores (``problem/strides.py``).
+SHARERS = ("owned", "shared")
 #: The results that shares replace.
 _SHARED_RESULTS = ("o", "lse", "dk", "dv")
 
@@ -116,6 +122,14 @@ POINTER_RECORDS = {
     "backward": _of_gradients("dq:output dk:output dv:output", "dq", "dk", "dv"),
     "backward_dq": _of_gradients("dq:output", "dq"),
     "backward_dkdv": _of_gradients("dk:output dv:output", "dk", "dv"),
+    # The blocks own tiles of the bias, of so many rows and columns, which so many sequences share.
+    "dbias": Record(
+        _BACKWARD_INPUTS,
+        ("q", "k", "v", "dout"),
+        SCALES,
+        (*LENGTHS, "batch", "bias_rows", "bias_columns", "shared_sequences"),
+        score_strides=SHARERS,
+    ),
     # The cache is read, and new rows are written to it. `partials` are O and lse of blocks that share a tile of rows.
     "decode": Record(
         f"q:input k_cache:in_place v_cache:in_place cache_seqlens:input_int k:input v:input block_table:input_int "

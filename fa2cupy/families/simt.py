@@ -21,6 +21,7 @@ _OWN_AND_OTHER = {
     "backward": ("b_r", "b_c"),
     "backward_dq": ("b_r", "b_c"),
     "backward_dkdv": ("b_c", "b_r"),
+    "dbias": ("b_r", "b_c"),
     "decode": ("b_r", "b_c"),
     "jvp": ("b_r", "b_c"),
     "output_jvp": ("b_r", "b_c"),
@@ -35,7 +36,7 @@ class Simt(Family):
     """Kernels without tensor cores, whose blocks own query tiles in ``backward`` and add to dK and dV atomically."""
 
     name = "simt"
-    operations = (*Family.operations, "decode", *_MOVED)
+    operations = (*Family.operations, "dbias", "decode", *_MOVED)
     dtypes = ("float32", "float64")
     min_compute_capability = 60
     row_alignment = 1
@@ -159,6 +160,23 @@ class Simt(Family):
             TileRow(256, TileConfig(8, 8, 2), dtypes=_DOUBLE),
             TileRow(256, TileConfig(8, 4, 1), dtypes=_DOUBLE),
         ),
+        "dbias": (
+            TileRow(64, TileConfig(64, 64, 4, 1, 2), dtypes=_FLOAT),
+            TileRow(64, TileConfig(64, 32, 4, 1, 2), dtypes=_FLOAT),
+            TileRow(64, TileConfig(32, 32, 4), dtypes=_FLOAT),
+            TileRow(128, TileConfig(64, 32, 4, 1, 2), dtypes=_FLOAT),
+            TileRow(128, TileConfig(64, 32, 4), dtypes=_FLOAT),
+            TileRow(128, TileConfig(16, 16, 4), dtypes=_FLOAT),
+            TileRow(256, TileConfig(64, 32, 4), dtypes=_FLOAT),
+            TileRow(256, TileConfig(32, 16, 4), dtypes=_FLOAT),
+            TileRow(256, TileConfig(8, 8, 2), dtypes=_FLOAT),
+            TileRow(64, TileConfig(64, 32, 4), dtypes=_DOUBLE),
+            TileRow(64, TileConfig(16, 16, 4), dtypes=_DOUBLE),
+            TileRow(128, TileConfig(32, 32, 4), dtypes=_DOUBLE),
+            TileRow(128, TileConfig(8, 8, 2), dtypes=_DOUBLE),
+            TileRow(256, TileConfig(16, 16, 4), dtypes=_DOUBLE),
+            TileRow(256, TileConfig(4, 8, 1), dtypes=_DOUBLE),
+        ),
         **dict.fromkeys(
             ("jvp", "output_jvp"),
             (
@@ -233,7 +251,7 @@ class Simt(Family):
         if operation == "decode":
             rows = 2 * own * row + tile.num_stages * other * (row + row_v)
             return rows + tile.num_warps * own * (16 + 8 + 1) * element
-        posted = own * (other + 8 + other % 16) * element
+        posted = 0 if operation == "dbias" else own * (other + 8 + other % 16) * element
         moved, twice = (_MOVED[operation], 2) if operation in _MOVED else (operation, 1)
         own_v = 0 if moved == "forward" else own
         statistics = 2 * other * element if moved == "backward_dkdv" else 0
@@ -257,9 +275,10 @@ class Simt(Family):
             return f"num_stages={tile.num_stages}: the simt family has one stage"
         of_keys = head_dim + head_dim_v
         columns = {"forward": head_dim_v, "jvp": 2 * head_dim_v, "output_jvp": head_dim_v}
-        columns |= {"backward_dkdv": of_keys, "dkdv_jvp": of_keys}
-        # S, or S and dP, and tangents; in float32, the sums over fewer columns as well.
+        columns |= {"backward_dkdv": of_keys, "dkdv_jvp": of_keys, "dbias": 0}
+        # S, or S and dP, and tangents or sums of dS; in float32, the sums over fewer columns as well.
         fragments = (1 if _MOVED.get(operation, operation) == "forward" else 2) * (2 if operation in _MOVED else 1)
+        fragments += operation == "dbias"
         scores = other // 8 * (fragments + (dtype == "float32"))
         of_row = columns.get(operation, head_dim) // 8 + scores
         return register_shortage(own // step * of_row * ITEMSIZE[dtype] // 4, 24, tile)

@@ -42,7 +42,7 @@ class Sm80(Family):
     """Kernels of ``mma.sync``, ``ldmatrix`` and ``cp.async``, whose blocks own key tiles in ``backward``."""
 
     name = "sm80"
-    operations = (*Family.operations, "decode", "jvp", "output_jvp", "dq_jvp", "dkdv_jvp")
+    operations = (*Family.operations, "dbias", "decode", "jvp", "output_jvp", "dq_jvp", "dkdv_jvp")
     dtypes = ("float16", "bfloat16")
     min_compute_capability = 80
     row_alignment = 16
@@ -155,6 +155,15 @@ class Sm80(Family):
             TileRow(256, TileConfig(32, 64, 8)),
             TileRow(256, TileConfig(32, 32, 4)),
         ),
+        "dbias": (
+            TileRow(64, TileConfig(64, 64, 4, 2, 3)),
+            TileRow(64, TileConfig(64, 64, 4, 2, 2)),
+            TileRow(64, TileConfig(64, 64, 4, 1, 2)),
+            TileRow(128, TileConfig(64, 64, 4, 2)),
+            TileRow(128, TileConfig(64, 64, 4)),
+            TileRow(256, TileConfig(64, 64, 4)),
+            TileRow(256, TileConfig(32, 32, 2)),
+        ),
     }
 
     def record(self, operation: str) -> Record:
@@ -179,6 +188,8 @@ class Sm80(Family):
             return 2 * (b_r * both + tile.num_stages * b_c * both)
         if operation == "backward_dq":
             return b_r * both + tile.num_stages * b_c * both
+        if operation == "dbias":
+            return tile.num_stages * (b_r + b_c) * both
         if operation == "decode":
             keys = b_c // tile.num_warps
             slot = max(keys * both, 2 * 16 * row_v)  # K and V, or 16 rows of O
@@ -196,6 +207,8 @@ class Sm80(Family):
             return _why_no_jvp(tile, head_dim_v, with_output=operation == "jvp")
         if operation in ("backward_dq", "dq_jvp"):
             return _why_no_query_rows(tile, head_dim, 2 if operation == "backward_dq" else 4)
+        if operation == "dbias":
+            return _why_no_query_rows(tile, 0, 3, most_stages=2)
         if operation == "decode":
             keys = tile.b_c // tile.num_warps
             why_not = why_no_decode(tile, (16, 32), (16, 32))
@@ -227,14 +240,14 @@ def _why_no_jvp(tile: TileConfig, head_dim_v: int, *, with_output: bool) -> str 
     return _why_no_query_rows(replace(tile, num_warps=tile.num_warps // parts), columns, 2)
 
 
-def _why_no_query_rows(tile: TileConfig, columns: int, score_fragments: int) -> str | None:
+def _why_no_query_rows(tile: TileConfig, columns: int, score_fragments: int, *, most_stages: int = 4) -> str | None:
     """The reason why kernels whose warps own rows of O or dQ cannot have this tile, or None if they can."""
     if tile.b_c % 16:
         return f"b_c={tile.b_c} is not a multiple of 16"
     if tile.b_r % (16 * tile.num_warps) or tile.b_r // tile.num_warps not in (16, 32, 64):
         return f"b_r={tile.b_r} does not give each of {tile.num_warps} warps 16, 32 or 64 rows"
-    if tile.num_stages > 4:
-        return f"num_stages={tile.num_stages} is more than 4"
+    if tile.num_stages > most_stages:
+        return f"num_stages={tile.num_stages} is more than {most_stages}"
     fragments = tile.b_r // tile.num_warps // 16
     return register_shortage(fragments * (columns + score_fragments * tile.b_c) // 2, 32, tile)
 

@@ -110,7 +110,7 @@ def prepare(
     check_overlap = overlap_check(arguments, arrays, written)
     if not taken.copied:
         return KernelCall(plan, ordinal, arguments, results, given, check_overlap if given or written else None)
-    inner = KernelCall(plan, ordinal, arguments, _inner_results(taken.problem, results), given)
+    inner = KernelCall(plan, ordinal, arguments, _inner_results(taken, results), given)
     return CopyingCall(inner, arguments, results, taken.copied, taken.problem.columns_of, check_overlap)
 
 
@@ -141,8 +141,8 @@ def _planned(
     ordinal, device = _device_of(arguments, named)
     check_outputs(request.results, tuple([named[name] for name in arguments.results]))
     taken_by = functools.cache(functools.partial(_taken_by, arguments, named, request, keywords))
-    choice = choose_with_copies(call, request.problem, device, lambda family: taken_by(family)[:2], options)
-    taken = taken_by(choice.family)
+    choice = choose_with_copies(call, request.problem, device, lambda family: taken_by(family, False)[:2], options)
+    taken = taken_by(choice.family, choice.dbias is not None)
     return request, ordinal, taken, _plan(call, named, taken, device, choice, options)
 
 
@@ -223,6 +223,7 @@ def _taken_by(
     request: Request,
     keywords: Mapping[str, Any],
     family: Family,
+    owns_dbias: bool,
 ) -> _Taken:
     problem = request.problem
     alignment, padded = family.row_alignment, family.padded(problem)
@@ -239,7 +240,7 @@ def _taken_by(
         name
         for name, array in named.items()
         if name in widened
-        or _is_summed(name, problem)
+        or _is_summed(name, problem, owns_dbias)
         or _must_be_copied(name, array, alignment)
         or _is_not_flat(name, array, problem)
     )
@@ -273,10 +274,10 @@ def _taken_by(
     return _Taken(problem, strides, copied)
 
 
-def _is_summed(name: str, problem: AttentionProblem) -> bool:
+def _is_summed(name: str, problem: AttentionProblem, owns_dbias: bool) -> bool:
     """True if kernels add a gradient up in the accumulators' dtype, so that it is rounded afterwards."""
     is_dbias = IN_KERNELS.get(name, name) == "dbias"
-    return name.startswith("dscore_args") or (is_dbias and not problem.settings.full_dbias)
+    return name.startswith("dscore_args") or (is_dbias and problem.settings.sums_dbias and not owns_dbias)
 
 
 def _must_be_copied(name: str, array: cupy.ndarray | None, alignment: int) -> bool:
@@ -293,13 +294,14 @@ def _is_not_flat(name: str, array: cupy.ndarray | None, problem: AttentionProble
     return bool(problem.leading) and array is not None and name in TENSORS and not problem.has_flat_batch(array)
 
 
-def _inner_results(problem: AttentionProblem, results: tuple[Result, ...]) -> tuple[Result, ...]:
+def _inner_results(taken: _Taken, results: tuple[Result, ...]) -> tuple[Result, ...]:
     """The results that kernels of the padded problem write."""
+    problem = taken.problem
 
     def of(result: Result) -> Result:
         if result.name in TENSORS:
             return result._replace(shape=(*result.shape[:-1], problem.columns_of(result.name)))
-        if _is_summed(result.name, problem):
+        if result.name in taken.copied and _is_summed(result.name, problem, False):
             return result._replace(dtype=np.dtype(problem.accumulator_dtype))
         return result
 

@@ -167,7 +167,7 @@ def param_layout(
     if record is None:
         assert family is not None, f"each family has its own record of {operation}"
         record = family.record(operation)
-    pointers, strides, reals, ints, sizes = split_record(record) if is_split else record
+    pointers, strides, reals, ints, sizes, score_strides = split_record(record) if is_split else record
     rows = [FEATURES[feature] for feature in features]
     arrays = {name: array for row in rows for name, array in row.arrays.items()}
     values = [Field(name, kind) for row in rows for name, kind in row.values.items()]
@@ -191,7 +191,8 @@ def param_layout(
     fields += counters
     fields += [Field(f"{name}_strides", "strides") for name in strides]
     kind_of_strides = f"score_strides{batch_terms or ''}"
-    fields += [Field(f"{name}_strides", kind_of_strides) for name, array in arrays.items() if array.axes is not None]
+    over_scores = [name for name, array in arrays.items() if array.axes is not None]
+    fields += [Field(f"{name}_strides", kind_of_strides) for name in (*over_scores, *score_strides)]
     layouts = [*((name, rank) for name, _, rank in arguments), *gradients]
     fields += [Field(f"{name}_strides", f"array{rank}") for name, rank in layouts if rank]
     fields += [Field(name, "size") for name in sizes]

@@ -98,7 +98,7 @@ def render_kernel(spec: KernelSpec) -> KernelSource:
         "scheduled_batch": "num_series" if spec.kept_keys else "batch",
         "scheduled": any(f.name == "heads_per_section" for f in layout.fields),
     }
-    if "cu_seqlens" in spec.features and values["scheduled"]:
+    if "cu_seqlens" in spec.features and OPERATIONS[spec.operation].is_tiled:
         pointers = [name for name in layout.pointers if name in ROWS_OF and name not in layout.maps]
         values |= {
             "by_queries": [name for name in pointers if ROWS_OF[name] == "queries"],

@@ -5,16 +5,18 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
+from ..families.choice import tiles_of_bias
 from ..families.device import DeviceInfo
 from ..families.estimate import heads_in_cache
 from ..families.family import Family, Kernel
 from ..families.operations import OPERATIONS
+from ..families.records import SHARERS
 from ..families.tile import TileConfig
 from ..jit.params import TILE_COUNTER, param_layout
 from ..jit.spec import KernelSpec
 from ..problem.attention import WITH_COLUMNS_OF_V, AttentionProblem
 from ..problem.features import FEATURES
-from ..problem.strides import AnyStrides, num_terms, recorded_strides, sharers
+from ..problem.strides import AnyStrides, Sharers, num_terms, recorded_strides, sharers
 from .schedule import (
     COLUMNS_BY_KEYS,
     COLUMNS_BY_QUERIES,
@@ -128,6 +130,15 @@ class StageLayout:
             values |= list_layout(problem, side, tile).strides
         return self.stage(operation, tile, blocks, maps, is_split=is_split, **values)
 
+    def dbias(self, tile: TileConfig, sharers: Sharers) -> Stage:
+        """The kernel whose blocks own tiles of a broadcast bias, which so many sequences share."""
+        _, _, rows, keys = self.problem.score_shape
+        values = {"bias_rows": rows, "bias_columns": keys, "shared_sequences": sharers.num_shared}
+        if "block_mask" in self.used_features:
+            values |= list_layout(self.problem, "queries", tile).strides
+        blocks = tiles_of_bias(self.problem, self.strides, tile)
+        return self.stage("dbias", tile, blocks, (), is_split=False, **values)
+
     def lists(self, tiles: Mapping[str, TileConfig]) -> tuple[list[Stage], list[Workspace]]:
         """The kernels that write the lists of a call's tiled kernels, given by their tiles, and the workspaces.
 
@@ -137,7 +148,8 @@ class StageLayout:
             return [], []
         stages: list[Stage] = []
         layouts: dict[str, ListLayout] = {}
-        for side, tile in {self.family.owns(tiled) or "queries": tile for tiled, tile in tiles.items()}.items():
+        sides = {"keys" if self.family.owns(tiled) == "keys" else "queries": tile for tiled, tile in tiles.items()}
+        for side, tile in sides.items():
             operation, _ = LIST_OPERATIONS[side]
             lists = layouts[side] = list_layout(self.problem, side, tile)
             own = TileConfig(tile.b_r, tile.b_c, LIST_WARPS)
@@ -166,7 +178,9 @@ class StageLayout:
         functions = tuple(one for one in problem.settings.functions if one.program.role in features)
         head_dim, head_dim_v = self._head_dims(operation)
         arrays = {name: array for feature in features for name, array in FEATURES[feature].arrays.items()}
-        over_scores = {name: self.strides[name] for name, array in arrays.items() if array.axes is not None}
+        names = [name for name, array in arrays.items() if array.axes is not None]
+        names += SHARERS if operation == "dbias" else ()
+        over_scores = {name: self.strides[name] for name in names}
         batch_terms = max(map(num_terms, over_scores.values()), default=0)
         spec = KernelSpec(
             operation,

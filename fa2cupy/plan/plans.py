@@ -10,12 +10,12 @@ from ..families.choice import Choice
 from ..families.device import DeviceInfo
 from ..families.kept_bias import with_kept_bias
 from ..families.operations import OPERATIONS
-from ..families.records import EXCEPTIONS, SHARES
+from ..families.records import EXCEPTIONS, SHARERS, SHARES
 from ..families.tile import TileConfig
 from ..jit.params import gradient_arrays
 from ..problem.attention import AttentionProblem
 from ..problem.dtypes import ITEMSIZE
-from ..problem.strides import AnyStrides
+from ..problem.strides import AnyStrides, sharers_of
 from .decode import plan_few_queries
 from .layout import PART_ROWS, StageLayout
 from .stages import Plan, Stage, Workspace
@@ -169,6 +169,10 @@ def plan_backward(
     with_delta : bool, optional
         If True, the first stage computes delta; else the caller passes it.
     """
+    if choice.dbias is not None:
+        of_tiled = problem.with_settings(replace(problem.settings, dbias=False))
+        plan = plan_backward(of_tiled, device, strides, replace(choice, dbias=None), with_delta=with_delta)
+        return _with_dbias(plan, problem, device, strides, choice.dbias)
     settings = problem.settings
     has_own_lse = "forward" in choice.tiles
     layout = StageLayout(_with_given_lse(problem) if has_own_lse else problem, device, choice.family, strides)
@@ -210,6 +214,41 @@ def plan_backward(
     stages += _clear_unused(layout, "clear_backward")
     lists, of_lists = layout.lists(choice.tiles)
     return _plan([*stages, *lists, *tiled], [*workspaces, *of_lists], cleared)
+
+
+def _with_dbias(
+    plan: Plan, problem: AttentionProblem, device: DeviceInfo, strides: Mapping[str, AnyStrides], choice: Choice
+) -> Plan:
+    """The plan of a backward with the kernel that owns tiles of a broadcast bias behind its stages.
+
+    Parameters
+    ----------
+    plan : Plan
+        That of the other gradients.
+    problem, device, strides
+    choice : Choice
+        That of the kernel.
+    """
+    if 0 in problem.score_shape:
+        return replace(plan, cleared=(*plan.cleared, "dbias"))
+    # It stores its sums as other kernels store the elements of a full dbias.
+    problem = problem.with_settings(replace(problem.settings, full_dbias=True, dscore_args=False))
+    sharers = sharers_of(strides["dbias"], problem.score_shape[0])
+    strides = {**strides, **dict(zip(SHARERS, (sharers.owned, sharers.shared), strict=True))}
+    tile, workspaces = choice.tiles["dbias"], {workspace.name: workspace for workspace in plan.workspaces}
+    layout = StageLayout(problem, device, choice.family, strides)
+    stages, of_lists = layout.lists({"dbias": tile})
+    if "forward" in choice.tiles:
+        again = StageLayout(_with_given_lse(problem), device, choice.family, strides)
+        stages += _with_own_lse([again.tiled("forward", choice.tiles["forward"])])
+        workspaces[_OWN_LSE] = Workspace(_OWN_LSE, _statistics_bytes(problem))
+    own_lse: dict[str, str | None] = {"lse": _OWN_LSE} if _OWN_LSE in workspaces else {}
+    stages.append(replace(layout.dbias(tile, sharers), renamed=own_lse))
+    own_lists = {workspace.name: f"{workspace.name}_of_dbias" for workspace in of_lists}
+    for workspace in of_lists:
+        workspaces[own_lists[workspace.name]] = replace(workspace, name=own_lists[workspace.name])
+    stages = [replace(stage, renamed={**stage.renamed, **own_lists}) for stage in stages]
+    return replace(plan, stages=(*plan.stages, *stages), workspaces=(*workspaces.values(),))
 
 
 def _cleared_dbias(problem: AttentionProblem) -> list[str]:

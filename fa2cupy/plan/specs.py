@@ -86,12 +86,14 @@ def default_specs(
     options = CallOptions(causal, config=config, family=family, method=method, num_splits=num_splits)
     specs: dict[KernelSpec, None] = {}
     for problem, strides in _problems(call, dtype, *head_dims, options, features, functions):
-        choice = choose(call, problem, device, strides, options, is_launched=False)
         plan_call = plan_backward if method else plan_forward
-        choices = [choice]
+        choices = [choose(call, problem, device, strides, options, is_launched=False)]
         if method is None:  # sequences may share the bias
-            kept = kept_biases(choice.family, problem, device, options)
-            choices += [Choice(choice.family, {call: one.tile}, kept_keys=one.keys) for one in kept]
+            kept = kept_biases(choices[0].family, problem, device, options)
+            choices += [Choice(choices[0].family, {call: one.tile}, kept_keys=one.keys) for one in kept]
+        elif method == "two_pass" and problem.settings.sums_dbias and not problem.settings.dscore_args:
+            owned = options._replace(deterministic=True)
+            choices.append(choose(call, problem, device, strides, owned, is_launched=False))
         for choice in choices:
             plan = plan_call(problem, device, strides, choice)
             specs.update(dict.fromkeys(stage.spec for stage in plan.stages))

@@ -97,7 +97,7 @@ def check_backward(arrays: Mapping[str, Any], options: CallOptions, keywords: Ma
         wanted["full_dbias"] = "dbias" in extra and is_full(extra["dbias"].shape, problem.score_shape)
         problem = problem.with_settings(dataclasses.replace(problem.settings, **wanted))
         if options.deterministic:
-            check_deterministic(problem.settings, keywords)
+            check_deterministic(problem.settings)
     return Request(
         problem,
         (

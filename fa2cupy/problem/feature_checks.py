@@ -19,6 +19,7 @@ __all__ = [
     "check_broadcast",
     "check_cap",
     "check_deterministic",
+    "check_deterministic_tangents",
     "check_dropout",
     "check_key_padding",
     "check_packed",
@@ -101,18 +102,22 @@ def extra_gradients(
     return like
 
 
-def check_deterministic(settings: Any, keywords: Mapping[str, Any]) -> None:
+def check_deterministic(settings: Any) -> None:
     """Raises UnsupportedProblemError if kernels add up the gradients of a call's arrays in any order.
 
     `settings` are the `FeatureSettings` of a backward, whose class imports this module.
     """
-    if settings.dbias and not settings.full_dbias:
-        raise UnsupportedProblemError(
-            f"return_dbias: for a bias that is broadcast, here {keywords['bias'].shape}, GPUs sum it atomically; not "
-            "with deterministic"
-        )
     if settings.dscore_args:
         raise UnsupportedProblemError("return_dscore_args: GPUs sum them atomically; not with deterministic")
+
+
+def check_deterministic_tangents(settings: Any, keywords: Mapping[str, Any]) -> None:
+    """The same for a call of second order, whose kernels have only atomics for a broadcast dbias."""
+    if settings.sums_dbias:
+        raise UnsupportedProblemError(
+            f"return_dbias: for a bias that is broadcast, here {keywords['bias'].shape}, GPUs sum it atomically in "
+            "calls of second order; not with deterministic"
+        )
 
 
 def finite_number(name: str, value: object, wanted: str = "a finite number", or_none: bool = True) -> float:

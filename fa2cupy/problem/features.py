@@ -169,8 +169,8 @@ class FeatureSettings:
     dbias, dsink, dscore_args : bool
         True if a backward returns the gradient of the bias, of the sink, or of the arrays of `score_mod`.
     full_dbias : bool
-        True if it returns that of a bias with an element for each score, which are stored in the bias's dtype. The
-        gradient of another bias is added up in the accumulators' dtype, as are those of the arrays of `score_mod`.
+        True if it returns that of a bias with an element for each score. Kernels that find it True store elements in
+        the bias's dtype; others add up dbias in the accumulators' dtype, as the gradients of the arrays of `score_mod`.
     given_lse : bool
         True for the forward that computes lse again, in its own arithmetic, for a backward that is given one.
     kept_bias : int
@@ -212,6 +212,11 @@ class FeatureSettings:
         functions = tuple(one for one in (self.score_mod, self.mask_mod) if one is not None)
         object.__setattr__(self, "features", used)
         object.__setattr__(self, "functions", functions)
+
+    @property
+    def sums_dbias(self) -> bool:
+        """True if scores share elements of the dbias that the call returns."""
+        return self.dbias and not self.full_dbias
 
     def record(self, sizes: Sizes) -> dict[str, int | float]:
         """The numbers of the features in a kernel's record."""

@@ -8,9 +8,10 @@ repeat others than the next one, so that no single stride leads from a sequence 
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from .array_types import Array
 from .features import ARRAYS, feature_arrays
@@ -19,6 +20,7 @@ __all__ = [
     "AnyStrides",
     "ArrayLayout",
     "ScoreStrides",
+    "Sharers",
     "Strides",
     "argument_layouts",
     "array_layout",
@@ -32,6 +34,7 @@ __all__ = [
     "recorded_strides",
     "score_strides",
     "sharers",
+    "sharers_of",
     "with_score_axes",
 ]
 
@@ -115,10 +118,52 @@ def _over_scores(
     head, query, key = (own.get(axis, 0) for axis in (-3, -2, -1))
     if not leading:
         return own.get(-4, 0), head, query, key
-    terms = batch_terms(leading, [own.get(axis, 0) for axis in range(-3 - len(leading), -3)])
+    return _with_terms(
+        batch_terms(leading, [own.get(axis, 0) for axis in range(-3 - len(leading), -3)]), head, query, key
+    )
+
+
+def _with_terms(terms: Mapping[int, int], head: int = 0, query: int = 0, key: int = 0) -> ScoreStrides:
     if terms.keys() <= {1}:
         return terms.get(1, 0), head, query, key
     return head, query, key, *(number for divisor, distance in terms.items() for number in (distance, divisor))
+
+
+class Sharers(NamedTuple):
+    """The sequences that share the elements of an array over the scores.
+
+    Attributes
+    ----------
+    num_owned, num_shared : int
+        Sequences of the array, and sequences of the scores for each of them.
+    owned, shared : ScoreStrides
+        Where they are among those of the scores: number o of the array is the first of those that share it, at
+        ``owned``'s offset of sequence o; number s of them is ``shared``'s offset of sequence s further on.
+    """
+
+    num_owned: int
+    num_shared: int
+    owned: ScoreStrides
+    shared: ScoreStrides
+
+
+def sharers_of(strides: ScoreStrides, sequences: int) -> Sharers:
+    """The sequences that share the elements of an array, by its strides over the scores of so many sequences."""
+    numbers = strides[3:] if num_terms(strides) else (strides[0], 1)
+    distances = {1: 0} | dict(zip(numbers[1::2], numbers[::2], strict=True))
+    divisors = [*sorted(distances), sequences]
+    # Lengths and divisors of the axes that the array has, and of the others.
+    axes: dict[bool, list[tuple[int, int]]] = {True: [], False: []}
+    inner = 0
+    for divisor, behind in itertools.pairwise(divisors):
+        length, stride = behind // divisor, distances[divisor] + inner
+        axes[stride != 0].append((length, divisor))
+        inner = length * stride
+    found = {}
+    for has, own in axes.items():
+        lengths, steps = [length for length, _ in own], [divisor for _, divisor in own]
+        found[has] = math.prod(lengths), _with_terms(batch_terms(lengths[::-1], steps[::-1]))
+    return Sharers(found[True][0], found[False][0], found[True][1], found[False][1])
 
 
 def num_terms(strides: ScoreStrides) -> int:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from .arguments import array_backend, check_array
 from .array_types import Array
 from .checks import Request, Result, check_backward, check_forward
+from .feature_checks import check_deterministic_tangents
 from .options import CallOptions
 
 __all__ = [
@@ -71,7 +72,7 @@ def check_backward_jvp(
     arrays: Mapping[str, Any], tangents: Tangents, options: CallOptions, keywords: Mapping[str, Any]
 ) -> Request:
     """Checks a call of `fa2cupy.backward_jvp`: its arrays by name, without `tangents`; some may be None or missing."""
-    request = check_backward(arrays, options, keywords)
+    request = _check_backward(arrays, options, keywords)
     check_tangents(TANGENTS, tangents, arrays, keywords)
     for name, like in (("ot", "o"), ("lset", "lse"), ("dot", "o"), ("dlset", "lse")):
         _check_like(name, arrays.get(name), like, arrays[like])
@@ -83,13 +84,21 @@ def check_double_backward(
     arrays: Mapping[str, Any], cotangents: Tangents, options: CallOptions, keywords: Mapping[str, Any]
 ) -> Request:
     """Checks a call of `fa2cupy.double_backward`: its arrays by name, without `cotangents`; dlse may be None."""
-    request = check_backward(arrays, options, keywords)
+    request = _check_backward(arrays, options, keywords)
     check_tangents(COTANGENTS, cotangents, arrays, keywords)
     request = _with_tangents(request, cotangents)
     of_inputs = [one._replace(name=f"g{one.name.removeprefix('d')}") for one in request.results]
     given = [name for name in ("do", "dlse") if arrays.get(name) is not None]
     of_outputs = [Result(f"g{name}", arrays[name].shape, arrays[name].dtype) for name in given]
     return request._replace(results=(*of_inputs[:3], *of_outputs, *of_inputs[3:]))
+
+
+def _check_backward(arrays: Mapping[str, Any], options: CallOptions, keywords: Mapping[str, Any]) -> Request:
+    """Checks the backward that a call differentiates."""
+    request = check_backward(arrays, options, keywords)
+    if options.deterministic:
+        check_deterministic_tangents(request.problem.settings, keywords)
+    return request
 
 
 def check_tangents(

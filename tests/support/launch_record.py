@@ -96,7 +96,8 @@ class Launch:
         if name in WORKSPACES:
             kind = self._kinds[name].partition("_")[2]
             dtype = np.dtype({"parts": "float16", "int": "int32"}.get(kind, self._wide))
-            return memory_at(self.pointers[name], (self._workspaces[name] // dtype.itemsize,), None, dtype)
+            nbytes = self._workspaces[self.stage.renamed.get(name) or name]
+            return memory_at(self.pointers[name], (nbytes // dtype.itemsize,), None, dtype)
         if name in ("block_mask", "states"):
             return memory_at(self.pointers[name], self._map_shape(), None, np.dtype("uint8"))
         of_keys = ROWS_OF.get(name) == "keys"

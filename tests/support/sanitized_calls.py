@@ -152,7 +152,10 @@ def with_settings() -> None:
         made = make_inputs(dtype, **sizes | {"batch": 6}, num_heads_kv=1, head_dim=head_dim, xp=cupy)
         q, k, v, do = (x.reshape(2, 3, *x.shape[1:]) for x in made)
         bias, mask = numbers((2, 1, 2, 150, 130), dtype), booleans((3, 1, 150, 130))
-        check_calls(q, k, v, do, dtype, {"bias": cupy.asarray(bias)})
+        of_pairs = {"bias": cupy.asarray(bias)}
+        check_calls(q, k, v, do, dtype, of_pairs)
+        o, lse = fa2cupy.forward(q, k, v, **of_pairs)
+        fa2cupy.backward(q, k, v, o, lse, do, deterministic=True, return_dbias=True, **of_pairs)
         check_calls(q, k, v, do, dtype, {"bias": cupy.asarray(bias), "mask": cupy.asarray(mask)})
     for keys in (88, 90):  # so many sequences share a bias that blocks keep it, of rows on 16 bytes and of others
         sizes = {"batch": 600, "num_heads": 2, "num_heads_kv": 2, "seqlen_q": 70, "seqlen_k": keys, "head_dim": 32}
