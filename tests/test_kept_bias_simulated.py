@@ -142,7 +142,7 @@ MUTANTS = {
         "share,\n                             1};",
         "uninitialised",
     ),
-    "a series has one sequence": ("full", "++tile.batch;", "", "unwritten"),
+    "a series has one sequence": ("full", "++next.batch;", "", "unwritten"),
     "all key tiles have one place": ("full", "(Shape::kKeepsArray ? block : 0)", "0", "numbers"),
     "warps have one key tile apart": (
         "full",

@@ -65,6 +65,9 @@ class TileRow:
         Dtypes to which the row applies; None is all of the family.
     features : tuple of str
         The row applies only to calls with at least one of these features. If empty, it applies to all calls.
+    least_saving : float
+        The row applies only to calls for which its tiles have fewer scores than those of the next row, by this factor
+        at least: short sequences fill large tiles badly. It applies to all calls if 0, and to no packed one otherwise.
     least_jobs : float
         The row applies only to calls of ``decode`` with at least so many jobs for each multiprocessor. A block waits
         between two of them, and others on the multiprocessor go on meanwhile. Few jobs are cut into as many parts as
@@ -81,6 +84,7 @@ class TileRow:
     features: tuple[str, ...] = ()
     least_jobs: float = 0
     head_dim_v: int | None = None
+    least_saving: float = 0
 
     def jobs_on(self, device: DeviceInfo) -> float:
         """The least jobs of a call of ``decode`` on a device."""

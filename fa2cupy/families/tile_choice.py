@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
 
@@ -11,7 +11,7 @@ from ..errors import UnsupportedProblemError
 from ..problem.attention import AttentionProblem
 from ..problem.dtypes import ITEMSIZE
 from .device import DeviceInfo
-from .family import Family, Kernel
+from .family import Family, Kernel, TileRow
 from .tile import TileConfig, requested_tile
 from .tuning import tuned_tile
 
@@ -107,6 +107,7 @@ def default_tile(
         and columns_v <= (row.head_dim_v or row.head_dim)
         and (row.dtypes is None or problem.dtype in row.dtypes)
         and (not row.features or not used.isdisjoint(row.features))
+        and (not row.least_saving or _saves(row, family.tiles[operation], problem))
         and (not row.least_jobs or (not for_any_batch and _jobs(problem, row.tile) >= row.jobs_on(device)))
         and family.takes(kernel, row.tile, device)
     )
@@ -207,6 +208,17 @@ def candidate_tiles(family: Family) -> Iterator[TileConfig]:
 def _divides(one: tuple[int, int], other: tuple[int, int]) -> bool:
     """True if tiles of the size `other` consist of tiles of the size `one`."""
     return other[0] % one[0] == 0 and other[1] % one[1] == 0
+
+
+def _saves(row: TileRow, rows: Sequence[TileRow], problem: AttentionProblem) -> bool:
+    """True if the tiles of a row have so much fewer scores than those of the next one that it applies."""
+    if problem.is_packed:
+        return False
+
+    def scores(tile: TileConfig) -> int:
+        return -(-problem.seqlen_q // tile.b_r) * tile.b_r * -(-problem.seqlen_k // tile.b_c) * tile.b_c
+
+    return scores(rows[rows.index(row) + 1].tile) >= row.least_saving * scores(row.tile)
 
 
 def _jobs(problem: AttentionProblem, tile: TileConfig) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import ml_dtypes
@@ -15,7 +15,7 @@ from ..families.choice import Choice, choose
 from ..families.device import DeviceInfo
 from ..families.family import Kernel
 from ..families.kept_bias import kept_biases
-from ..families.registry import choose_family, family_of_kernel
+from ..families.registry import choose_family, family_of_kernel, supporting_families
 from ..families.tile import TileConfig
 from ..jit.spec import KernelSpec
 from ..problem.attention import AttentionProblem
@@ -85,8 +85,8 @@ def default_specs(
     head_dims = choose_family(call, dtype, device, family).head_dims(head_dim, head_dim_v or head_dim)
     options = CallOptions(causal, config=config, family=family, method=method, num_splits=num_splits)
     specs: dict[KernelSpec, None] = {}
-    for problem, strides in _problems(call, dtype, *head_dims, options, features, functions):
-        plan_call = plan_backward if method else plan_forward
+    plan_call = plan_backward if method else plan_forward
+    for problem, strides in _of_lengths(call, device, _problems(call, dtype, *head_dims, options, features, functions)):
         choices = [choose(call, problem, device, strides, options, is_launched=False)]
         if method is None:  # sequences may share the bias
             kept = kept_biases(choices[0].family, problem, device, options)
@@ -232,6 +232,21 @@ def _problems(
         if problem.settings.dbias:
             strides["dbias"] = contiguous_score_strides(feature_arrays(keywords)["bias"].shape)
         yield problem, strides
+
+
+def _of_lengths(
+    call: str, device: DeviceInfo, problems: Iterable[tuple[AttentionProblem, dict[str, AnyStrides]]]
+) -> Iterator[tuple[AttentionProblem, dict[str, AnyStrides]]]:
+    """The problems, and the same of other lengths where forwards have other tiles for them."""
+    for problem, strides in problems:
+        yield problem, strides
+        if call != "forward" or problem.is_packed or problem.settings.block_mask is not None:
+            continue
+        for family in supporting_families(call, problem.dtype, device, None, problem.features):
+            for row, following in itertools.pairwise(family.tiles[call]):
+                if row.least_saving:
+                    tile = following.tile
+                    yield dataclasses.replace(problem, seqlen_q=tile.b_r, seqlen_k=tile.b_c), strides
 
 
 def _examples(features: Sequence[str], dtype: str, functions: FeatureKeywords) -> Iterator[FeatureKeywords]:

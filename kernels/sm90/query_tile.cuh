@@ -34,8 +34,7 @@ inline constexpr int kDrawnAhead = 2;
 __device__ __forceinline__ int32 next_index(const Params& params, int32 previous) {
     if (previous < 0) return -1;
     const int32 index = (params.tile_counter ? atomicAdd(params.tile_counter, 1) : previous) + gridDim.x;
-    const auto all = params.schedule();
-    return index < all.num_tiles * all.num_heads * all.batch ? index : -1;
+    return index < params.num_tiles * params.scheduled_heads * params.schedule().batch ? index : -1;
 }
 
 template <bool kListsTiles>
@@ -58,17 +57,23 @@ __device__ __forceinline__ LoadedTile<Spec> loaded_tile(const Params& params, co
     return {tile, {}, query_tma_rows<Spec>(params, tile.batch), key_tma_rows<Spec>(params, tile.batch), {entries...}};
 }
 
+template <class Tile>
+__device__ __forceinline__ Tile in_series(Tile tile, int32 rest) {
+    tile.rest_of_series = rest;
+    return tile;
+}
+
 // The tile of the next sequence of a series that has one.
 template <class Spec>
-__device__ __forceinline__ LoadedTile<Spec> tile_of_next_sequence(const Params& params, LoadedTile<Spec> tile) {
+__device__ __forceinline__ LoadedTile<Spec> tile_of_next_sequence(const Params& params, const LoadedTile<Spec>& tile) {
     if constexpr (Spec::kKeepsBias) {
-        const int32 rest = tile.rest_of_series - 1;
-        ++tile.batch;
-        tile.bias_is_kept = 1;
-        tile = loaded_tile<Spec>(params, tile);
-        tile.rest_of_series = rest;
+        QueryTile next = tile;
+        ++next.batch;
+        next.bias_is_kept = 1;
+        return in_series(loaded_tile<Spec>(params, next), tile.rest_of_series - 1);
+    } else {
+        return tile;
     }
-    return tile;
 }
 
 // The tile of the next used index (packed sequences leave some indices unused); key_tiles = 0 if none is left.
@@ -93,13 +98,12 @@ __device__ __forceinline__ LoadedTile<Spec> query_tile(const Params& params, int
                              keys.begin,
                              share,
                              0};
-        if constexpr (common::kListsTiles<Spec>) {
+        if constexpr (common::kListsTiles<Spec>)
             return loaded_tile<Spec>(params, tile, keys.entries);
-        } else {
-            auto loaded = loaded_tile<Spec>(params, tile);
-            if constexpr (Spec::kKeepsBias) loaded.rest_of_series = rest;
-            return loaded;
-        }
+        else if constexpr (Spec::kKeepsBias)
+            return in_series(loaded_tile<Spec>(params, tile), rest);
+        else
+            return loaded_tile<Spec>(params, tile);
     }
     return {};
 }
