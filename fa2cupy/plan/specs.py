@@ -90,11 +90,13 @@ def default_specs(
             ways.append(options._replace(deterministic=True))
         for way in ways:
             choice = choose(call, problem, device, strides, way, is_launched=False)
-            if method is None:
-                plan = plan_forward(problem, device, strides, choice)
-            else:
-                plan = plan_backward(problem, device, strides, choice)
-            specs.update(dict.fromkeys(stage.spec for stage in plan.stages))
+            choices = [choice]
+            if choice.dbias is not None:
+                in_shares = dataclasses.replace(choice.dbias, num_splits={"dbias": 2})
+                choices.append(dataclasses.replace(choice, dbias=in_shares))
+            for one in choices:
+                plan = (plan_forward if method is None else plan_backward)(problem, device, strides, one)
+                specs.update(dict.fromkeys(stage.spec for stage in plan.stages))
     sparse = _map(functions).layout if "block_mask" in features else None
     if sparse is not None and sparse.program is not None:
         problem = check_tile_states({"mask_args": (), **functions, "block_mask": sparse}).problem
