@@ -367,9 +367,10 @@ def backward(
     for float64); in ``single_pass`` of 16-bit data, and of float32 data on tensor cores, a float32 dq, with
     rows rounded up to whole tiles of up to 128 and head_dim to a multiple of 16; where blocks share tiles of 16-bit
     data, float32 copies of dk and dv, rounded up alike: one in ``single_pass``, and `num_splits` in ``two_pass``, by
-    default at most four, or sixteen where all of them take less than 64 MiB; for `return_dbias` of a broadcast bias
-    without `deterministic` the sum of dbias in lse's dtype; and the copies that `forward` makes. A captured call
-    allocates the same as memory of its graph.
+    default at most four, or sixteen where all of them take less than 64 MiB; for `return_dbias` of a broadcast bias the
+    sum of dbias in lse's dtype, with `deterministic` as many copies as blocks share a tile of the bias, which they do
+    where tiles are too few to fill the GPU; and the copies that `forward` makes. A captured call allocates the same as
+    memory of its graph.
 
     Where CUDA cores compute gradients of float32 data that `forward` multiplies on tensor cores, they first compute lse
     again, into a workspace: with ``method="single_pass"`` where only ``"two_pass"`` has kernels for tensor cores; for

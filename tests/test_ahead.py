@@ -66,17 +66,18 @@ MOVED = (
 )  # fmt: skip
 
 
-def call_options(names: tuple[str, ...], dtype: str, bias_dtype: str, full_bias: bool) -> tuple[dict, dict]:
+def call_options(names: tuple[str, ...], dtype: str, bias_dtype: str, kind_of_bias: str) -> tuple[dict, dict]:
     """Returns the keywords of a forward with these features, and the additional ones of a backward."""
     batch, rows, keys, heads, _ = FIXED.values()
     packed, wide = "cu_seqlens" in names, accumulator(dtype)
     if packed:  # three sequences in one batch
         batch, rows, keys = 3, 20, 30
+    shapes = {"full": (batch, heads, rows, keys), "of heads": (heads, 1, keys), "of sequences": (batch, 1, 1, keys)}
     options = {
         "window": {"window": (9, 4)},
         "softcap": {"softcap": 20.0},
         "alibi_slopes": {"alibi_slopes": np.linspace(0.02, 0.4, heads).astype(wide)},
-        "bias": {"bias": numbers((batch, heads, rows, keys) if full_bias else (heads, 1, keys), bias_dtype)},
+        "bias": {"bias": numbers(shapes[kind_of_bias], bias_dtype)},
         "mask": {"mask": booleans((batch, 1, rows, keys))},
         "key_padding_mask": {"key_padding_mask": booleans((batch, keys))},
         "sink": {"sink": numbers((heads,), wide)},
@@ -123,8 +124,8 @@ def launched_by(
     if "cu_seqlens" in names:
         inputs = tuple(array[0] for array in inputs)
     q, k, v, do = map(place, inputs)
-    full = (False, True) if "return_dbias" in names else (False,)
-    for *kind_of_bias, causal in itertools.product({dtype, accumulator(dtype)}, full, (False, True)):
+    kinds = ("full", "of heads", "of sequences") if "return_dbias" in names else ("of heads",)
+    for *kind_of_bias, causal in itertools.product({dtype, accumulator(dtype)}, kinds, (False, True)):
         forward, backward = (
             {key: place(x) if isinstance(x, np.ndarray) else x for key, x in options.items()}
             for options in call_options(names, dtype, *kind_of_bias)
@@ -139,8 +140,10 @@ def launched_by(
             for num_splits in (1,) if dtype not in ("float16", "bfloat16") else (1, 3):
                 shared = {"causal": causal, "family": family, "num_splits": num_splits, **forward}
                 o, lse = fake_gpu.forward(q, k, v, **shared)
-                for method in (None, *METHODS):
-                    fake_gpu.backward(q, k, v, o, lse, do, method=method, **shared, **backward)
+                ways = [{"method": method} for method in (None, *METHODS)]
+                ways += [{"deterministic": True}] * ("return_dbias" in names and not functions)
+                for way in ways:
+                    fake_gpu.backward(q, k, v, o, lse, do, **way, **shared, **backward)
             if second_order:
                 backward.pop("return_dscore_args", None)
                 call_second_order(q, k, v, do, names, {"causal": causal, **forward}, backward)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import numpy as np
@@ -19,6 +20,8 @@ from support.traced_cases import on_gpu
 
 import fa2cupy
 from fa2cupy import BlockMask, TileConfig, UnsupportedProblemError
+from fa2cupy.families import choice
+from fa2cupy.families.device import DeviceInfo
 from fa2cupy.families.family import TileRow
 from fa2cupy.families.registry import FAMILIES
 from fa2cupy.testing import Expectation, make_inputs
@@ -61,11 +64,18 @@ def with_small_tile(monkeypatch, name: str) -> None:
     monkeypatch.setitem(owner.tiles, "dbias", (TileRow(256, tile),))
 
 
-def gradients(name: str, inputs: tuple, *, order: int | None = None, patch=None, out=None, **options) -> tuple:
-    """Returns the results of a deterministic call with all gradients, and the stages that it launched."""
+def gradients(
+    name: str, inputs: tuple, *, shares: int = 1, order: int | None = None, patch=None, out=None, **options
+) -> tuple:
+    """Returns the results of a deterministic call with all gradients, and the stages that it launched.
+
+    `shares` is the number of blocks that are resident for each tile of the bias; fewer sequences have fewer.
+    """
     with pytest.MonkeyPatch.context() as monkeypatch:
         with_small_tile(monkeypatch, name)
-        with simulated_gpu(monkeypatch, CASES[name][3], seed=order, patch=patch) as launched:
+        monkeypatch.setattr(choice, "tiles_of_bias", lambda *_: 1)
+        device = dataclasses.replace(DeviceInfo.named(CASES[name][3]), multiprocessors=shares)
+        with simulated_gpu(monkeypatch, device, seed=order, patch=patch) as launched:
             q, k, v, do = map(place, inputs)
             own = {**on_gpu(options), "family": CASES[name][4], "config": CONFIGS.get(name)}
             dlse = own.pop("dlse", None)
@@ -76,15 +86,23 @@ def gradients(name: str, inputs: tuple, *, order: int | None = None, patch=None,
             return backward(q, k, v, o, lse, do, out=given, **own), list(launched)
 
 
+def map_of(name: str) -> BlockMask:
+    """Returns a map without a function, whose tiles are those of the kernels or larger."""
+    (rows, keys), size = CASES[name][2], 8 if name == "simt" else 64
+    return BlockMask(booleans((BATCH, 1, -(-rows // size), -(-keys // size))), rows, keys, tile=(size, size))
+
+
 def check(name: str, inputs: tuple | None = None, **options) -> FakeArray:
     """Checks the gradients of a deterministic call, and that ``dbias`` sums that of the bias; returns that."""
     inputs = inputs or inputs_of(name)
-    how = {key: options.pop(key) for key in ("order", "patch", "out") if key in options}
+    how = {key: options.pop(key) for key in ("shares", "order", "patch", "out") if key in options}
     results, launched = gradients(name, inputs, **how, **options)
     Expectation(*inputs, **options).check(**dict(zip(("dq", "dk", "dv", "dbias"), results, strict=True)))
-    *others, last = (stage.spec for stage in launched)
-    assert (last.operation, last.family.name) == ("dbias", CASES[name][5])
-    assert not any("dbias" in spec.features for spec in others)
+    specs = [stage.spec for stage in launched]
+    first = next(number for number, spec in enumerate(specs) if spec.operation == "dbias")
+    assert specs[first].family.name == CASES[name][5]
+    assert not any("dbias" in spec.features for spec in specs[:first])
+    assert [spec.operation for spec in specs[first + 1 :]] == ["sum_dbias"] * specs[first].is_split
     return results[3]
 
 
@@ -110,11 +128,15 @@ def test_bits_do_not_depend_on_the_order_of_warps(name):
 @pytest.mark.parametrize("leading", [(2, 1, 2), (1, 3, 1), (2, 3, 1), (1, 3, 2), (2, 1, 1), (3, 2), ()], ids=str)
 @pytest.mark.parametrize("name", [*FEW, "sm90"])
 def test_leading_axes(name, leading):
-    """The axes of which a bias has any others than its neighbours."""
+    """Neighbouring axes, of which a bias has one, both or none."""
+    check_leading(name, leading)
+
+
+def check_leading(name: str, leading: tuple, **options) -> None:
     dtype, head_dim, *_ = CASES[name]
     sizes = ((20, 2), (30, 1), (30, 1), (20, 2))
     inputs = tuple(numbers((2, 3, 2, *size, head_dim), dtype, seed) for seed, size in enumerate(sizes))
-    check(name, inputs, bias=numbers((*leading, 1, 20, 30), dtype), causal=True)
+    check(name, inputs, bias=numbers((*leading, 1, 20, 30), dtype), causal=True, **options)
 
 
 @pytest.mark.sample(name=FEW)
@@ -140,6 +162,32 @@ def test_results_into_arrays_of_the_callers(name):
         out = wide[..., ::-2]
         assert check(name, bias=bias, out=out) is out
         assert np.isnan(np.asarray(wide, "float64")[..., ::2]).all()
+
+
+# -------------------------------------------------------------------------------------------- blocks that share a tile
+
+
+@pytest.mark.sample(name=FEW, axes=("hqk", "hk", ""))
+@pytest.mark.parametrize("axes", ["hqk", "bqk", "hk", "q", ""])
+@pytest.mark.parametrize("name", ["simt", "sm80", "sm90", "sm80_float64"])
+def test_shares_of_the_sequences(name, axes):
+    """One of the shares is shorter. A bias that no other sequence has is not shared."""
+    dtype = CASES[name][0]
+    bias, wide = numbers(shape_of(name, axes), dtype), accumulator(dtype)
+    for own in (bias, bias.astype(wide)):
+        check(name, bias=own, causal=True, shares=2)
+
+
+@pytest.mark.parametrize("name", FEW)
+@pytest.mark.parametrize("leading", [(2, 1, 2), (1, 3, 1), (2, 1, 1)], ids=str)
+def test_shares_of_leading_axes(name, leading):
+    check_leading(name, leading, shares=4)
+
+
+@pytest.mark.parametrize("name", FEW)
+def test_shares_of_packed_sequences_and_maps(name):
+    check_packed(name, "hqk", shares=2)
+    check(name, bias=numbers(shape_of(name, "hk"), CASES[name][0]), block_mask=map_of(name), shares=3)
 
 
 # ---------------------------------------------------------------------------------------------------- lengths and heads
@@ -180,6 +228,10 @@ def test_empty_calls(name, empty):
 @pytest.mark.parametrize("name", ["simt", "sm80", "sm90"])
 @pytest.mark.parametrize("axes", ["hqk", "bhk", "q"])
 def test_packed_sequences(name, axes):
+    check_packed(name, axes)
+
+
+def check_packed(name: str, axes: str, **options) -> None:
     dtype, head_dim, *_ = CASES[name]
     offsets = {"q": np.array([0, 5, 5, 41], "int32"), "k": np.array([0, 35, 39, 80], "int32")}
     longest = {"q": 40, "k": 44}  # one more than the longest sequence, and rows of dbias that no sequence has
@@ -189,7 +241,7 @@ def test_packed_sequences(name, axes):
     packing = {f"cu_seqlens_{side}": x for side, x in offsets.items()} | {
         f"max_seqlen_{side}": n for side, n in longest.items()
     }
-    check(name, inputs, bias=numbers(shape, dtype), causal=True, **packing)
+    check(name, inputs, bias=numbers(shape, dtype), causal=True, **packing, **options)
 
 
 # ------------------------------------------------------------------------------------------------------------- features
@@ -245,9 +297,7 @@ def test_sparse_maps(name, axes, of_function):
         own["mask_mod"] = lambda b, h, q, k: (q // 16 + h) % 2 == (k // 16) % 2
         own["block_mask"] = fa2cupy.block_mask(own["mask_mod"], (), 1, HEADS, rows, keys, tile=(16, 16))
     else:
-        tile = (64, 64) if name != "simt" else (8, 8)
-        states = booleans((BATCH, 1, -(-rows // tile[0]), -(-keys // tile[1])))
-        own["block_mask"] = BlockMask(states, rows, keys, tile=tile)
+        own["block_mask"] = map_of(name)
     check(name, bias=numbers(shape_of(name, axes), CASES[name][0]), **own)
 
 
@@ -327,7 +377,7 @@ MUTANTS = {
     "sums of one row of a warp": ("sm80", "k", {}, "of_column = column_sum<kLanes, kStep>(of_column);", "", "numbers"),
     "sums of one warp": ("sm80", "k", {}, "w < Spec::kWarps; ++w) sum +=", "w < 1; ++w) sum +=", "numbers"),
     "sums of a lane's keys": ("sm80", "", {}, "all = row_sum<32>(all);", "", "numbers"),
-    "scratch that other warps read": ("sm80", "bhk", {}, f"{BARRIER}  // no warp reads operands", "", "race"),
+    "scratch that other warps read": ("sm80", "bhk", {}, f"{BARRIER}  // no warp reads operands", "//", "race"),
     "sums before those of all warps": ("sm80", "k", {}, f"{BARRIER}  // the sums of all warps are there", "", "race"),
     "a sum before those of all keys": ("sm80", "", {}, f"{BARRIER}  // those of all keys are there", "", "race"),
     "a tile before its copies": ("sm80", "qk", {}, f"{BARRIER}  // the tile is there", "//", "race"),
@@ -338,6 +388,10 @@ MUTANTS = {
     "statistics of another tile": ("sm80", "qk", {}, "const Rows rows = next;", "Rows& rows = next;", "numbers"),
     "simt: dO before its copies": ("simt", "qk", {}, f"{BARRIER}  // dO and V are there", "//", "race"),
     "simt: Q before its copies": ("simt", "qk", {}, f"{BARRIER}  // Q and K are there", "//", "race"),
+    "the share of another block": (
+        "sm80", "qk", {"shares": 3}, "share_ * params_.share_elements", "0 * params_.share_elements", "blocks",
+    ),
+    "sequences of all shares": ("sm80", "qk", {"shares": 3}, "end_ = own.end;", "", "numbers"),
     "simt: no sum": ("simt", "qk", {}, "sums[0](i, j) += ds(i, j);", "sums[0](i, j) = ds(i, j);", "numbers"),
     "a tile that a list has not": (
         "simt", "qk", {"listed": True}, "exists && tiles_.at(position_ + lane) == keys_.begin", "exists", "numbers",
@@ -356,8 +410,7 @@ def run_mutant(name: str, axes: str, options: tuple, change: tuple[str, str] | N
 
     own = dict(options)
     if own.pop("listed", False):
-        rows, keys = CASES[name][2]
-        own["block_mask"] = BlockMask(booleans((1, 1, -(-rows // 8), -(-keys // 8))), rows, keys, tile=(8, 8))
+        own["block_mask"] = map_of(name)
     check(name, bias=numbers(shape_of(name, axes), CASES[name][0]), patch=patch, **own)
 
 

@@ -539,8 +539,9 @@ backward(q, k, v, o, lse, do, return_dscore_args=True, score_mod=mods.alibi(), s
     return_dscore_args: score_args has no floating-point array
 backward(q, k, v, o, lse, do, return_dmask=True)
     unexpected keyword argument 'return_dmask'; did you mean 'return_dsink'?
-backward(q, k, v, o, lse, do, return_dbias=True, deterministic=True, bias=ones(8, 8))
-    return_dbias: for a bias that is broadcast, here (8, 8), GPUs sum it atomically; not with deterministic
+double_backward(q, k, v, o, lse, do, q, k, v, return_dbias=True, deterministic=True, bias=ones(8, 8))
+    return_dbias: for a bias that is broadcast, here (8, 8), GPUs sum it atomically in calls of second order; not with
+    deterministic
 backward(q, k, v, o, lse, do, return_dscore_args=True, deterministic=True, score_mod=bend, score_args=(ones(4),))
     return_dscore_args: GPUs sum them atomically; not with deterministic
 backward(q, k, v, o, lse, do, dlse=0.1)

@@ -206,11 +206,11 @@ def gradients(dtype: str, shape: tuple[int, ...], sizes: dict = SIZES, **options
 def test_a_gradient_that_is_summed_has_a_kernel_of_its_own_where_it_must_not_vary(launched, family, shape):
     dtype = "float32" if family == "simt" else "float16"
     assert gradients(dtype, shape, family=family, deterministic=True)[3].shape == shape
-    assert launched[-1].spec.operation == "dbias"
-    assert not any("dbias" in stage.spec.features for stage in launched[:-1])
+    writing = [stage.spec.operation for stage in launched if "dbias" in stage.spec.features]
+    assert writing in (["dbias"], ["dbias", "sum_dbias"])
     launched.clear()
     assert gradients(dtype, shape, family=family)[3].shape == shape
-    assert not any(stage.spec.operation == "dbias" for stage in launched)
+    assert not any("dbias" in stage.spec.operation for stage in launched)
 
 
 @pytest.mark.parametrize("family", ("simt", "sm80", "sm90"))
@@ -231,10 +231,10 @@ def test_of_packed_sequences_each_has_a_gradient_of_its_own(launched):
     longest = {"max_seqlen_q": 3, "max_seqlen_k": 5}
     sizes = SIZES | {"batch": 1}
     gradients("float16", (2, 4, 3, 5), sizes, **offsets, **longest, deterministic=True)
-    assert not any(stage.spec.operation == "dbias" for stage in launched)
+    assert not any("dbias" in stage.spec.operation for stage in launched)
     for shape in ((1, 4, 3, 5), (2, 4, 1, 5), (2, 4, 3, 1), (4, 3, 5)):
         gradients("float16", shape, sizes, **offsets, **longest, deterministic=True)
-        assert launched[-1].spec.operation == "dbias"
+        assert "dbias" in launched[-1].spec.operation
 
 
 @pytest.mark.parametrize("method", METHODS)

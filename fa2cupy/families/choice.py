@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from ..errors import UnsupportedProblemError
 from ..problem.attention import AttentionProblem
 from ..problem.options import MAX_SPLITS, CallOptions, requested_method
-from ..problem.strides import AnyStrides, num_terms, sharers_of
+from ..problem.strides import AnyStrides, contiguous_like, sharers_of
 from .device import ARCHITECTURES, DeviceInfo
 from .estimate import Costs, backward_time, dbias_time, forward_splits, scores_of, split_candidates
 from .family import Family, Kernel
@@ -133,7 +132,7 @@ def choose_with_copies(
         choices: list[Choice] = []
         reasons: list[str] = []
         is_asked = call == "backward" and problem.settings.dbias
-        ways = _ways_of_dbias(family, problem, device, options) if is_asked else [(problem, None)]
+        ways = _ways_of_dbias(family, problem, device, strides, options) if is_asked else [(problem, None)]
         for of_tiled, dbias in ways:
             found, why_not = _choices_of(family, call, of_tiled, device, strides, options, is_launched)
             choices += [replace(choice, dbias=dbias) for choice in found]
@@ -260,7 +259,11 @@ def _fallback(call: str, family: Family, problem: AttentionProblem, device: Devi
 
 
 def _ways_of_dbias(
-    family: Family, problem: AttentionProblem, device: DeviceInfo, options: CallOptions
+    family: Family,
+    problem: AttentionProblem,
+    device: DeviceInfo,
+    strides: Mapping[str, AnyStrides],
+    options: CallOptions,
 ) -> list[tuple[AttentionProblem, Choice | None]]:
     """The ways to make dbias: the problem of the family's tiled kernels, and the kernel ``dbias`` if there is one."""
     if not problem.settings.sums_dbias:
@@ -269,10 +272,16 @@ def _ways_of_dbias(
     is_estimated = family.costs is not None and family.costs.atomic_dbias > 0 and owner.costs is not None
     if not options.deterministic and not is_estimated:
         return [(problem, None)]
-    tiles = {"dbias": choose_tile("dbias", owner, problem, device)}
+    tile = choose_tile("dbias", owner, problem, device)
+    tiles, splits = {"dbias": tile}, 1
+    if "dbias" in strides and 0 not in problem.score_shape:
+        # So many blocks for a tile as are resident at the same time, each with sequences of its own.
+        slots = device.multiprocessors * tile.blocks_per_sm // tiles_of_bias(problem, strides, tile)
+        splits = max(1, min(slots, sharers_of(strides["dbias"], problem.score_shape[0]).num_shared))
     if family.multiplies_parts:
         tiles = {"forward": choose_tile("forward", owner, problem, device), **tiles}
-    owned = problem.with_settings(replace(problem.settings, dbias=False)), Choice(owner, tiles)
+    choice = Choice(owner, tiles, num_splits={"dbias": splits} if splits > 1 else {})
+    owned = problem.with_settings(replace(problem.settings, dbias=False)), choice
     return [owned] if options.deterministic else [(problem, None), owned]
 
 
@@ -325,7 +334,8 @@ def _fastest(
             return of_tiled + (costs.atomic_dbias * scores_of(problem) / 1e6 if problem.settings.sums_dbias else 0.0)
         tile = choice.dbias.tiles["dbias"]
         bias_tiles = tiles_of_bias(problem, strides, tile) if "dbias" in strides else device.multiprocessors
-        return of_tiled + dbias_time(_costs(choice.dbias), problem, device, tile, bias_tiles)
+        blocks_of_dbias = bias_tiles * choice.dbias.num_splits.get("dbias", 1)
+        return of_tiled + dbias_time(_costs(choice.dbias), problem, device, tile, blocks_of_dbias)
 
     return min(choices, key=time)
 
@@ -334,10 +344,8 @@ def tiles_of_bias(problem: AttentionProblem, strides: Mapping[str, AnyStrides], 
     """The tiles of a bias that blocks own, by the strides of dbias."""
     of_bias = strides["dbias"]
     sequences, heads, rows, keys = problem.score_shape
-    lengths = heads, -(-rows // tile.b_r), -(-keys // tile.b_c)
-    within = of_bias[:3] if num_terms(of_bias) else of_bias[1:]
-    own = (length for stride, length in zip(within, lengths, strict=True) if stride)
-    return sharers_of(of_bias, sequences).num_owned * math.prod(own)
+    in_tiles = sequences, heads, -(-rows // tile.b_r), -(-keys // tile.b_c)
+    return contiguous_like(of_bias, in_tiles)[1]
 
 
 def _costs(choice: Choice) -> Costs:

@@ -183,16 +183,16 @@ def backward_time(
     return time
 
 
-def dbias_time(costs: Costs, problem: AttentionProblem, device: DeviceInfo, tile: TileConfig, bias_tiles: int) -> float:
+def dbias_time(costs: Costs, problem: AttentionProblem, device: DeviceInfo, tile: TileConfig, blocks: int) -> float:
     """The estimated time of the kernel that owns tiles of a broadcast bias, in microseconds.
 
-    `costs` are those of its family: it has two of the three products of ``backward_dq``. Each of its blocks, one for
-    each tile of the bias, visits as many tiles of scores.
+    `costs` are those of its family: it has two of the three products of ``backward_dq``. Each of its blocks visits as
+    many tiles of scores.
     """
     cost = costs.of_block("backward_dq", problem)
-    steps = scores_of(problem) / (tile.b_r * tile.b_c * max(1, bias_tiles))
+    steps = scores_of(problem) / (tile.b_r * tile.b_c * max(1, blocks))
     step = 2 / 3 * _step(cost, tile, problem.mean_head_dim)
-    return -(-bias_tiles // (device.multiprocessors * tile.blocks_per_sm)) * (cost.start + step * steps)
+    return -(-blocks // (device.multiprocessors * tile.blocks_per_sm)) * (cost.start + step * steps)
 
 
 def scores_of(problem: AttentionProblem) -> float:

@@ -7,7 +7,7 @@ from functools import cached_property
 
 from ..problem.block_mask import KEY_LISTS, LIST_STRIDES, QUERY_LISTS
 from ..problem.features import FEATURES
-from .records import COPIED, PARTS, SHARES, SUMMED, Record
+from .records import COPIED, PARTS, SHARERS, SHARES, SUMMED, Record
 
 __all__ = ["METHODS", "OF_DIRECTION", "OPERATIONS", "SEVERAL", "TILED", "Operation"]
 
@@ -255,6 +255,21 @@ OPERATIONS = _Operations(
             num_warps=8,
             is_common=True,
             record=Record(f"{SHARES}:input_accum dk:output dv:output", ("dk", "dv"), ("softmax_scale",), _KEY_SIDE),
+        ),
+        # dbias of a split kernel, summed over the shares of the sequences.
+        Operation(
+            "sum_dbias",
+            ("wide_bias", "dbias", "full_dbias"),
+            num_warps=8,
+            is_common=True,
+            record=Record(
+                f"{SHARES}:input_accum",
+                (),
+                (),
+                ("batch", "num_heads", "seqlen_q", "seqlen_k", "num_copies"),
+                ("share_elements",),
+                SHARERS,
+            ),
         ),
         # The two together, for the split kernel of ``single_pass``.
         Operation(

@@ -128,7 +128,8 @@ POINTER_RECORDS = {
         ("q", "k", "v", "dout"),
         SCALES,
         (*LENGTHS, "batch", "bias_rows", "bias_columns", "shared_sequences"),
-        score_strides=SHARERS,
+        ("share_elements",),
+        SHARERS,
     ),
     # The cache is read, and new rows are written to it. `partials` are O and lse of blocks that share a tile of rows.
     "decode": Record(

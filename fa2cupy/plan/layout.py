@@ -16,7 +16,7 @@ from ..jit.params import TILE_COUNTER, param_layout
 from ..jit.spec import KernelSpec
 from ..problem.attention import WITH_COLUMNS_OF_V, AttentionProblem
 from ..problem.features import FEATURES
-from ..problem.strides import AnyStrides, Sharers, num_terms, recorded_strides, sharers
+from ..problem.strides import AnyStrides, num_terms, recorded_strides, sharers
 from .schedule import (
     COLUMNS_BY_KEYS,
     COLUMNS_BY_QUERIES,
@@ -130,14 +130,15 @@ class StageLayout:
             values |= list_layout(problem, side, tile).strides
         return self.stage(operation, tile, blocks, maps, is_split=is_split, **values)
 
-    def dbias(self, tile: TileConfig, sharers: Sharers) -> Stage:
+    def dbias(self, tile: TileConfig, num_shared: int, num_splits: int, share_elements: int) -> Stage:
         """The kernel whose blocks own tiles of a broadcast bias, which so many sequences share."""
         _, _, rows, keys = self.problem.score_shape
-        values = {"bias_rows": rows, "bias_columns": keys, "shared_sequences": sharers.num_shared}
+        values = {"bias_rows": rows, "bias_columns": keys, "shared_sequences": num_shared}
+        values |= {"share_elements": share_elements} | ({"num_splits": num_splits} if num_splits > 1 else {})
         if "block_mask" in self.used_features:
             values |= list_layout(self.problem, "queries", tile).strides
-        blocks = tiles_of_bias(self.problem, self.strides, tile)
-        return self.stage("dbias", tile, blocks, (), is_split=False, **values)
+        blocks = tiles_of_bias(self.problem, self.strides, tile) * num_splits
+        return self.stage("dbias", tile, blocks, (), is_split=num_splits > 1, **values)
 
     def lists(self, tiles: Mapping[str, TileConfig]) -> tuple[list[Stage], list[Workspace]]:
         """The kernels that write the lists of a call's tiled kernels, given by their tiles, and the workspaces.
@@ -179,7 +180,7 @@ class StageLayout:
         head_dim, head_dim_v = self._head_dims(operation)
         arrays = {name: array for feature in features for name, array in FEATURES[feature].arrays.items()}
         names = [name for name, array in arrays.items() if array.axes is not None]
-        names += SHARERS if operation == "dbias" else ()
+        names += SHARERS if operation in ("dbias", "sum_dbias") else ()
         over_scores = {name: self.strides[name] for name in names}
         batch_terms = max(map(num_terms, over_scores.values()), default=0)
         spec = KernelSpec(

@@ -15,7 +15,7 @@ from ..families.tile import TileConfig
 from ..jit.params import gradient_arrays
 from ..problem.attention import AttentionProblem
 from ..problem.dtypes import ITEMSIZE
-from ..problem.strides import AnyStrides, sharers_of
+from ..problem.strides import AnyStrides, contiguous_like, sharers_of
 from .decode import plan_few_queries
 from .layout import PART_ROWS, StageLayout
 from .stages import Plan, Stage, Workspace
@@ -229,25 +229,39 @@ def _with_dbias(
     choice : Choice
         That of the kernel.
     """
-    if 0 in problem.score_shape:
+    shape, of_result = problem.score_shape, strides["dbias"]
+    if 0 in shape:
         return replace(plan, cleared=(*plan.cleared, "dbias"))
-    # It stores its sums as other kernels store the elements of a full dbias.
-    problem = problem.with_settings(replace(problem.settings, full_dbias=True, dscore_args=False))
-    sharers = sharers_of(strides["dbias"], problem.score_shape[0])
+    # It stores its sums as other kernels store the elements of a full dbias; those of shares are not rounded yet.
+    stored = problem.with_settings(replace(problem.settings, full_dbias=True, dscore_args=False))
+    summed = stored.with_settings(replace(stored.settings, full_dbias=False))
+    tile, num_splits = choice.tiles["dbias"], choice.num_splits.get("dbias", 1)
+    sharers, (of_share, share_elements) = sharers_of(of_result, shape[0]), contiguous_like(of_result, shape)
     strides = {**strides, **dict(zip(SHARERS, (sharers.owned, sharers.shared), strict=True))}
-    tile, workspaces = choice.tiles["dbias"], {workspace.name: workspace for workspace in plan.workspaces}
-    layout = StageLayout(problem, device, choice.family, strides)
-    stages, of_lists = layout.lists({"dbias": tile})
+    layout = StageLayout(stored, device, choice.family, strides)
+    workspaces = {workspace.name: workspace for workspace in plan.workspaces}
+    stages, added = layout.lists({"dbias": tile})
     if "forward" in choice.tiles:
-        again = StageLayout(_with_given_lse(problem), device, choice.family, strides)
+        again = StageLayout(_with_given_lse(stored), device, choice.family, strides)
         stages += _with_own_lse([again.tiled("forward", choice.tiles["forward"])])
         workspaces[_OWN_LSE] = Workspace(_OWN_LSE, _statistics_bytes(problem))
-    own_lse: dict[str, str | None] = {"lse": _OWN_LSE} if _OWN_LSE in workspaces else {}
-    stages.append(replace(layout.dbias(tile, sharers), renamed=own_lse))
-    own_lists = {workspace.name: f"{workspace.name}_of_dbias" for workspace in of_lists}
-    for workspace in of_lists:
-        workspaces[own_lists[workspace.name]] = replace(workspace, name=own_lists[workspace.name])
-    stages = [replace(stage, renamed={**stage.renamed, **own_lists}) for stage in stages]
+    renamed: dict[str, str | None] = {"lse": _OWN_LSE} if _OWN_LSE in workspaces else {}
+    if num_splits == 1:
+        stages.append(replace(layout.dbias(tile, sharers.num_shared, 1, share_elements), renamed=renamed))
+    else:
+        shares = StageLayout(summed, device, choice.family, {**strides, "dbias": of_share})
+        split = shares.dbias(tile, sharers.num_shared, num_splits, share_elements)
+        stages.append(replace(split, renamed={**renamed, "dbias": None}))
+        added.append(Workspace(SHARES, num_splits * share_elements * ITEMSIZE[problem.accumulator_dtype]))
+        sizes = dict(zip(("batch", "num_heads", "seqlen_q", "seqlen_k"), shape, strict=True))
+        sizes |= {"num_copies": num_splits, "share_elements": share_elements}
+        of_sum = _tile_of("sum_dbias")
+        blocks = -(-share_elements // of_sum.num_threads)
+        stages.append(layout.stage("sum_dbias", of_sum, blocks, (), is_split=False, **sizes))
+    # Other stages of the plan have workspaces of these names.
+    own = {workspace.name: f"{workspace.name}_of_dbias" for workspace in added}
+    workspaces |= {own[workspace.name]: replace(workspace, name=own[workspace.name]) for workspace in added}
+    stages = [replace(stage, renamed={**stage.renamed, **own}) for stage in stages]
     return replace(plan, stages=(*plan.stages, *stages), workspaces=(*workspaces.values(),))
 
 

@@ -87,14 +87,7 @@ def default_specs(
     specs: dict[KernelSpec, None] = {}
     plan_call = plan_backward if method else plan_forward
     for problem, strides in _of_lengths(call, device, _problems(call, dtype, *head_dims, options, features, functions)):
-        choices = [choose(call, problem, device, strides, options, is_launched=False)]
-        if method is None:  # sequences may share the bias
-            kept = kept_biases(choices[0].family, problem, device, options)
-            choices += [Choice(choices[0].family, {call: one.tile}, kept_keys=one.keys) for one in kept]
-        elif method == "two_pass" and problem.settings.sums_dbias and not problem.settings.dscore_args:
-            owned = options._replace(deterministic=True)
-            choices.append(choose(call, problem, device, strides, owned, is_launched=False))
-        for choice in choices:
+        for choice in _choices(call, problem, device, strides, options):
             plan = plan_call(problem, device, strides, choice)
             specs.update(dict.fromkeys(stage.spec for stage in plan.stages))
     sparse = _map(functions).layout if "block_mask" in features else None
@@ -104,6 +97,22 @@ def default_specs(
         plan = plan_tile_states(problem, device, strides, choose("tile_states", problem, device, strides))
         specs.update(dict.fromkeys(stage.spec for stage in plan.stages))
     return list(specs)
+
+
+def _choices(
+    call: str, problem: AttentionProblem, device: DeviceInfo, strides: dict[str, AnyStrides], options: CallOptions
+) -> Iterator[Choice]:
+    """What is chosen for calls with a problem's features, which also depends on how many sequences share a bias."""
+    choice = choose(call, problem, device, strides, options, is_launched=False)
+    yield choice
+    if call == "forward":
+        for kept in kept_biases(choice.family, problem, device, options):
+            yield Choice(choice.family, {call: kept.tile}, kept_keys=kept.keys)
+    elif options.method == "two_pass" and problem.settings.sums_dbias and not problem.settings.dscore_args:
+        owned = choose(call, problem, device, strides, options._replace(deterministic=True), is_launched=False)
+        yield owned
+        if owned.dbias is not None:
+            yield dataclasses.replace(owned, dbias=dataclasses.replace(owned.dbias, num_splits={"dbias": 2}))
 
 
 def layout_of_kernel(

@@ -26,6 +26,7 @@ __all__ = [
     "array_layout",
     "batch_terms",
     "contiguous_layout",
+    "contiguous_like",
     "contiguous_score_strides",
     "feature_strides",
     "flat_stride",
@@ -149,21 +150,42 @@ class Sharers(NamedTuple):
 
 def sharers_of(strides: ScoreStrides, sequences: int) -> Sharers:
     """The sequences that share the elements of an array, by its strides over the scores of so many sequences."""
+    axes = _leading_axes(strides, sequences)
+    found = {}
+    for has in (True, False):
+        lengths = [length for length, _, stride in axes if (stride != 0) is has]
+        steps = [divisor for _, divisor, stride in axes if (stride != 0) is has]
+        found[has] = math.prod(lengths), _with_terms(batch_terms(lengths, steps))
+    return Sharers(found[True][0], found[False][0], found[True][1], found[False][1])
+
+
+def contiguous_like(strides: ScoreStrides, score_shape: tuple[int, ...]) -> tuple[ScoreStrides, int]:
+    """The strides of an array in C order that is repeated as another one is, and its elements."""
+    sequences, *lengths = score_shape
+    axes = [(length, stride) for length, _, stride in _leading_axes(strides, sequences)]
+    axes += zip(lengths, _within(strides), strict=True)
+    own = contiguous_layout(tuple(length if stride else 1 for length, stride in axes))
+    found = [step if stride else 0 for step, (_, stride) in zip(own, axes, strict=False)]
+    terms = batch_terms([length for length, _ in axes[:-3]], found[:-3])
+    return _with_terms(terms, *found[-3:]), math.prod(length for length, stride in axes if stride)
+
+
+def _within(strides: ScoreStrides) -> tuple[int, ...]:
+    """The strides along the head, query and key axes."""
+    return strides[:3] if num_terms(strides) else strides[1:]
+
+
+def _leading_axes(strides: ScoreStrides, sequences: int) -> list[tuple[int, int, int]]:
+    """The axes of the sequences as an array tells them apart: length, divisor (see `batch_terms`) and stride."""
     numbers = strides[3:] if num_terms(strides) else (strides[0], 1)
     distances = {1: 0} | dict(zip(numbers[1::2], numbers[::2], strict=True))
-    divisors = [*sorted(distances), sequences]
-    # Lengths and divisors of the axes that the array has, and of the others.
-    axes: dict[bool, list[tuple[int, int]]] = {True: [], False: []}
+    axes: list[tuple[int, int, int]] = []
     inner = 0
-    for divisor, behind in itertools.pairwise(divisors):
+    for divisor, behind in itertools.pairwise([*sorted(distances), sequences]):
         length, stride = behind // divisor, distances[divisor] + inner
-        axes[stride != 0].append((length, divisor))
+        axes.append((length, divisor, stride))
         inner = length * stride
-    found = {}
-    for has, own in axes.items():
-        lengths, steps = [length for length, _ in own], [divisor for _, divisor in own]
-        found[has] = math.prod(lengths), _with_terms(batch_terms(lengths[::-1], steps[::-1]))
-    return Sharers(found[True][0], found[False][0], found[True][1], found[False][1])
+    return axes[::-1]
 
 
 def num_terms(strides: ScoreStrides) -> int:

@@ -8,9 +8,13 @@
 // Which sequences share a tile depends on the leading axes that the bias has. `owned_strides` of the record lead from the
 // number of a bias tile's sequence to the first sequence that shares it, and `shared_strides` from there to the others
 // (fa2cupy/problem/strides.py). Along the other axes, the strides of dbias say what the bias is broadcast along.
+//
+// If tiles are few, several blocks divide the sequences that share one (kSplit). Each leaves its sums in an array of its
+// own, of dbias's shape in C order, to which dbias_strides then belong; sum_dbias.cuh adds up the arrays.
 #pragma once
 #include "common/dbias.cuh"
 #include "common/sequence.cuh"
+#include "common/shares.cuh"
 #include "common/tile_lists.cuh"
 
 namespace fa2::common {
@@ -41,6 +45,13 @@ class BiasOwner {
   public:
     __device__ __forceinline__ BiasOwner(const Record& params, int32 block) : params_(params) {
         const ScoreStrides& strides = params.dbias_strides.inside();
+        end_ = params.shared_sequences;
+        if constexpr (Spec::kSplit) {
+            share_ = Shared::take(block, 1, params.num_splits).begin;
+            const StepRange own = steps_of_share(end_, params.num_splits, share_);
+            sharer_ = own.begin;
+            end_ = own.end;
+        }
         keys_ = Shared::take(block, strides.column, ceil_div(params.bias_columns, kBc));
         queries_ = Shared::take(block, strides.row, ceil_div(params.bias_rows, kBr));
         heads_ = Shared::take(block, strides.head, params.num_heads);
@@ -51,7 +62,7 @@ class BiasOwner {
         skip_empty();
     }
 
-    __device__ __forceinline__ bool has_step() const { return sharer_ < params_.shared_sequences; }
+    __device__ __forceinline__ bool has_step() const { return sharer_ < end_; }
     __device__ __forceinline__ BiasStep step() const {
         const bool masked = position_ >= tiles_.full_end || (tiles_.kLeftLimit && position_ < tiles_.full_begin);
         return {batch_, head_, query_tile_, tiles_.at(position_), masked};
@@ -71,7 +82,7 @@ class BiasOwner {
         const ScoreStrides& strides = params_.dbias_strides.inside();
         const bool sums_queries = strides.row == 0, sums_keys = strides.column == 0;
         const int32 first_row = sums_queries ? 0 : queries_.begin * kBr, first_key = sums_keys ? 0 : keys_.begin * kBc;
-        auto* first = params_.dbias + params_.dbias_strides.offset(first_, heads_.begin, first_row, first_key);
+        auto* first = result() + params_.dbias_strides.offset(first_, heads_.begin, first_row, first_key);
         const int32 rows = params_.bias_rows - first_row, keys = params_.bias_columns - first_key;
         if (!sums_queries) {
 #pragma unroll
@@ -123,6 +134,13 @@ class BiasOwner {
     }
 
   private:
+    // The first element of dbias, or of the block's share.
+    __device__ __forceinline__ auto* result() const {
+        if constexpr (Spec::kSplit)
+            return params_.shares + share_ * params_.share_elements;
+        else
+            return params_.dbias;
+    }
     // Goes on to the next query tile, head or sequence until there is a key tile, or no sequence is left.
     __device__ __forceinline__ void skip_empty() {
         while (has_step() && position_ >= tiles_.end) {
@@ -164,7 +182,7 @@ class BiasOwner {
 
     const Record& params_;
     Shared keys_, queries_, heads_;
-    int32 first_, sharer_ = 0, batch_, head_, query_tile_, position_;
+    int32 share_ = 0, first_, sharer_ = 0, end_, batch_, head_, query_tile_, position_;
     KeyTiles<Spec> tiles_;
 };
 
