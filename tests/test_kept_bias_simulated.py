@@ -175,6 +175,13 @@ MUTANTS = {
         "bounds",
     ),
     "halves of a word": ("elements", "word[e / 2] | bits << 16 : bits", "word[e / 2] | bits : bits << 16", "numbers"),
+    "masks are left out": ("masked", "hide_by_arrays<Spec>(scores, params, tile);", "", "numbers"),
+    "a row has the mask of another": (
+        "masked",
+        "arrays.template pair_at<kRegular>(query + 8 * i, key, 8 * n, term);",
+        "arrays.template pair_at<kRegular>(query, key, 8 * n, term);",
+        "numbers",
+    ),
     "rows past the end": (
         "elements",
         "bias + min_of(first_query + row, last_row) * strides.row;",
@@ -190,6 +197,7 @@ def run_mutant(problem: str, change: tuple[str, str] | None = None) -> None:
         "full": ((7, 70, 104), (2, 70, 104)),
         "leading": ((10, 70, 80), (2, 1, 2, 70, 80)),
         "elements": ((5, 70, 71), (2, 70, 71)),
+        "masked": ((4, 70, 88), (2, 70, 88)),
     }[problem]
     inputs = draw(*sizes)
     if problem == "leading":
@@ -198,9 +206,12 @@ def run_mutant(problem: str, change: tuple[str, str] | None = None) -> None:
     def patch(spec, text: str) -> str:
         return text if change is None else replace_once(spec, text, *change)
 
-    expected = Expectation(*inputs, bias=(bias := bias_of(*shape)))
+    options = {"bias": bias_of(*shape)}
+    if problem == "masked":
+        options["mask"] = place(booleans((4, 1, 70, 88)))
+    expected = Expectation(*inputs, **options)
     with pytest.MonkeyPatch.context() as monkeypatch, simulated_gpu(monkeypatch, DEVICE, patch=patch):
-        o, lse = forward(*inputs[:3], config=TILES[0], bias=bias)
+        o, lse = forward(*inputs[:3], config=TILES[0], **options)
     expected.check(o=o, lse=lse)
 
 

@@ -16,16 +16,15 @@ struct ArrayTerm {
     bool visible = true;
 };
 
-// kInMemory: whether the arrays are read here, in global memory. Otherwise the warp holds the only one in shared memory
-// (held_array.cuh), or the bias is kept there and the others are read here.
+// kInMemory: whether the arrays are read here, in global memory. Otherwise the warp holds one in shared memory
+// (held_array.cuh), and `hide_by_arrays` (scores.cuh) reads the others of a kernel that keeps the bias.
 template <class Spec, class Record, bool kInMemory = true>
 class ScoreArrays {
-    static constexpr bool kReadsOthers = kInMemory || Spec::kKeepsBias;
-    static constexpr bool kReadsBias = kInMemory && Spec::kBias, kReadsMask = kReadsOthers && Spec::kMask;
-    static constexpr bool kReadsPadding = kReadsOthers && Spec::kKeyPadding;
-    static constexpr bool kReads = kReadsBias || kReadsMask || kReadsPadding;
+    static constexpr bool kReadsBias = kInMemory && Spec::kBias, kReadsMask = kInMemory && Spec::kMask;
+    static constexpr bool kReadsPadding = kInMemory && Spec::kKeyPadding;
 
   public:
+    static constexpr bool kReads = kReadsBias || kReadsMask || kReadsPadding;
     using Term = ArrayTerm<typename ElementTraits<typename Spec::Element>::Accum>;
 
     __device__ __forceinline__ ScoreArrays(const Record& params, const ScoreTile& tile)

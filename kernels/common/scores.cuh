@@ -25,6 +25,40 @@ __device__ __forceinline__ void score_fragment(QuadFragment<kN8>& x, const Mod& 
         }
 }
 
+template <class Spec>
+struct WithoutBias : Spec {
+    static constexpr bool kBias = false;
+};
+template <bool kRegular, int kN8, class Arrays>
+__device__ __forceinline__ void hide_fragment(QuadFragment<kN8>& x, const Arrays& arrays, int32 query, int32 key) {
+#pragma unroll
+    for (int n = 0; n < kN8; ++n)
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            typename Arrays::Term term[2];
+            arrays.template pair_at<kRegular>(query + 8 * i, key, 8 * n, term);
+#pragma unroll
+            for (int e = 0; e < 2; ++e)
+                if (!term[e].visible) x.value[n][2 * i + e] = -infinity<float>();
+        }
+}
+// Hides keys by the masks of a kernel that keeps the bias. They have a loop of their own, because loads are not moved
+// across those of the kept bias, and would be waited for one after the other.
+template <class Spec, int kN8, class Record>
+__device__ __forceinline__ void hide_by_arrays(QuadFragment<kN8>& x, const Record& params, const ScoreTile& tile) {
+    using Arrays = ScoreArrays<WithoutBias<Spec>, Record>;
+    if constexpr (Spec::kKeepsBias && Arrays::kReads) {
+        using Fragment = QuadFragment<kN8>;
+        const auto [first_query, first_key, lane] = tile.position;
+        const int32 query = first_query + Fragment::row(0, lane), key = first_key + Fragment::col(0, lane);
+        const Arrays arrays(params, tile);
+        if (arrays.template is_regular<8 * (kN8 - 1) + 1>(query, key))
+            hide_fragment<true>(x, arrays, query, key);
+        else
+            hide_fragment<false>(x, arrays, query, key);
+    }
+}
+
 // Turns products into scores, which `score_scale` must still multiply. `distances`: the terms of the caller's function
 // that depend on the distance. `terms`: the HeadTerms, if already loaded. `held`: the score array that the warp holds, or
 // ArraysInMemory (held_array.cuh).
@@ -44,6 +78,7 @@ __device__ __forceinline__ void modify_scores_with(const Held& held, QuadFragmen
             score_fragment<true>(scores, mod, first, held);
         else
             score_fragment<false>(scores, mod, first, held);
+        hide_by_arrays<Spec>(scores, params, tile);
     }
 }
 template <class Spec, int kN8, class Record, class... Terms>
