@@ -389,7 +389,7 @@ MUTANTS = {
     "simt: dO before its copies": ("simt", "qk", {}, f"{BARRIER}  // dO and V are there", "//", "race"),
     "simt: Q before its copies": ("simt", "qk", {}, f"{BARRIER}  // Q and K are there", "//", "race"),
     "the share of another block": (
-        "sm80", "qk", {"shares": 3}, "share_ * params_.share_elements", "0 * params_.share_elements", "blocks",
+        "sm80", "qk", {"shares": 3}, "blockIdx.x % params_.num_splits * params_", "0 * params_", "blocks",
     ),
     "sequences of all shares": ("sm80", "qk", {"shares": 3}, "end_ = own.end;", "", "numbers"),
     "simt: no sum": ("simt", "qk", {}, "sums[0](i, j) += ds(i, j);", "sums[0](i, j) = ds(i, j);", "numbers"),

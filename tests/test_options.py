@@ -246,3 +246,6 @@ def test_numpy_sums_in_one_order(shape, method):
     o, lse = fa2cupy.forward(*inputs[:3], bias=bias)
     again = fa2cupy.backward(*inputs[:3], o, lse, inputs[3], bias=bias, method=method, return_dbias=True)
     np.testing.assert_array_equal(again[3], results["dbias"])
+    if method == "two_pass":
+        how = {"bias": bias, "deterministic": True, "return_dbias": True, "family": "sm90"}
+        np.testing.assert_array_equal(fa2cupy.backward(*inputs[:3], o, lse, inputs[3], **how)[3], results["dbias"])

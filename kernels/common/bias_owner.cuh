@@ -43,12 +43,13 @@ class BiasOwner {
     static constexpr int kBr = Spec::kBr, kBc = Spec::kBc;
 
   public:
-    __device__ __forceinline__ BiasOwner(const Record& params, int32 block) : params_(params) {
+    __device__ __forceinline__ explicit BiasOwner(const Record& params) : params_(params) {
+        int32 block = blockIdx.x;
         const ScoreStrides& strides = params.dbias_strides.inside();
         end_ = params.shared_sequences;
         if constexpr (Spec::kSplit) {
-            share_ = Shared::take(block, 1, params.num_splits).begin;
-            const StepRange own = steps_of_share(end_, params.num_splits, share_);
+            const int32 share = Shared::take(block, 1, params.num_splits).begin;
+            const StepRange own = steps_of_share(end_, params.num_splits, share);
             sharer_ = own.begin;
             end_ = own.end;
         }
@@ -137,7 +138,7 @@ class BiasOwner {
     // The first element of dbias, or of the block's share.
     __device__ __forceinline__ auto* result() const {
         if constexpr (Spec::kSplit)
-            return params_.shares + share_ * params_.share_elements;
+            return params_.shares + blockIdx.x % params_.num_splits * params_.share_elements;
         else
             return params_.dbias;
     }
@@ -182,7 +183,7 @@ class BiasOwner {
 
     const Record& params_;
     Shared keys_, queries_, heads_;
-    int32 share_ = 0, first_, sharer_ = 0, end_, batch_, head_, query_tile_, position_;
+    int32 first_, sharer_ = 0, end_, batch_, head_, query_tile_, position_;
     KeyTiles<Spec> tiles_;
 };
 

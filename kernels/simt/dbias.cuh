@@ -53,7 +53,7 @@ struct Dbias {
                                                 own.seqlen_q);
             RowsV::template copy<kThreads, kBc>(v_tile, v, own.v_strides.row, step.key_tile * kBc, own.seqlen_k);
         };
-        common::BiasOwner<Spec, Params> owner(params, blockIdx.x);
+        common::BiasOwner<Spec, Params> owner(params);
         Scores sums[1];
         Warp::clear(sums[0]);
 

@@ -55,7 +55,7 @@ struct Dbias {
     __device__ static void run(const Params& params, char* dynamic_smem) {
         const uint32 smem = shared_address(dynamic_smem);
         const int32 lane = threadIdx.x % 32, warp = threadIdx.x / 32, warp_row = warp * kWarpRows;
-        common::BiasOwner<Spec, Params> owner(params, blockIdx.x);
+        common::BiasOwner<Spec, Params> owner(params);
         Scores sums[kM16];
 #pragma unroll
         for (int m = 0; m < kM16; ++m) sums[m].fill(0.0f);
