@@ -97,7 +97,7 @@ KERNELS = {
         "common/tile_range.cuh",
     },
     "given_lse": {"common/own_lse.cuh"},
-    "kept_bias": {"common/bias_tile.cuh", "common/scores.cuh", "common/series.cuh", "sm90/"},
+    "kept_bias": {"common/bias_tile.cuh", "common/scores.cuh", "common/series.cuh"},
     "sink": {"common/scores.cuh", "decode/"},
     "dropout_p": {"common/score_mod.cuh", "common/scores.cuh", "common/tangents.cuh", "common/weights.cuh"},
     "dlse": {"common/delta.cuh"},

@@ -10,11 +10,14 @@
 
 namespace fa2::common {
 
+template <class Spec>
+inline constexpr bool kHasSeries = Spec::kKeepsBias;
+
 // Replaces the number of a series by that of its first sequence; returns how many more the series has. Record is a
 // template parameter because only records of kernels that keep the bias have these members.
 template <class Spec, class Record>
 __device__ __forceinline__ int32 enter_series(TileCoordinates& where, const Record& params) {
-    if constexpr (Spec::kKeepsBias) {
+    if constexpr (kHasSeries<Spec>) {
         const int32 series = ceil_div(params.sharers, params.series_length);  // of the sequences that share a bias
         const int32 bias = where.batch / series;
         const int32 first = (where.batch - bias * series) * params.series_length;
@@ -26,7 +29,7 @@ __device__ __forceinline__ int32 enter_series(TileCoordinates& where, const Reco
 }
 
 // The sequences of a tile's series behind its own.
-template <bool kKeepsBias>
+template <bool kHasSeries>
 struct RestOfSeries {
     static constexpr int32 rest_of_series = 0;
 };

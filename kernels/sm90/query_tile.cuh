@@ -47,7 +47,7 @@ struct ListOfKeys<true> {
 // A query tile with the TMA coordinates that the producer needs to load it, the entries of its list, and the rest of its
 // series.
 template <class Spec>
-struct LoadedTile : QueryTile, common::RestOfSeries<Spec::kKeepsBias> {
+struct LoadedTile : QueryTile, common::RestOfSeries<common::kHasSeries<Spec>> {
     TmaRows<Spec::kVarlen> queries, keys;
     ListOfKeys<common::kListsTiles<Spec>> list;
 };
@@ -66,7 +66,7 @@ __device__ __forceinline__ Tile in_series(Tile tile, int32 rest) {
 // The tile of the next sequence of a series that has one.
 template <class Spec>
 __device__ __forceinline__ LoadedTile<Spec> tile_of_next_sequence(const Params& params, const LoadedTile<Spec>& tile) {
-    if constexpr (Spec::kKeepsBias) {
+    if constexpr (common::kHasSeries<Spec>) {
         QueryTile next = tile;
         ++next.batch;
         next.bias_is_kept = 1;
@@ -100,7 +100,7 @@ __device__ __forceinline__ LoadedTile<Spec> query_tile(const Params& params, int
                              0};
         if constexpr (common::kListsTiles<Spec>)
             return loaded_tile<Spec>(params, tile, keys.entries);
-        else if constexpr (Spec::kKeepsBias)
+        else if constexpr (common::kHasSeries<Spec>)
             return in_series(loaded_tile<Spec>(params, tile), rest);
         else
             return loaded_tile<Spec>(params, tile);
@@ -149,7 +149,7 @@ __device__ __forceinline__ void store_tile(uint32 address, const QueryTile& tile
     store_shared(address + 16, tile.batch);
     if constexpr (kHasBegin<Spec>) store_shared(address + 20, tile.first_key_tile);
     if constexpr (Spec::kSplit) store_shared(address + 24, tile.share);
-    if constexpr (Spec::kKeepsBias) store_shared(address + 28, tile.bias_is_kept);
+    if constexpr (common::kHasSeries<Spec>) store_shared(address + 28, tile.bias_is_kept);
 }
 
 // Hands a tile to the consumers, in the next slot of the ring.

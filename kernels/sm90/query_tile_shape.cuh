@@ -36,7 +36,7 @@ struct QueryTileShape {
     static constexpr int kBarriers = 4 * kOperands + 4 * kStages + 2 * kTileSlots;
     static constexpr int kFixedBytes = kAlignment + 8 * kBarriers + sizeof(QueryTile) * kTileSlots;
     // A kernel that keeps the bias holds the tiles of all keys, else that of one key tile.
-    static constexpr bool kKeepsArray = Spec::kKeepsBias;
+    static constexpr bool kKeepsArray = common::kHasSeries<Spec>;
     static constexpr int kHeldTiles = kKeepsArray ? ceil_div(Spec::kKeptKeys, kBc) : 1;
     static constexpr int kHeldBytes = kBr / 16 * kHeldTiles * common::HeldOfQueries<Spec, kBc>::Tile::kBytes;
     static constexpr int kScratchBytes = 0;
