@@ -42,7 +42,7 @@ OTHERS = {
     "softcap": {"mods", "problem/function_checks", "problem/softcap"},
     "alibi_slopes": {"families/tile_choice"},
     "bias": {*_TANGENTS, "distributed/", "families/sm90", "jit/params", "plan/specs", "testing"},
-    "wide_bias": {"jit/params"},
+    "wide_bias": {"families/operations", "jit/params"},
     "dbias": {*_RESULTS, "cpu/sums", "numerics/second_order", "distributed/", "numerics/comparison"},
     "full_dbias": _RESULTS - {"gpu/"},
     "dscore_args": {*_RESULTS, "numerics/comparison"},
