@@ -164,7 +164,6 @@ class Sm80(Family):
             TileRow(128, TileConfig(64, 64, 4)),
             TileRow(256, TileConfig(64, 32, 4, 1, 2)),
             TileRow(256, TileConfig(64, 32, 4)),
-            TileRow(256, TileConfig(32, 32, 2)),
         ),
     }
 
