@@ -44,7 +44,7 @@ OTHERS = {
     "bias": {
         *_TANGENTS, "distributed/", "families/choice", "families/kept_bias", "families/sm90", "jit/params",
         "plan/layout", "plan/specs", "testing",
-    },  # fmt: skip
+    },
     "wide_bias": {"families/kept_bias", "families/operations", "jit/params"},
     "dbias": {*_RESULTS, "cpu/sums", "numerics/second_order", "distributed/", "numerics/comparison"},
     "full_dbias": _RESULTS - {"gpu/"},
