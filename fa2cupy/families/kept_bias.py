@@ -13,6 +13,7 @@ from ..problem.strides import ScoreStrides, sharers
 from .device import DeviceInfo
 from .family import Family, Kernel
 from .tile import TileConfig, requested_tile
+from .tile_choice import saves
 
 __all__ = ["KeptBias", "kept_bias", "kept_biases", "with_kept_bias"]
 
@@ -62,7 +63,7 @@ def kept_biases(
     if "bias" not in features or "wide_bias" in features or is_of_tiles or (options.num_splits or 1) > 1:
         return
     for keys in family.kept_keys:
-        tile = _tile(family, Kernel.of("forward", with_kept_bias(problem, keys)), device, options)
+        tile = _tile(family, with_kept_bias(problem, keys), device, options)
         if tile is not None:
             yield KeptBias(keys, tile)
 
@@ -72,12 +73,13 @@ def with_kept_bias(problem: AttentionProblem, keys: int) -> AttentionProblem:
     return problem.with_settings(replace(problem.settings, kept_bias=keys))
 
 
-def _tile(family: Family, kernel: Kernel, device: DeviceInfo, options: CallOptions) -> TileConfig | None:
+def _tile(family: Family, problem: AttentionProblem, device: DeviceInfo, options: CallOptions) -> TileConfig | None:
     """The caller's tile, or else the first of those for a kept bias that holds so many keys."""
-    requested = requested_tile("forward", options.config)
+    kernel, requested = Kernel.of("forward", problem), requested_tile("forward", options.config)
     if requested is not None:
         return requested if family.takes(kernel, requested, device) else None
-    columns, columns_v = family.padded_head_dim(kernel.head_dim), family.padded_head_dim(kernel.head_dim_v)
-    rows = [row for row in family.tiles["forward"] if "kept_bias" in row.features]
-    tiles = (row.tile for row in rows if max(columns, columns_v) <= row.head_dim)
+    columns = max(map(family.padded_head_dim, (kernel.head_dim, kernel.head_dim_v)))
+    rows = family.tiles["forward"]
+    applying = (row for row in rows if "kept_bias" in row.features and columns <= row.head_dim)
+    tiles = (row.tile for row in applying if not row.least_saving or saves(row, rows, problem))
     return next((tile for tile in tiles if family.takes(kernel, tile, device)), None)

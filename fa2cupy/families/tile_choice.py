@@ -22,6 +22,7 @@ __all__ = [
     "decode_tile",
     "default_tile",
     "is_promising",
+    "saves",
     "why_not_map",
 ]
 
@@ -107,7 +108,7 @@ def default_tile(
         and columns_v <= (row.head_dim_v or row.head_dim)
         and (row.dtypes is None or problem.dtype in row.dtypes)
         and (not row.features or not used.isdisjoint(row.features))
-        and (not row.least_saving or _saves(row, family.tiles[operation], problem))
+        and (not row.least_saving or saves(row, family.tiles[operation], problem))
         and (not row.least_jobs or (not for_any_batch and _jobs(problem, row.tile) >= row.jobs_on(device)))
         and family.takes(kernel, row.tile, device)
     )
@@ -210,7 +211,7 @@ def _divides(one: tuple[int, int], other: tuple[int, int]) -> bool:
     return other[0] % one[0] == 0 and other[1] % one[1] == 0
 
 
-def _saves(row: TileRow, rows: Sequence[TileRow], problem: AttentionProblem) -> bool:
+def saves(row: TileRow, rows: Sequence[TileRow], problem: AttentionProblem) -> bool:
     """True if the tiles of a row have so much fewer scores than those of the next one that it applies."""
     if problem.is_packed:
         return False
