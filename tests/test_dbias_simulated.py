@@ -88,7 +88,7 @@ def gradients(
 
 def map_of(name: str) -> BlockMask:
     """Returns a map without a function, whose tiles are those of the kernels or larger."""
-    (rows, keys), size = CASES[name][2], 8 if name == "simt" else 64
+    (rows, keys), size = CASES[name][2], {"simt": 8, "sm90": 128}.get(name, 64)
     return BlockMask(booleans((BATCH, 1, -(-rows // size), -(-keys // size))), rows, keys, tile=(size, size))
 
 
