@@ -475,13 +475,14 @@ def chosen_rows() -> set[int]:
 
 def rows_of_some_forwards() -> set[int]:
     """Returns the positions of the tiles of forwards on the H100 whose blocks keep the bias, or of other lengths."""
-    call = problem("bfloat16", 64).with_settings(FeatureSettings(arrays=("bias",)))
-    kept = {one.tile for family in FAMILIES for one in kept_biases(family, call, H100, CallOptions())}
     found = set()
     for position, (family, operation, entry) in enumerate(ROWS):
-        if "kept_bias" in entry.features and entry.tile in kept:
-            found.add(position)
-        if entry.least_saving:  # it leaves calls that fill the tiles of the next row to that one
+        if "kept_bias" in entry.features:
+            biased = problem("bfloat16", entry.head_dim).with_settings(FeatureSettings(arrays=("bias",)))
+            calls = [dataclasses.replace(biased, seqlen_q=rows, seqlen_k=rows) for rows in (64, entry.tile.b_r)]
+            if entry.tile in {one.tile for call in calls for one in kept_biases(family, call, H100, CallOptions())}:
+                found.add(position)
+        elif entry.least_saving:  # it leaves calls that fill the tiles of the next row to that one
             full = ROWS[position + 1][2].tile
             call = dataclasses.replace(problem(head_dim=entry.head_dim), seqlen_q=full.b_r, seqlen_k=full.b_c)
             assert choose_tile_of(operation, family, call, H100) == full
