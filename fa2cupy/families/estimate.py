@@ -20,7 +20,7 @@ from ..problem.dtypes import ITEMSIZE
 from .device import DeviceInfo
 from .tile import TileConfig
 
-__all__ = ["BlockCost", "Costs", "backward_time", "dbias_time", "forward_splits", "split_candidates"]
+__all__ = ["BlockCost", "Costs", "backward_time", "forward_splits", "split_candidates"]
 
 #: Shares have workspaces of their own in kernels without atomics. More than this many copies of O, or of dK and dV, are
 #: made only where all of them are smaller than `_SMALL_BYTES`.
@@ -70,9 +70,6 @@ class Costs:
         Clearing and converting the workspace to which shares are added; elements of k.
     copy, copy_rows : float
         Summing the copies of shares; elements of k, for each copy.
-    atomic_dbias : float
-        What tiled kernels take to add a broadcast dbias atomically; elements of the scores. Where it is 0, only calls
-        with ``deterministic=True`` have the kernel ``dbias``.
     drift : float
         Growth of a step of ``single_pass``, for each doubling of a block's heads beyond two, if the heads do not fit
         in the L2 cache; beyond one, if one head does not. Under a causal mask blocks of different lengths drift apart
@@ -92,7 +89,6 @@ class Costs:
     add_rows: float = 0.0
     copy: float = 0.0
     copy_rows: float = 0.0
-    atomic_dbias: float = 0.0
     drift: float = 0.0
 
     def of_block(self, operation: str, problem: AttentionProblem, blocks_of_tile: int = 1) -> BlockCost:
@@ -181,25 +177,6 @@ def backward_time(
             )
         time += _time_of_blocks(cost, step, steps, device, tile, blocks)
     return time
-
-
-def dbias_time(costs: Costs, problem: AttentionProblem, device: DeviceInfo, tile: TileConfig, blocks: int) -> float:
-    """The estimated time of the kernel that owns tiles of a broadcast bias, in microseconds.
-
-    `costs` are those of its family: it has two of the three products of ``backward_dq``. Each of its blocks visits as
-    many tiles of scores.
-    """
-    cost = costs.of_block("backward_dq", problem)
-    steps = scores_of(problem) / (tile.b_r * tile.b_c * max(1, blocks))
-    step = 2 / 3 * _step(cost, tile, problem.mean_head_dim)
-    return -(-blocks // (device.multiprocessors * tile.blocks_per_sm)) * (cost.start + step * steps)
-
-
-def scores_of(problem: AttentionProblem) -> float:
-    """The scores that no causal mask or window hides, in whole tiles of 64."""
-    sequences, tile = _Sequences.of(problem), TileConfig(64, 64, 4)
-    tiles = sum(steps * count for steps, count in sequences.steps_of_queries(tile).items())
-    return float(tiles * tile.b_r * tile.b_c * sequences.number * problem.num_heads)
 
 
 def _step(cost: BlockCost, tile: TileConfig, head_dim: int) -> float:
