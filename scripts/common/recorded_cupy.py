@@ -449,6 +449,9 @@ def _runtime() -> dict[str, Any]:
         "streamIsCapturing": lambda stream: stream in recorder.capturing,
         "ipcGetMemHandle": handle,
         "ipcOpenMemHandle": lambda handle, flags: int.from_bytes(handle, "little"),
+        "memsetAsync": lambda address, value, nbytes, stream: recorder.note(
+            "clear", recorder.streams[stream], place=Address(address), bytes=nbytes, value=value
+        ),
         "memcpy2DAsync": lambda *copy: _copy(*copy[:6], "engine", recorder.streams[copy[-1]]),
     }
 
