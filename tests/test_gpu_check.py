@@ -183,19 +183,19 @@ def test_a_suite_that_was_broken_off_goes_on(workers, tmp_path):
 
 
 @pytest.mark.parametrize("before", ["", "[]", '{"digest": "0", "tests": {"passed": 3}}'])
+def test_what_is_no_receipt_is_not_kept(before, tmp_path):
+    path = tmp_path / "check.json"
+    path.write_text(before)
+    receipt.note_steps(path, gpu_check.STEPS, {"large": "not finished"})
+    assert json.loads(path.read_text()) == dict.fromkeys(gpu_check.STEPS, "skipped") | {"large": "not finished"}
+
+
 def test_the_receipt_can_lie_outside_the_checkout(monkeypatch, tmp_path):
     monkeypatch.setitem(gpu_check.SUITES, "tests", ("gpu and not gpu", ()))
     monkeypatch.setenv("PYTEST_ADDOPTS", "--ignore-glob=*/test_[!l]*")  # few files
     assert gpu_check._run_tests(tmp_path, tmp_path, "tests", 1) == dict.fromkeys(
         ("passed", "failed", "skipped", "seconds"), 0
     )
-
-
-def test_what_is_no_receipt_is_not_kept(before, tmp_path):
-    path = tmp_path / "check.json"
-    path.write_text(before)
-    receipt.note_steps(path, gpu_check.STEPS, {"large": "not finished"})
-    assert json.loads(path.read_text()) == dict.fromkeys(gpu_check.STEPS, "skipped") | {"large": "not finished"}
 
 
 def test_gpu_check_without_a_gpu_says_so(monkeypatch, capsys, tmp_path):
