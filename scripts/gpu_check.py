@@ -1,6 +1,6 @@
 """The one command for a machine with a GPU: tests, sanitizers and benchmark, with a receipt.
 
-    python scripts/gpu_check.py                    everything: about ten minutes on an H100
+    python scripts/gpu_check.py                    everything, one step after the other
     python scripts/gpu_check.py --skip benchmark   without the timings; what an earlier run noted of them stays
     python scripts/gpu_check.py --processes 6      tests side by side (pytest-xdist)
     python scripts/gpu_check.py --cache FOLDER     with kernels that are compiled already, of this very code
