@@ -63,6 +63,7 @@ def check(monkeypatch, inputs: tuple, tile: TileConfig | None, order: int | None
     return stage
 
 
+@pytest.mark.sample(seed=SEEDS[:2], tile=TILES[:2])
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("tile", TILES, ids=str)
 def test_sequences_that_share_a_bias(monkeypatch, tile, seed):
@@ -88,6 +89,7 @@ CASES = {
 }
 
 
+@pytest.mark.sample(sizes=((7, 70, 139),))
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("sizes", [(7, 70, 139), (7, 139, 70)], ids=str)
 def test_arrays_and_features(monkeypatch, name, sizes):
@@ -110,6 +112,7 @@ def test_leading_axes(monkeypatch):
     assert stage.spec.batch_terms == 1
 
 
+@pytest.mark.sample(head_dim=(64,))
 @pytest.mark.parametrize("head_dim", [16, 64, 48])
 def test_head_dims(monkeypatch, head_dim):
     check(
