@@ -155,7 +155,7 @@ class Sm80(Family):
             TileRow(256, TileConfig(32, 64, 8)),
             TileRow(256, TileConfig(32, 32, 4)),
         ),
-        # None has been measured. Several blocks on a multiprocessor hide each other's latencies.
+        # They have not been swept. Several blocks on a multiprocessor hide each other's latencies.
         "dbias": (
             TileRow(64, TileConfig(64, 64, 4, 2, 3)),
             TileRow(64, TileConfig(64, 64, 4, 2, 2)),
