@@ -292,8 +292,8 @@ class Feature:
     registers : int
         Demand for registers in the inner loop of a backward: 0 none, 1 some, 2 many.
     acts_on : str or None
-        ``"scores"`` if kernels change, hide or drop single scores for it, ``"tiles"`` if they choose what tiles of
-        scores there are, None if neither.
+        ``"scores"`` if kernels change, hide or drop single scores for it, ``"keys"`` if they hide whole keys,
+        ``"tiles"`` if they choose what tiles of scores there are, None if nothing of these.
     may_hide_rows : bool
         True if the values of its arrays or functions may hide all keys of a row.
     in_decode : bool
@@ -483,7 +483,7 @@ FEATURES = {
         "kKeyPadding",
         _has("key_padding_mask"),
         arrays={"key_padding_mask": FeatureArray("input_bool", check_key_padding, (_KEYS,))},
-        acts_on="scores",
+        acts_on="keys",
         may_hide_rows=True,
         example={"key_padding_mask": (1, EXAMPLE_ROWS)},
         aliases={

@@ -26,12 +26,15 @@
 
 namespace fa2::sm90 {
 
-// HeadTerms and NextDistances are base classes so that they take no space when empty (empty-base optimisation).
+// The terms of heads, distances and keys are base classes so that they take no space when empty (empty-base
+// optimisation).
 template <class Spec>
 class ForwardConsumer : common::HeadTerms<Spec>,
                         common::NextDistances<Spec::kBc / 8>,
+                        common::KeyPadding<Spec, Spec::kBc / 8, false>,
                         QueryTileConsumer<Spec, ForwardShape<Spec>, ForwardMemory<ForwardShape<Spec>>> {
     using Terms = common::HeadTerms<Spec>;
+    using Padding = common::KeyPadding<Spec, Spec::kBc / 8, false>;
     using Shape = ForwardShape<Spec>;
     using Memory = ForwardMemory<Shape>;
     using Base = QueryTileConsumer<Spec, Shape, Memory>;
@@ -184,7 +187,7 @@ class ForwardConsumer : common::HeadTerms<Spec>,
     __device__ __forceinline__ void masked_listed_step(const TileInSlot& tile, int32 block, Probabilities& p) {
         start_both(p);
         const TileMask of_tile(params_, score_tile(tile, block));
-        load_distances(tile, block);
+        load_ahead(tile, block);
         wait_for_scores();
         if (block == 0) release_query();
         modify(tile, block, block == 0);
@@ -220,7 +223,7 @@ class ForwardConsumer : common::HeadTerms<Spec>,
         mbarrier_wait(memory_.full_query(queries_.slot()), queries_.parity());
         mbarrier_wait(memory_.full_key(keys_.slot()), keys_.parity());
         issue_scores();
-        load_distances(tile, keys.end - 1);
+        load_ahead(tile, keys.end - 1);
         wgmma_wait<0>();
         pin(scores_);
         release_key();
@@ -249,14 +252,18 @@ class ForwardConsumer : common::HeadTerms<Spec>,
     __device__ __forceinline__ void modify(const TileInSlot& tile, int32 block, bool is_last) {
         if constexpr (common::kModifiesScores<Spec>) Base::with_array(*this, tile, block, false, is_last);
     }
-    // Evaluates the terms of the caller's function that depend on the distance, while the scores are in flight.
-    __device__ __forceinline__ void load_distances(const TileInSlot& tile, int32 block) {
+    // Loads the padding, and evaluates the terms of the caller's function that depend on the distance, while the scores
+    // are in flight.
+    __device__ __forceinline__ void load_ahead(const TileInSlot& tile, int32 block) {
         if constexpr (common::kHasDistanceTerms) this->terms = Base::distances_of(tile, block);
+        if constexpr (!__is_empty(Padding))
+            static_cast<Padding&>(*this) = {record_of<Spec>(params_, tile), score_tile(tile, block)};
     }
     template <class Held>
     __device__ __forceinline__ void use_array(const Held& held, const TileInSlot& tile, int32 block, bool) {
         common::modify_scores_with<Spec>(held, scores_, record_of<Spec>(params_, tile), score_tile(tile, block),
-                                         this->distances(), static_cast<const Terms&>(*this));
+                                         this->distances(), static_cast<const Padding&>(*this),
+                                         static_cast<const Terms&>(*this));
     }
     __device__ __forceinline__ void drop(const TileInSlot& tile, int32 block, Probabilities& p) const {
         if constexpr (common::kDrops<Spec>) common::drop<Spec>(p, params_, score_tile(tile, block));
@@ -300,7 +307,7 @@ class ForwardConsumer : common::HeadTerms<Spec>,
     // On return the scores of key tile `block` are complete; the output is still in flight.
     __device__ __forceinline__ void issue_both(const Probabilities& p, const TileInSlot& tile, int32 block) {
         start_both(p);
-        load_distances(tile, block);
+        load_ahead(tile, block);
         wait_for_scores();
     }
     __device__ __forceinline__ void start_both(const Probabilities& p) {
