@@ -509,11 +509,12 @@ def _results(comm: Communicator, arguments: CallArguments) -> Any:
             for result, array in zip(request.results, given, strict=True)
         ]
     )
-    values = _values(arguments, request, out)
-    prepared = None if request.signature is None or captured else _prepared(comm, request, arguments, values)
-    if prepared is not None:
-        prepared(values.values(), *device_streams(q))
-        return out
+    if request.signature is not None and not captured:
+        values = _values(arguments, request, out)
+        prepared = _prepared(comm, request, arguments, values)
+        if prepared is not None:
+            prepared(values.values(), *device_streams(q))
+            return out
     run = Run(comm, replace(request, keywords=arguments.features), q)
     try:
         _queue(run, arguments, out, comm.number)

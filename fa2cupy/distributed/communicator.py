@@ -98,7 +98,7 @@ class Communicator:
         self.captured: list[list[Any]] = []
         #: Calls on CuPy arrays that have been checked, by all that the checks depend on.
         self.requests: dict[Hashable, Any] = {}
-        #: Those that are queued as they were recorded, by the same and the size of the window whose addresses they have.
+        #: Those that are queued as they were recorded, by the same and the size of the window whose addresses they use.
         self.prepared: RecentlyUsed[PreparedCall] = RecentlyUsed(_MOST_PREPARED)
 
     @classmethod

@@ -253,8 +253,8 @@ def _sequence_form(values: Sequence[Any]) -> _Form | None:
     forms = [_form(value) for value in values]
     if not any(forms):
         return None
-    pairs = [(form, value) for form, value in zip(forms, values, strict=True)]
-    return lambda now: type(values)([value if form is None else form(now) for form, value in pairs])
+    pairs, kind = list(zip(forms, values, strict=True)), list if isinstance(values, list) else tuple
+    return lambda now: kind([value if form is None else form(now) for form, value in pairs])
 
 
 def _array_form(array: Any) -> _Form | None:
