@@ -21,7 +21,7 @@ from .transport.messages import CommunicationError, Transport, all_texts
 __all__ = ["Communicator", "Stage", "check_communicator"]
 
 _TIMEOUT_S = 600.0
-_MOST_PREPARED = 1024
+_MOST_PREPARED = 256
 
 
 class Stage(enum.Enum):

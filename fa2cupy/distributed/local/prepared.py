@@ -246,7 +246,7 @@ def _form(value: Any) -> _Form | None:
     if isinstance(value, dict):
         names, form = tuple(value), _sequence_form(tuple(value.values()))
         return form and (lambda now: dict(zip(names, form(now), strict=True)))
-    return _array_form(value) if hasattr(value, "strides") else None
+    return _array_form(value)
 
 
 def _sequence_form(values: Sequence[Any]) -> _Form | None:
@@ -260,7 +260,7 @@ def _sequence_form(values: Sequence[Any]) -> _Form | None:
 def _array_form(array: Any) -> _Form | None:
     import cupy
 
-    number, offset = _relative(array.data.ptr)
+    number, offset = _relative(array.data.ptr) if isinstance(array, cupy.ndarray) else (0, 0)
     if not number:
         return None
     shape, dtype, strides = array.shape, array.dtype, array.strides
