@@ -43,13 +43,14 @@ class FakeArray(np.ndarray):
         if isinstance(source, FakeArray):
             self.device_id = source.device_id
 
-    def __new__(cls, shape, dtype, memptr=None):
+    def __new__(cls, shape, dtype, memptr=None, strides=None):
         """Allocates like CuPy, or takes the memory at a pointer."""
         if memptr is None:
             return _aligned(shape, dtype)
         nbytes = int(np.prod(shape)) * np.dtype(dtype).itemsize
         buffer = (ctypes.c_char * nbytes).from_address(memptr.ptr)
-        return np.frombuffer(buffer, np.uint8).view(dtype).reshape(shape).view(cls)
+        array = np.frombuffer(buffer, np.uint8).view(dtype).reshape(shape)
+        return np.lib.stride_tricks.as_strided(array, shape, strides).view(cls)
 
     def copy(self, order: str = "C"):
         """Copies like CuPy, into memory of the current allocator."""
