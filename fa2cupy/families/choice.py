@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from ..errors import UnsupportedProblemError
@@ -10,7 +11,7 @@ from ..problem.attention import AttentionProblem
 from ..problem.options import MAX_SPLITS, CallOptions, requested_method
 from ..problem.strides import AnyStrides, contiguous_like, sharers_of
 from .device import ARCHITECTURES, DeviceInfo
-from .estimate import Costs, backward_time, forward_splits, split_candidates
+from .estimate import Costs, OwnedTiles, backward_time, forward_splits, owner_splits, split_candidates
 from .family import Family, Kernel
 from .kept_bias import kept_bias
 from .operations import METHODS, OPERATIONS, SEVERAL
@@ -131,7 +132,7 @@ def choose_with_copies(
             return Choice(family, {"decode": tile})
         dbias = None
         if call == "backward" and options.deterministic and problem.settings.sums_dbias:
-            dbias = _owner_of_dbias(family, problem, device, strides)
+            dbias = _owner_of_dbias(family, problem, device, strides, is_launched)
             problem = problem.with_settings(replace(problem.settings, dbias=False))
         choices, reasons = _choices_of(family, call, problem, device, strides, options, is_launched)
         if choices:
@@ -256,22 +257,42 @@ def _fallback(call: str, family: Family, problem: AttentionProblem, device: Devi
 
 
 def _owner_of_dbias(
-    family: Family, problem: AttentionProblem, device: DeviceInfo, strides: Mapping[str, AnyStrides]
+    family: Family, problem: AttentionProblem, device: DeviceInfo, strides: Mapping[str, AnyStrides], is_launched: bool
 ) -> Choice:
     """The kernel that owns tiles of a broadcast bias, beside tiled kernels of a family.
 
-    Only deterministic calls have it: on an H100, atomics of the tiled kernels took 0.42 ms where it took 1.19.
+    It is of that family or, where that has none for the problem, of the first one behind it that has.
     """
-    owner = next(one for one in FAMILIES if one.supports("dbias", problem.dtype, device, problem.features))
-    tile = choose_tile("dbias", owner, problem, device)
+    owner, tile = next(_owners_of_dbias(family, problem, device, strides, is_launched))
     tiles, splits = {"dbias": tile}, 1
     if "dbias" in strides and 0 not in problem.score_shape:
-        # So many blocks for a tile as are resident at the same time, each with sequences of its own.
-        slots = device.multiprocessors * tile.blocks_per_sm // tiles_of_bias(problem, strides, tile)
-        splits = max(1, min(slots, sharers_of(strides["dbias"], problem.score_shape[0]).num_shared))
+        splits = owner_splits(_work_of_owner(problem, device, strides, tile))
     if family.multiplies_parts:
         tiles = {"forward": choose_tile("forward", owner, problem, device), **tiles}
     return Choice(owner, tiles, num_splits={"dbias": splits} if splits > 1 else {})
+
+
+def _owners_of_dbias(
+    family: Family, problem: AttentionProblem, device: DeviceInfo, strides: Mapping[str, AnyStrides], is_launched: bool
+) -> Iterator[tuple[Family, TileConfig]]:
+    for one in FAMILIES[FAMILIES.index(family) :]:
+        if (
+            one.supports("dbias", problem.dtype, device, problem.features)
+            and _why_not(one, ("dbias",), problem, strides, is_launched) is None
+            and why_not_map(one, "dbias", problem, device) is None
+        ):
+            with contextlib.suppress(UnsupportedProblemError):
+                yield one, choose_tile("dbias", one, problem, device)
+
+
+def _work_of_owner(
+    problem: AttentionProblem, device: DeviceInfo, strides: Mapping[str, AnyStrides], tile: TileConfig
+) -> OwnedTiles:
+    """The tiles of a bias, and the steps for each."""
+    sequences, heads, rows, keys = problem.score_shape
+    shared, tiles = sharers_of(strides["dbias"], sequences).num_shared, tiles_of_bias(problem, strides, tile)
+    steps = sequences * heads * -(-rows // tile.b_r) * -(-keys // tile.b_c)
+    return OwnedTiles(device.multiprocessors * tile.blocks_per_sm, tiles, shared, steps // (tiles * shared))
 
 
 def _needs_own_lse(

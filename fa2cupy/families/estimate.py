@@ -20,7 +20,15 @@ from ..problem.dtypes import ITEMSIZE
 from .device import DeviceInfo
 from .tile import TileConfig
 
-__all__ = ["BlockCost", "Costs", "backward_time", "forward_splits", "split_candidates"]
+__all__ = [
+    "BlockCost",
+    "Costs",
+    "OwnedTiles",
+    "backward_time",
+    "forward_splits",
+    "owner_splits",
+    "split_candidates",
+]
 
 #: Shares have workspaces of their own in kernels without atomics. More than this many copies of O, or of dK and dV, are
 #: made only where all of them are smaller than `_SMALL_BYTES`.
@@ -28,6 +36,9 @@ _MOST_COPIES, _SMALL_BYTES = 4, 64 << 20
 #: With at least so many keys for each query, few blocks are shorter than the others, and blocks do not drift apart. The
 #: first number is for short heads, which follow each other faster: those of a block fit in half of the L2 cache.
 _EQUAL_BLOCKS_OF_SHORT_HEADS, _EQUAL_BLOCKS = 8, 2
+#: What a block that owns a tile of a bias does beside its steps, and the sum of its share, takes as long as so many.
+_STEPS_BESIDE = 10
+_MOST_WAVES = 8  # of such blocks, if they divide sequences
 _ASSIGNED_SINGLY = 8  # up to so many blocks for each slot, the schedule is simulated block by block
 
 
@@ -222,6 +233,37 @@ def _drift(costs: Costs, problem: AttentionProblem, device: DeviceInfo, splits: 
     if has_equal_blocks or heads <= harmless or of_head * problem.batch * problem.num_heads <= device.l2_bytes:
         return 1.0
     return 1 + costs.drift * math.log2(heads / harmless)
+
+
+class OwnedTiles(NamedTuple):
+    """The tiles of a bias that blocks own.
+
+    Attributes
+    ----------
+    slots : int
+        Blocks that are resident at the same time.
+    tiles : int
+    sequences : int
+        Those that share a tile, and that blocks can divide.
+    steps : int
+        Tiles of scores of a sequence that share it.
+    """
+
+    slots: int
+    tiles: int
+    sequences: int
+    steps: int
+
+    def time(self, splits: int) -> int:
+        """The time of the kernel in steps if so many blocks divide the sequences of a tile."""
+        waves = -(-self.tiles * splits // self.slots)
+        return waves * (-(-self.sequences // splits) * self.steps + _STEPS_BESIDE)
+
+
+def owner_splits(work: OwnedTiles) -> int:
+    """The number of blocks that divide the sequences that share a tile of a bias in the estimated fastest kernel."""
+    most = max(1, min(work.sequences, _MOST_WAVES * work.slots // work.tiles))
+    return min(range(1, most + 1), key=work.time)
 
 
 class _Sequences(NamedTuple):

@@ -14,7 +14,7 @@ from ..problem.strides import AnyStrides
 from .estimate import BlockCost, Costs
 from .family import Family, Kernel, TileRow
 from .operations import OF_DIRECTION
-from .records import LENGTHS, SCALES, SCHEDULE, Record
+from .records import LENGTHS, POINTER_RECORDS, SCALES, SCHEDULE, Record
 from .tile import TileConfig
 
 __all__ = ["SM90", "Sm90"]
@@ -31,6 +31,9 @@ _FUNCTIONS = ("score_mod", "mask_mod")
 _KEPT_BIAS = ("kept_bias",)
 #: The same, and arrays with an element for each pair of a query and a key.
 _BY_POSITION = (*_FUNCTIONS, "bias", "mask")
+
+#: Features between the products and the bias, with which blocks keep no tile of it.
+_BETWEEN = frozenset(("wide_bias", "softcap", "score_mod"))
 
 _SHARED_BYTES = 227 * 1024  # the most that a block can have
 _LEAST_WARPS = 12  # of a multiprocessor: with fewer, threads would start with more registers than they have later
@@ -61,6 +64,7 @@ _RECORDS = {
     "backward_dkdv": Record(
         f"{_GRADIENT_MAPS} dk:output_map dv:output_map {_STATISTICS}", (), SCALES, LENGTHS + SCHEDULE
     ),
+    "dbias": POINTER_RECORDS["dbias"]._replace(pointers=f"{_GRADIENT_MAPS} {_STATISTICS}", strides=()),
     # There are no maps of tangents that the call does not have.
     "jvp": Record(
         f"{_INPUT_MAPS} {_TANGENT_MAPS} o:output_map ot:output_map lse:output_accum lset:output_accum "
@@ -127,7 +131,7 @@ class Sm90(Family):
     """Kernels for sm_90a only. The blocks of ``backward`` own key tiles; the other kernels are persistent."""
 
     name = "sm90"
-    operations = (*Family.operations, *_OF_TANGENTS)
+    operations = (*Family.operations, "dbias", *_OF_TANGENTS)
     dtypes = ("float16", "bfloat16")
     min_compute_capability = max_compute_capability = 90
     row_alignment = 16
@@ -195,6 +199,13 @@ class Sm90(Family):
             TileRow(192, TileConfig(96, 64, 12, 2), _H100),
             TileRow(256, TileConfig(64, 64, 12, 2), _H100),
         ),
+        "dbias": (
+            TileRow(64, TileConfig(64, 64, 8, 3, 2), least_saving=1.2),
+            TileRow(64, TileConfig(128, 128, 12, 2)),
+            TileRow(128, TileConfig(128, 64, 12, 2)),
+            TileRow(192, TileConfig(64, 64, 8, 2)),
+            TileRow(256, TileConfig(64, 32, 8, 2)),
+        ),
         # For more than 128 columns of v, two warp groups have the same rows.
         **dict.fromkeys(
             _OF_JVP,
@@ -255,6 +266,8 @@ class Sm90(Family):
             return _forward_bytes(head_dim, head_dim_v, tile, array, kept_keys)
         if operation == "backward_dq":
             return _dq_bytes(head_dim, head_dim_v, tile, array)
+        if operation == "dbias":
+            return _dbias_bytes(head_dim, head_dim_v, tile, keeps_bias=_BETWEEN.isdisjoint(features))
         moved = [name in features for name in OF_DIRECTION]
         if operation in _OF_JVP:
             return _jvp_bytes(operation, head_dim, head_dim_v, tile, moved)
@@ -275,6 +288,8 @@ class Sm90(Family):
             return _why_no_forward(tile, head_dim_v)
         if operation == "backward_dq":
             return _why_no_dq(tile, head_dim)
+        if operation == "dbias":  # the accumulators of S and dP, and the sums
+            return _why_no_query_rows(tile, 0, 3 * tile.b_c // 2, 32, blocks={1: (1, 2), 2: (1,), 3: (1,)})
         if operation in _OF_JVP:
             return _why_no_jvp(operation, tile, head_dim_v)
         if operation == "dq_jvp":
@@ -473,6 +488,13 @@ def _registers(tile: TileConfig, groups: int) -> tuple[int, int]:
     at_entry = 65536 // (32 * tile.num_warps * blocks) // 8 * 8
     of_producer = 32 if groups > 2 else 24
     return at_entry, min(240, (at_entry * (groups + 1) - of_producer) // groups // 8 * 8)
+
+
+def _dbias_bytes(head_dim: int, head_dim_v: int, tile: TileConfig, *, keeps_bias: bool) -> int:
+    """Dynamic shared memory of the kernel that owns tiles of a bias."""
+    # The same as in kernels/sm90/dbias_shape.cuh.
+    stage = (tile.b_r + tile.b_c) * sum(_row_bytes(head_dim, head_dim_v)) + 8 * tile.b_r + 32 + 2 * 8
+    return 1024 + tile.num_stages * stage + keeps_bias * _held_bytes("bias", tile.b_r, tile.b_c)
 
 
 # Kernels that own keys.
