@@ -13,7 +13,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from ..problem.attention import AttentionProblem
 from ..problem.dtypes import ITEMSIZE
@@ -36,10 +36,14 @@ _MOST_COPIES, _SMALL_BYTES = 4, 64 << 20
 #: With at least so many keys for each query, few blocks are shorter than the others, and blocks do not drift apart. The
 #: first number is for short heads, which follow each other faster: those of a block fit in half of the L2 cache.
 _EQUAL_BLOCKS_OF_SHORT_HEADS, _EQUAL_BLOCKS = 8, 2
-#: What a block that owns a tile of a bias does beside its steps, and the sum of its share, takes as long as so many.
-_STEPS_BESIDE = 10
+#: What a block that owns a tile of a bias does beside its steps takes as long as so many steps, and so does the sum of
+#: its share.
+_STEPS_BESIDE, _STEPS_OF_SHARE = 4, 6
 _MOST_WAVES = 8  # of such blocks, if they divide sequences
 _ASSIGNED_SINGLY = 8  # up to so many blocks for each slot, the schedule is simulated block by block
+
+
+_Cost = TypeVar("_Cost")
 
 
 class BlockCost(NamedTuple):
@@ -81,6 +85,11 @@ class Costs:
         Clearing and converting the workspace to which shares are added; elements of k.
     copy, copy_rows : float
         Summing the copies of shares; elements of k, for each copy.
+    dbias : mapping of int to float
+        Steps of the kernel that owns tiles of a bias, by the largest head_dim to which they apply, as `BlockCost.step`;
+        empty if calls that need not be deterministic leave dbias to atomics.
+    add_dbias : float
+        Atomic additions to a broadcast dbias; a million of them.
     drift : float
         Growth of a step of ``single_pass``, for each doubling of a block's heads beyond two, if the heads do not fit
         in the L2 cache; beyond one, if one head does not. Under a causal mask blocks of different lengths drift apart
@@ -100,14 +109,25 @@ class Costs:
     add_rows: float = 0.0
     copy: float = 0.0
     copy_rows: float = 0.0
+    dbias: Mapping[int, float] = field(default_factory=dict)
+    add_dbias: float = 0.0
     drift: float = 0.0
 
     def of_block(self, operation: str, problem: AttentionProblem, blocks_of_tile: int = 1) -> BlockCost:
         """The cost of a block of a kernel, whose structure depends on the wider head_dim."""
         if blocks_of_tile > 1:
             return self.clusters[operation]
-        rows, widest = self.blocks[operation], max(problem.head_dim, problem.columns_of("v"))
-        return rows[min((limit for limit in rows if widest <= limit), default=max(rows))]
+        return _of_widest(self.blocks[operation], problem)
+
+    def step_of_owner(self, problem: AttentionProblem, tile: TileConfig) -> float:
+        """The time of a step of a block that owns a tile of a bias."""
+        return _step(BlockCost(_of_widest(self.dbias, problem), 0.0), tile, problem.mean_head_dim)
+
+
+def _of_widest(rows: Mapping[int, _Cost], problem: AttentionProblem) -> _Cost:
+    """The row of the wider head_dim."""
+    widest = max(problem.head_dim, problem.columns_of("v"))
+    return rows[min((limit for limit in rows if widest <= limit), default=max(rows))]
 
 
 def forward_splits(costs: Costs, problem: AttentionProblem, device: DeviceInfo, tile: TileConfig, most: int) -> int:
@@ -257,7 +277,8 @@ class OwnedTiles(NamedTuple):
     def time(self, splits: int) -> int:
         """The time of the kernel in steps if so many blocks divide the sequences of a tile."""
         waves = -(-self.tiles * splits // self.slots)
-        return waves * (-(-self.sequences // splits) * self.steps + _STEPS_BESIDE)
+        beside = _STEPS_BESIDE + _STEPS_OF_SHARE * (splits > 1)
+        return waves * (-(-self.sequences // splits) * self.steps + beside)
 
 
 def owner_splits(work: OwnedTiles) -> int:

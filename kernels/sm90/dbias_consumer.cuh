@@ -104,8 +104,8 @@ class DbiasConsumer {
         for (int n = 0; n < Shape::kBc / 8; ++n)
 #pragma unroll
             for (int e = 0; e < 4; ++e) {
-                const float ds = common::weighted_from_zero<OfScores>(scores.value[n][e], dp.value[n][e], delta[e / 2],
-                                                                      params_);
+                const float ds =
+                    common::weighted_from_zero<OfScores>(scores.value[n][e], dp.value[n][e], delta[e / 2], params_);
                 // Rows that see no key may have NaN in Q and dO.
                 if (lse[e / 2] != common::infinity<float>()) sums.value[n][e] += ds;
             }
