@@ -288,7 +288,7 @@ def _ways_of_dbias(
 
     A call that need not be deterministic leaves it to them unless the costs of both are known.
     """
-    if call != "backward" or not problem.settings.sums_dbias:
+    if call != "backward" or not problem.settings.dbias or problem.settings.full_dbias:
         return [None]
     if options.deterministic:
         return [_owner_of_dbias(family, problem, device, strides, is_launched)]
@@ -389,7 +389,7 @@ def _time_of_dbias(
     choice: Choice, problem: AttentionProblem, device: DeviceInfo, strides: Mapping[str, AnyStrides]
 ) -> float:
     """The estimated time that the gradient of a broadcast bias adds to the tiled kernels, in microseconds."""
-    if not problem.settings.sums_dbias or 0 in problem.score_shape:
+    if "dbias" not in strides or problem.settings.full_dbias:
         return 0.0
     if choice.dbias is None:
         return _costs(choice).add_dbias * atomics_of(strides["dbias"], problem.score_shape) / 1e6

@@ -9,7 +9,7 @@ from types import MappingProxyType
 
 from ..errors import INSTALL_CUDA
 from ..problem.attention import AttentionProblem
-from ..problem.features import features_in_registers, features_of_scores
+from ..problem.features import FEATURES, changes_of_scores, features_in_registers, features_of_scores
 from ..problem.strides import AnyStrides
 from .estimate import BlockCost, Costs
 from .family import Family, Kernel, TileRow
@@ -27,13 +27,12 @@ _H100_SHORT = "NVIDIA H100 80GB HBM3, 2026-11-28"  # biases, and sequences of 25
 _IN_REGISTERS, _IN_MANY_REGISTERS = features_in_registers(1), features_in_registers(2)
 #: The caller's functions, which the compiler evaluates for several elements side by side.
 _FUNCTIONS = ("score_mod", "mask_mod")
+#: Features of scores that a call with a bias may have beside it.
+_BESIDE_BIAS = tuple(name for name in features_of_scores(FEATURES) if name != "bias")
 #: The row applies only where blocks keep the bias.
 _KEPT_BIAS = ("kept_bias",)
 #: The same, and arrays with an element for each pair of a query and a key.
 _BY_POSITION = (*_FUNCTIONS, "bias", "mask")
-
-#: Features between the products and the bias, with which blocks keep no tile of it.
-_BETWEEN = frozenset(("wide_bias", "softcap", "score_mod"))
 
 _SHARED_BYTES = 227 * 1024  # the most that a block can have
 _LEAST_WARPS = 12  # of a multiprocessor: with fewer, threads would start with more registers than they have later
@@ -202,6 +201,8 @@ class Sm90(Family):
             TileRow(256, TileConfig(64, 64, 12, 2), _H100),
         ),
         "dbias": (
+            TileRow(64, TileConfig(64, 64, 8, 3, 2), features=_BESIDE_BIAS, least_saving=1.2),
+            TileRow(64, TileConfig(128, 64, 12, 3), features=_BESIDE_BIAS),
             TileRow(64, TileConfig(64, 64, 8, 3, 2), least_saving=1.2),
             TileRow(64, TileConfig(128, 128, 12, 2)),
             TileRow(128, TileConfig(128, 64, 12, 2)),
@@ -269,7 +270,7 @@ class Sm90(Family):
         if operation == "backward_dq":
             return _dq_bytes(head_dim, head_dim_v, tile, array)
         if operation == "dbias":
-            return _dbias_bytes(head_dim, head_dim_v, tile, keeps_bias=_BETWEEN.isdisjoint(features))
+            return _dbias_bytes(head_dim, head_dim_v, tile, keeps_bias=changes_of_scores(features) == ("bias",))
         moved = [name in features for name in OF_DIRECTION]
         if operation in _OF_JVP:
             return _jvp_bytes(operation, head_dim, head_dim_v, tile, moved)
@@ -493,10 +494,12 @@ def _registers(tile: TileConfig, groups: int) -> tuple[int, int]:
 
 
 def _dbias_bytes(head_dim: int, head_dim_v: int, tile: TileConfig, *, keeps_bias: bool) -> int:
-    """Dynamic shared memory of the kernel that owns tiles of a bias."""
+    """Dynamic shared memory of the kernel that owns tiles of a bias, which keeps its tile if that fits."""
     # The same as in kernels/sm90/dbias_shape.cuh.
+    most = (_SHARED_BYTES + 1024) // tile.blocks_per_sm - 1024
     stage = (tile.b_r + tile.b_c) * sum(_row_bytes(head_dim, head_dim_v)) + 8 * tile.b_r + 32 + 2 * 8
-    return 1024 + tile.num_stages * stage + keeps_bias * _held_bytes("bias", tile.b_r, tile.b_c)
+    needed, held = 1024 + tile.num_stages * stage, _held_bytes("bias", tile.b_r, tile.b_c)
+    return needed + held if keeps_bias and needed + held <= most else needed
 
 
 # Kernels that own keys.

@@ -16,6 +16,10 @@ struct ArrayTerm {
     bool visible = true;
 };
 
+// The arrays of a kernel that only hide keys.
+template <class Spec>
+inline constexpr int kHidingArrays = Spec::kMask + Spec::kKeyPadding;
+
 // kInMemory: whether the arrays are read here, in global memory. Otherwise the warp holds one in shared memory
 // (held_array.cuh), and `hide_by_arrays` (scores.cuh) reads the others of a kernel that keeps the bias.
 template <class Spec, class Record, bool kInMemory = true>

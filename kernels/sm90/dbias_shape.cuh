@@ -1,20 +1,10 @@
 // Sizes, shared-memory map and barriers of the kernel of dbias, which producer and consumers share.
 #pragma once
 #include "common/held_array.cuh"
+#include "common/score_arrays.cuh"
 #include "sm90/layout.cuh"
 
 namespace fa2::sm90 {
-
-// True if the block keeps its tile of the bias in shared memory. Masks may hide keys beside it; features between the
-// products and the bias read the bias in global memory at each step, and so does a kernel whose bias has 32 bits.
-template <class Spec>
-inline constexpr bool kKeepsOwnedBias = !Spec::kWideBias && !Spec::kSoftcap && !Spec::kScoreMod;
-
-// The specialisation as functions of scores see it.
-template <class Spec_>
-struct WithOwnedBias : Spec_ {
-    static constexpr bool kKeepsBias = kKeepsOwnedBias<Spec_>;
-};
 
 template <class Spec>
 struct DbiasShape {
@@ -24,16 +14,22 @@ struct DbiasShape {
     static constexpr int kPanels = ceil_div(kD, kPanelColumns), kPanelsV = ceil_div(kDv, kPanelColumns);
     static_assert(kBr % kGroupRows == 0 && Spec::kWarps == 4 * (kGroups + 1) && kBc % 16 == 0);
 
+    // The block keeps its tile of the bias in shared memory if that has room for it. Masks may hide keys beside it; with
+    // other features of scores, the bias is read in global memory at each step.
     using Bias = common::BiasOfQueries<typename Spec::Element, kBc>;
     static constexpr int kQueryPanelBytes = kBr * kPanelRowBytes, kKeyPanelBytes = kBc * kPanelRowBytes;
     static constexpr int kDout = kPanels * kQueryPanelBytes, kKey = kDout + kPanelsV * kQueryPanelBytes,
                          kValue = kKey + kPanels * kKeyPanelBytes;
     static constexpr int kStageBytes = kValue + kPanelsV * kKeyPanelBytes;
-    static constexpr int kBiasBytes = kKeepsOwnedBias<Spec> ? kBr / 16 * Bias::Tile::kBytes : 0;
     static constexpr int kRowBytes = 8 * kBr, kStepBytes = 32;
-    static constexpr int kSharedBytes =
-        kAlignment + kStages * (kStageBytes + kRowBytes + kStepBytes + 2 * 8) + kBiasBytes;
-    static_assert(kSharedBytes == Spec::kSharedBytes && 4 * kConsumers / 32 * kBc <= kStageBytes);
+    static constexpr int kWithoutBias = kAlignment + kStages * (kStageBytes + kRowBytes + kStepBytes + 2 * 8);
+    static constexpr int kMostBytes = (kMaxSharedBytes + 1024) / Spec::kBlocksPerSm - 1024;  // as in forward_shape.cuh
+    static constexpr int kOwnBytes = kBr / 16 * Bias::Tile::kBytes;
+    static constexpr bool kKeepsBias =
+        Spec::kScoreFeatures == 1 + common::kHidingArrays<Spec> && kWithoutBias + kOwnBytes <= kMostBytes;
+    static constexpr int kBiasBytes = kKeepsBias ? kOwnBytes : 0;
+    static constexpr int kSharedBytes = kWithoutBias + kBiasBytes;
+    static_assert(kSharedBytes == Spec::kSharedBytes && kConsumers / 32 * kBc * 4 <= kStageBytes);
 
     // As in query_tile_shape.cuh.
     static constexpr int kAtEntry = registers_at_entry(Spec::kWarps * Spec::kResidentBlocks);
@@ -41,6 +37,12 @@ struct DbiasShape {
     static constexpr int kConsumerRegisters =
         min_of(240, (kAtEntry * (kGroups + 1) - kProducerRegisters) / kGroups / 8 * 8);
     static_assert(registers_suffice(kAtEntry, kGroups, kProducerRegisters, kConsumerRegisters));
+};
+
+// The specialisation as functions of scores see it.
+template <class Spec>
+struct WithOwnedBias : Spec {
+    static constexpr bool kKeepsBias = DbiasShape<Spec>::kKeepsBias;
 };
 
 template <class Shape>
