@@ -260,15 +260,15 @@ def _problems(
 def _of_lengths(
     call: str, device: DeviceInfo, problems: Iterable[tuple[AttentionProblem, dict[str, AnyStrides]]]
 ) -> Iterator[tuple[AttentionProblem, dict[str, AnyStrides]]]:
-    """The problems, and the same of other lengths where forwards have other tiles for them."""
+    """The problems, and the same of other lengths where forwards, or kernels of dbias, have other tiles for them."""
     for problem, strides in problems:
         yield problem, strides
-        if call != "forward" or problem.is_packed or problem.settings.block_mask is not None:
+        operation = "dbias" if problem.settings.sums_dbias else call
+        if operation == "backward" or problem.is_packed or problem.settings.block_mask is not None:
             continue
         for family in supporting_families(call, problem.dtype, device, None, problem.features):
-            for row, following in itertools.pairwise(family.tiles[call]):
-                if row.least_saving:
-                    tile = following.tile
+            for row, following in itertools.pairwise(family.tiles.get(operation, ())):
+                for tile in (row.tile, following.tile) if row.least_saving else ():
                     yield dataclasses.replace(problem, seqlen_q=tile.b_r, seqlen_k=tile.b_c), strides
 
 
