@@ -433,6 +433,9 @@ MUTANTS = {
         "sm90", "qk", {"masked": True}, "common::hide_by_arrays<OfScores>(scores, own, tile);", "", "numbers",
     ),
     "sm90: hidden keys": ("sm90", "qk", {"causal": True}, "if (masked)\n", "if (false)\n", "numbers"),
+    "sm90: rows that see no key": (
+        "sm90", "qk", {"unseen": True}, "if (lse[e / 2] != common::infinity<float>()) sums", "sums", "numbers",
+    ),
     "sm90: V of the first key tile": (
         "sm90", "qk", {}, "params_.v, full, column, key,", "params_.v, full, column, 0,", "numbers",
     ),
@@ -454,7 +457,11 @@ def run_mutant(name: str, axes: str, options: tuple, change: tuple[str, str] | N
         own["block_mask"] = map_of(name)
     if own.pop("masked", False):
         own["mask"] = booleans((1, 1, *CASES[name][2]))
-    check(name, bias=numbers(shape_of(name, axes), CASES[name][0]), patch=patch, **own)
+    inputs = inputs_of(name)
+    if own.pop("unseen", False):
+        own["mask"] = np.arange(CASES[name][2][0])[:, None] % 7 != np.full(CASES[name][2][1], 2)
+        inputs[0][:, 2::7] = inputs[3][:, 2::7] = np.nan
+    check(name, inputs, bias=numbers(shape_of(name, axes), CASES[name][0]), patch=patch, **own)
 
 
 @pytest.mark.matrix
