@@ -378,7 +378,7 @@ MUTANTS = {
     ),
     "sums of one lane of a row": ("sm80", "q", {}, "of_row = row_sum<kLanes, kStep>(of_row);", "", "numbers"),
     "sums of one row of a warp": ("sm80", "k", {}, "of_column = column_sum<kLanes, kStep>(of_column);", "", "numbers"),
-    "sums of one warp": ("sm80", "k", {}, "w < Spec::kWarps; ++w) sum +=", "w < 1; ++w) sum +=", "numbers"),
+    "sums of one warp": ("sm80", "k", {}, "w < Threads::kWarps; ++w) sum +=", "w < 1; ++w) sum +=", "numbers"),
     "sums of a lane's keys": ("sm80", "", {}, "all = row_sum<32>(all);", "", "numbers"),
     "scratch that other warps read": ("sm80", "bhk", {}, "Threads::sync();  // no warp reads operands", "//", "race"),
     "sums before those of all warps": (
@@ -402,7 +402,7 @@ MUTANTS = {
         "simt", "qk", {"listed": True}, "exists && tiles_.at(position_ + lane) == keys_.begin", "exists", "numbers",
     ),
     "sm90: a stage before its data": (
-        "sm90", "qk", {}, "mbarrier_wait(memory_.full(slot), stages_.parity());", "", "race",
+        "sm90", "qk", {}, "mbarrier_wait(memory_.full(slot), stages_.parity());", "", "uninitialised",
     ),
     "sm90: a stage in use": (
         "sm90", "qk", {}, "mbarrier_wait(memory_.empty(stages_.slot()), stages_.parity() ^ 1);", "", "race",
@@ -410,10 +410,6 @@ MUTANTS = {
     "sm90: S in flight": ("sm90", "qk", {}, "wgmma_wait<1>();", "", "in flight"),
     "sm90: dP in flight": ("sm90", "qk", {}, "wgmma_wait<0>();", "", "in flight"),
     "sm90: products before the bias is there": ("sm90", "qk", {}, "wgmma_fence();", "", "wgmma fence"),
-    "sm90: statistics that are being read": (
-        "sm90", "qk", {}, "__syncwarp();  // all lanes have read the statistics", "", "race",
-    ),
-    "sm90: statistics of all lanes": ("sm90", "qk", {}, "}\n        __syncwarp();\n    }", "}\n    }", "race"),
     "sm90: statistics of the first warp": (
         "sm90", "qk", {}, "16 * warp_ + Scores::row(i, lane_)", "Scores::row(i, lane_)", "numbers",
     ),
@@ -439,7 +435,8 @@ MUTANTS = {
     "sm90: V of the first key tile": (
         "sm90", "qk", {}, "params_.v, full, column, key,", "params_.v, full, column, 0,", "numbers",
     ),
-    "sm90: sums of a warp that loads": ("sm90", "k", {}, "threadIdx.x - kGroupThreads;", "threadIdx.x;", "numbers"),
+    "sm90: keys of a query head": ("sm90", "qk", {}, "step.head / params_.heads_per_group;", "step.head;", "numbers"),
+    "sm90: sums of a warp that loads": ("sm90", "k", {}, "threadIdx.x - kGroupThreads;", "threadIdx.x;", "uninitialised"),
     "a list of another row": (
         "simt", "qk", {"listed": True}, "key_tiles<Spec>(own, {query_tile_, head_, batch_})",
         "key_tiles<Spec>(own, {0, head_, batch_})", "numbers",

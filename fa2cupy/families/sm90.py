@@ -201,9 +201,8 @@ class Sm90(Family):
             TileRow(256, TileConfig(64, 64, 12, 2), _H100),
         ),
         "dbias": (
-            TileRow(64, TileConfig(64, 64, 8, 3, 2), features=_BESIDE_BIAS, least_saving=1.2),
-            TileRow(64, TileConfig(128, 64, 12, 3), features=_BESIDE_BIAS),
             TileRow(64, TileConfig(64, 64, 8, 3, 2), least_saving=1.2),
+            TileRow(64, TileConfig(128, 64, 12, 3), features=_BESIDE_BIAS),
             TileRow(64, TileConfig(128, 128, 12, 2)),
             TileRow(128, TileConfig(128, 64, 12, 2)),
             TileRow(192, TileConfig(64, 64, 8, 2)),
