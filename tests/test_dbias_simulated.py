@@ -436,7 +436,9 @@ MUTANTS = {
         "sm90", "qk", {}, "params_.v, full, column, key,", "params_.v, full, column, 0,", "numbers",
     ),
     "sm90: keys of a query head": ("sm90", "qk", {}, "step.head / params_.heads_per_group;", "step.head;", "numbers"),
-    "sm90: sums of a warp that loads": ("sm90", "k", {}, "threadIdx.x - kGroupThreads;", "threadIdx.x;", "uninitialised"),
+    "sm90: sums of a warp that loads": (
+        "sm90", "k", {}, "threadIdx.x - kGroupThreads;", "threadIdx.x;", "uninitialised",
+    ),
     "a list of another row": (
         "simt", "qk", {"listed": True}, "key_tiles<Spec>(own, {query_tile_, head_, batch_})",
         "key_tiles<Spec>(own, {0, head_, batch_})", "numbers",
