@@ -414,13 +414,13 @@ MUTANTS = {
         "sm90", "qk", {}, "16 * warp_ + Scores::row(i, lane_)", "Scores::row(i, lane_)", "numbers",
     ),
     "sm90: the bias of the first warp": (
-        "sm90", "qk", {}, "owned.first_scores(16 * warp_, lane_)", "owned.first_scores(0, lane_)", "numbers",
+        "sm90", "qk", {}, "memory_.bias(warp_), 16 * warp_, lane_);", "memory_.bias(warp_), 0, lane_);", "numbers",
     ),
     "sm90: the bias of the first head": (
-        "sm90", "hqk", {}, "{first_, heads_.begin, {queries_", "{first_, 0, {queries_", "numbers",
+        "sm90", "hqk", {}, "own{first_, heads_.begin, {queries_", "own{first_, 0, {queries_", "numbers",
     ),
     "sm90: the bias of the first sequence": (
-        "sm90", "bqk", {}, "{first_, heads_.begin, {queries_", "{0, heads_.begin, {queries_", "numbers",
+        "sm90", "bqk", {}, "own{first_, heads_.begin, {queries_", "own{0, heads_.begin, {queries_", "numbers",
     ),
     "sm90: rows of the bias past the last one": (
         "sm90", "qk", {}, "params_.bias_rows, params_.bias_columns};", "4096, params_.bias_columns};", "bounds",

@@ -65,9 +65,21 @@ class OwnedTile {
         first_ = static_cast<int32>(params.owned_strides.offset(block, 0, 0, 0));
     }
 
-    // The scores of `warp_row` and the rows behind it that share the tile with others: the first of them.
-    __device__ __forceinline__ ScoreTile first_scores(int32 warp_row, int32 lane) const {
-        return {first_, heads_.begin, {queries_.begin * kBr + warp_row, keys_.begin * kBc, lane}};
+    // Copies the bias of a warp's rows, from `warp_row` on, to `smem` (bias_tile.cuh). The array has the rows and keys of
+    // the bias, which may be more than those of a sequence.
+    template <class Tile>
+    __device__ __forceinline__ void load_bias(uint32 smem, int32 warp_row, int32 lane) const {
+        struct {
+            decltype(Record::bias) bias;
+            const decltype(Record::bias_strides)& bias_strides;
+            int32 seqlen_q, seqlen_k;
+        } const array{params_.bias, params_.bias_strides, params_.bias_rows, params_.bias_columns};
+        const ScoreTile own{first_, heads_.begin, {queries_.begin * kBr + warp_row, keys_.begin * kBc, lane}};
+        if (Tile::takes(params_))
+            Tile::load(smem, array, own);
+        else
+            Tile::load_elements(smem, array, own);
+        Tile::wait(smem, lane);
     }
 
     // Stores the sums of the block. A warp has kM fragments, one below the other from row `warp_row` of the tile on.

@@ -27,13 +27,6 @@ class DbiasConsumer {
         __device__ __forceinline__ static void sync() { barrier_sync(1, Shape::kConsumers); }
     };
 
-    // The array of which BiasTile copies a tile: it has the rows and keys of the bias, not of a sequence.
-    struct BiasArray {
-        decltype(Params::bias) bias;
-        const decltype(Params::bias_strides)& bias_strides;
-        int32 seqlen_q, seqlen_k;
-    };
-
   public:
     __device__ DbiasConsumer(const Params& params, const DbiasMemory<Shape>& memory)
         : params_(params),
@@ -45,7 +38,7 @@ class DbiasConsumer {
     // `scratch`: the first of the stages.
     __device__ __forceinline__ void run(float* scratch) {
         const common::OwnedTile<Spec, Params> owned(params_);
-        if constexpr (kKeepsBias) load_bias(owned.first_scores(16 * warp_, lane_));
+        if constexpr (kKeepsBias) owned.template load_bias<typename Bias::Tile>(memory_.bias(warp_), 16 * warp_, lane_);
         Scores sums[1];
         sums[0].fill(0.0f);
         while (true) {
@@ -64,16 +57,6 @@ class DbiasConsumer {
     }
 
   private:
-    __device__ __forceinline__ void load_bias(const common::ScoreTile& first) const {
-        using Tile = typename Bias::Tile;
-        const BiasArray array{params_.bias, params_.bias_strides, params_.bias_rows, params_.bias_columns};
-        if (Tile::takes(params_))
-            Tile::load(memory_.bias(warp_), array, first);
-        else
-            Tile::load_elements(memory_.bias(warp_), array, first);
-        Tile::wait(memory_.bias(warp_), lane_);
-    }
-
     // Adds dS of a tile of scores.
     __device__ __forceinline__ void add(Scores& sums, uint32 slot, const common::ScoreTile& tile, bool masked) {
         Scores scores, dp;
