@@ -122,7 +122,7 @@ _COSTS = Costs(
     add_rows=8.87,
     copy=10.32,
     copy_rows=2.989,
-    dbias={32: 3.0, 64: 1.7, 128: 2.2, 256: 4.2},
+    dbias={32: 3.0, 64: 1.7, 128: 2.2, 256: 4.2},  # predicted, not fitted yet
     add_dbias=0.76,  # 4 heads of 32, 512 rows of 512, on the H100
     drift=0.165,
 )
