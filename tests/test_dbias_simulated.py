@@ -187,6 +187,7 @@ def test_shares_of_leading_axes(name, leading):
     check_leading(name, leading, shares=4)
 
 
+@pytest.mark.sample(name=FEW)
 @pytest.mark.parametrize("name", SOME)
 def test_shares_of_packed_sequences_and_maps(name):
     check_packed(name, "hqk", shares=2)
@@ -280,7 +281,7 @@ def features(name: str) -> dict:
     }  # fmt: skip
 
 
-@pytest.mark.sample(name=SOME, feature=("causal and window", "all"))
+@pytest.mark.sample(name=FEW, feature=("causal and window", "all"))
 @pytest.mark.parametrize("name", ["simt", "sm80", "sm90"])
 @pytest.mark.parametrize("feature", features("simt"))
 def test_features(name, feature):
