@@ -342,10 +342,11 @@ def backward(
         Gradients in q's dtype. With fewer K/V heads than query heads, dk and dv are summed over the group in float32
         (float64 for float64 data).
     dbias, dsink : ndarray, shapes and dtypes of bias, sink
-        The requested ones. dbias is summed over broadcast axes in lse's dtype: on the GPU with atomics, and with
-        `deterministic` by a further kernel, which computes the scores once more and sums in a fixed order. Without such
-        axes it has the same bits from run to run in any case. On the GPU, dbias implies ``"two_pass"`` in all families
-        but ``"simt"``.
+        The requested ones. dbias is summed over broadcast axes in lse's dtype: on the GPU with atomics, which imply
+        ``"two_pass"`` in all families but ``"simt"``, or by a further kernel, which computes the scores once more and
+        sums in a fixed order. `deterministic` takes that one, and so do calls with 16-bit data on Hopper for which it
+        is estimated to be faster. Without broadcast axes dbias has the same bits from run to run in any case, and
+        implies ``"two_pass"`` likewise.
     *dscore_args : ndarray, shapes and dtypes of the floating-point arrays in score_args
         If requested, one result for each of them, summed in lse's dtype (on NumPy in float64). On the GPU they are
         summed with atomics, which `deterministic` refuses, and imply ``"two_pass"`` in all families but ``"simt"``.
@@ -368,9 +369,9 @@ def backward(
     rows rounded up to whole tiles of up to 128 and head_dim to a multiple of 16; where blocks share tiles of 16-bit
     data, float32 copies of dk and dv, rounded up alike: one in ``single_pass``, and `num_splits` in ``two_pass``, by
     default at most four, or sixteen where all of them take less than 64 MiB; for `return_dbias` of a broadcast bias the
-    sum of dbias in lse's dtype, with `deterministic` as many copies as blocks share a tile of the bias, which they do
-    where tiles are too few to fill the GPU; and the copies that `forward` makes. A captured call allocates the same as
-    memory of its graph.
+    sum of dbias in lse's dtype, or from the further kernel as many copies as blocks share a tile of the bias, which
+    they do where tiles are too few to fill the GPU; and the copies that `forward` makes. A captured call allocates the
+    same as memory of its graph.
 
     Where CUDA cores compute gradients of float32 data that `forward` multiplies on tensor cores, they first compute lse
     again, into a workspace: with ``method="single_pass"`` where only ``"two_pass"`` has kernels for tensor cores; for

@@ -137,8 +137,10 @@ class StageLayout:
         values |= {"share_elements": share_elements} | ({"num_splits": num_splits} if num_splits > 1 else {})
         if "block_mask" in self.used_features:
             values |= list_layout(self.problem, "queries", tile).strides
-        blocks = tiles_of_bias(self.problem, self.strides, tile) * num_splits
-        return self.stage("dbias", tile, blocks, (), is_split=num_splits > 1, **values)
+        blocks, is_split = tiles_of_bias(self.problem, self.strides, tile) * num_splits, num_splits > 1
+        record = param_layout("dbias", self.family, self.problem.dtype, is_split=is_split)
+        maps = tuple(self._map(name, tile.b_r, tile.b_c) for name in record.maps)
+        return self.stage("dbias", tile, blocks, maps, is_split=is_split, **values)
 
     def lists(self, tiles: Mapping[str, TileConfig]) -> tuple[list[Stage], list[Workspace]]:
         """The kernels that write the lists of a call's tiled kernels, given by their tiles, and the workspaces.

@@ -79,6 +79,7 @@ __all__ = [
     "FeatureKeywords",
     "FeatureSettings",
     "Sizes",
+    "changes_of_scores",
     "feature_arrays",
     "features_in_registers",
     "features_of_scores",
@@ -596,3 +597,9 @@ def features_in_registers(least: int) -> tuple[str, ...]:
 def features_of_scores(features: Iterable[str]) -> tuple[str, ...]:
     """Those of the features for which kernels change, hide or drop single scores."""
     return tuple(name for name in features if FEATURES[name].acts_on == "scores")
+
+
+def changes_of_scores(features: Iterable[str]) -> tuple[str, ...]:
+    """The same without those that only hide keys, by an array."""
+    kinds = {name: {array.kind for array in FEATURES[name].arrays.values()} for name in features_of_scores(features)}
+    return tuple(name for name, found in kinds.items() if found != {"input_bool"})

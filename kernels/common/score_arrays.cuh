@@ -22,6 +22,10 @@ __device__ __forceinline__ int32 last_key_of(const Record& params) {
     return Spec::kVarlen ? max_of(params.seqlen_k - 1, 0) : params.seqlen_k - 1;
 }
 
+// Features of scores that do more than hide keys by an array.
+template <class Spec>
+inline constexpr int kChangesOfScores = Spec::kScoreFeatures - Spec::kMask;
+
 // kInMemory: whether the arrays are read here, in global memory. Otherwise the warp holds one in shared memory
 // (held_array.cuh), and `hide_by_arrays` (scores.cuh) reads the others of a kernel that keeps the bias.
 template <class Spec, class Record, bool kInMemory = true>
