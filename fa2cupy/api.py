@@ -128,9 +128,11 @@ def forward(
         The arrays of `score_mod`: of bools, of any integer dtype, or of float16, bfloat16, float32 or float64.
         `backward` has gradients for the last.
     mask_mod : callable
-        ``mask_mod(b, h, q, k, *mask_args)`` returns a truth value: whether key `k` is visible to query `q`.
+        ``mask_mod(b, h, q, k, *mask_args)`` returns a truth value: whether key `k` is visible to query `q`. By default
+        it is the function of `block_mask`, if that has one.
     mask_args : tuple of ndarray
-        The arrays of `mask_mod`.
+        The arrays of `mask_mod`. With a map of a function, they are those that the map was made from, or omitted; the
+        call reads the map's copies of them.
     block_mask : BlockMask
         A sparse map of tiles, made by `fa2cupy.block_mask` from the same `mask_mod`, or given directly, of the library
         and on the device of q. Its first axis is 1 or the number of all sequences. Tiles without a visible key are not

@@ -130,6 +130,24 @@ def test_empty_maps_launch_nothing(launched):
     assert not launched
 
 
+def test_an_array_that_changes_later_changes_no_map(launched):
+    """Checks calls of one signature: with the map's array written over, without it, and with another one."""
+    ids = documents("simt")
+    sparse = fa2cupy.block_mask(mods.document, (place(ids),), *shape_of("simt"), tile=(8, 8))
+    (copy,), array = sparse.arguments, sparse._copied[0]
+    assert not np.shares_memory(copy, array)
+    q, k, v, _ = make_inputs("float32", batch=2, seqlen_q=29, seqlen_k=37, num_heads=HEADS, head_dim=8)
+    expected = Expectation(q, k, v, mask_mod=mods.document, mask_args=(ids,))
+    q, k, v = map(place, (q, k, v))
+    own = {"mask_mod": mods.document, "block_mask": sparse, "config": TILES["simt"], "family": "simt"}
+    for arrays in ((array,), (), (copy,), (array[:],)):
+        o, lse = forward(q, k, v, **own, mask_args=arrays)
+        expected.check(o=o, lse=lse)
+        array[...] = np.arange(37) // 3
+    with pytest.raises(ValueError, match=r"^mask_args\[0\]: block_mask was made from another array"):
+        forward(q, k, v, **own, mask_args=(place(ids),))
+
+
 # --------------------------------------------------------------------------------------------------------------- lists
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import tracemalloc
 
 import numpy as np
@@ -404,6 +405,56 @@ def test_maps_of_tiles_are_masks():
         whole = np.broadcast_to(part, tiles.shape)
         wanted = run(inputs_of(), config=TILE, block_mask=BlockMask(whole, 37, 53, (8, 8)))
         assert_bits_equal(own, wanted)
+
+
+def test_an_array_that_changes_later_changes_no_map():
+    """Checks calls with a map whose array was written over, so that full and empty tiles are others now."""
+    ids = np.repeat([0, 1, 2], [20, 9, 24])[None].repeat(2, axis=0)
+    own = {"mask_mod": mods.document, "mask_args": (ids,)}
+    sparse = block_mask(mods.document, (ids,), *SHAPE, tile=(8, 8))
+    wanted = run(inputs_of(), config=TILE, **own, block_mask=sparse)
+    assert_close(wanted, run(inputs_of(), config=TILE, **own))
+    ids[...] = np.arange(53) // 3
+    assert_bits_equal(run(inputs_of(), config=TILE, **own, block_mask=sparse), wanted)
+    q, k, v, do = inputs_of()
+    o, backprop = fa2cupy.attention(q, k, v, config=TILE, **own, block_mask=sparse)
+    ids[...] = 0
+    assert_bits_equal({"o": o, "dq": backprop(do)[0]}, {name: wanted[name] for name in ("o", "dq")})
+    np.testing.assert_allclose(reference.forward(q, k, v, **own, block_mask=sparse)[0], o, atol=1e-5)
+
+
+@pytest.mark.parametrize("function", [{}, {"mask_mod": mods.document}], ids=("none", "the map's"))
+def test_a_map_has_its_arrays(function):
+    """Checks calls without arrays, with the map's copies, and with another view of the array that was copied."""
+    own = case("document")
+    sparse = block_mask(mods.document, own.arrays, *SHAPE, tile=(8, 8))
+    wanted = run(inputs_of(), config=TILE, **own.options, block_mask=sparse)
+    assert sparse.arguments[0] is not own.arrays[0]
+    for arrays in ({}, {"mask_args": ()}, {"mask_args": sparse.arguments}, {"mask_args": [own.arrays[0][:]]}):
+        assert_bits_equal(run(inputs_of(), config=TILE, **function, **arrays, block_mask=sparse), wanted)
+        np.testing.assert_allclose(
+            reference.forward(*inputs_of()[:3], **function, **arrays, block_mask=sparse)[0], wanted["o"], atol=1e-5
+        )
+
+
+def test_a_map_of_other_arrays_is_refused():
+    ids, same = (np.repeat([0, 1, 2], [20, 9, 24])[None].repeat(2, axis=0) for _ in range(2))
+    sparse = block_mask(mods.document, (ids,), *SHAPE, tile=(8, 8))
+    q, k, v, do = inputs_of()
+    o, lse = fa2cupy.forward(q, k, v, mask_mod=mods.document, mask_args=(ids,), block_mask=sparse)
+    for other in (same, ids[::-1], ids[:, ::-1], ids.view("uint64")):
+        own = {"mask_mod": mods.document, "mask_args": (other,), "block_mask": sparse}
+        for call in (
+            functools.partial(fa2cupy.forward, q, k, v),
+            functools.partial(fa2cupy.backward, q, k, v, o, lse, do),
+            functools.partial(fa2cupy.attention, q, k, v),
+            functools.partial(fa2cupy.jvp, q, k, v, q, k, v),
+            functools.partial(reference.forward, q, k, v),
+        ):
+            with pytest.raises(ValueError, match=r"^mask_args\[0\]: block_mask was made from another array"):
+                call(**own)
+    with pytest.raises(TypeError, match=r"^mask_args\[0\]: expected .* list"):
+        fa2cupy.forward(q, k, v, mask_mod=mods.document, mask_args=(ids.tolist(),), block_mask=sparse)
 
 
 def test_the_states_of_tiles():
