@@ -858,6 +858,16 @@ mods.dilated_window(3, 0)
     dilation: expected at least 1, got 0
 mods.neighborhood_2d(0, 1)
     width: expected at least 1, got 0
+mods.neighborhood((4, 6), (3, 7))
+    kernel_size[1]: expected at most 6 like shape, got 7
+mods.neighborhood((4, 6), (3,))
+    kernel_size: expected 2 lengths like shape, got 1
+mods.neighborhood((4, 6), 3)
+    kernel_size: expected a tuple of an int for each axis, got 3
+mods.neighborhood((4, 0), (1, 1))
+    shape[1]: expected at least 1, got 0
+mods.neighborhood((4, 6.0), (1, 1))
+    shape[1]: expected an int, got float
 mods.t5_relative(2)
     num_buckets: expected at least 4, got 2
 mods.t5_relative(32, 4)

@@ -127,6 +127,17 @@ def plainly(mask, *arrays) -> np.ndarray:
     return visible
 
 
+def is_neighbor(q: int, k: int, shape: tuple, kernel_size: tuple) -> bool:
+    """Returns whether a key lies in the window that NATTEN gives a query: it begins or ends at a border if it must."""
+    for query, key, length, size in zip(np.unravel_index(q, shape), np.unravel_index(k, shape), shape, kernel_size):
+        first = max(query - size // 2, 0)
+        if query + (size - 1) // 2 >= length:
+            first = length - size
+        if not first <= key < first + size:
+            return False
+    return True
+
+
 @pytest.mark.parametrize(
     ("name", "mask"),
     [
@@ -134,6 +145,7 @@ def plainly(mask, *arrays) -> np.ndarray:
         ("sliding_window", lambda b, h, q, k: q + 16 - 9 <= k <= q + 16 + 4),
         ("dilated_window", lambda b, h, q, k: k in range(q, q - 21, -3)),
         ("neighborhood_2d", lambda b, h, q, k: max(abs(q // 7 - k // 7), abs(q % 7 - k % 7)) <= 2),
+        ("neighborhood", lambda b, h, q, k: is_neighbor(q, k, (3, 5, 6), (2, 3, 5))),
         ("prefix_lm", lambda b, h, q, k, prefix: k < prefix[b] or k <= q),
         ("document", lambda b, h, q, k, ids: ids[b, q] == ids[b, k]),
     ],
@@ -143,6 +155,34 @@ def test_what_masks_hide(name, mask):
     visible = plainly(mask, *own.arrays)
     assert 0 < visible.mean() < 1
     assert_bits_equal(run(inputs_of(), **own.options), run(inputs_of(), mask=visible))
+
+
+@pytest.mark.parametrize(
+    ("shape", "kernel_size"),
+    [
+        ((20,), (7,)),
+        ((20,), (20,)),
+        ((6, 9), (3, 5)),
+        ((6, 9), (6, 4)),
+        ((3, 4, 5), (3, 3, 3)),
+        ((2, 3, 2, 4), (1, 2, 2, 3)),
+    ],
+)
+def test_windows_stay_inside_the_grid(shape, kernel_size):
+    """Checks every pair, forward and backward, and that queries at borders see as many keys as others."""
+    tokens = np.prod(shape)
+    visible = np.array([[is_neighbor(q, k, shape, kernel_size) for k in range(tokens)] for q in range(tokens)])
+    assert (visible.sum(axis=1) == np.prod(kernel_size)).all()
+    own = {"mask_mod": mods.neighborhood(shape, kernel_size)}
+    inputs = make_inputs("float64", batch=1, seqlen_q=tokens, num_heads=2, head_dim=8)
+    assert_bits_equal(run(inputs, **own), run(inputs, mask=visible))
+    sparse = block_mask(own["mask_mod"], (), 1, 2, tokens, tokens, tile=(8, 8))
+    assert_close(run(inputs, **own, block_mask=sparse), run(inputs, mask=visible))
+
+
+def test_tokens_behind_the_grid_are_hidden():
+    sparse = block_mask(mods.neighborhood((3, 4), (2, 2)), (), 1, 1, 12, 20, tile=(1, 1))
+    assert not sparse.states[..., 12:].any()
 
 
 def t5_bucket(distance: int, num_buckets: int, max_distance: int, bidirectional: bool) -> int:

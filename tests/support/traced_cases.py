@@ -61,6 +61,7 @@ def ready_made(batch: int, heads: int, seqlen_q: int, seqlen_k: int, wide: str =
         "sliding_window": Case("mask_mod", mods.sliding_window(9, 4, diagonal), (), {"window": (9, 4)}),
         "dilated_window": Case("mask_mod", mods.dilated_window(20, 3)),
         "neighborhood_2d": Case("mask_mod", mods.neighborhood_2d(7, 2)),
+        "neighborhood": Case("mask_mod", mods.neighborhood((3, 5, 6), (2, 3, 5))),
         "prefix_lm": Case("mask_mod", mods.prefix_lm, (rng.integers(0, longest, batch),)),
         "document": Case("mask_mod", mods.document, (np.sort(rng.integers(0, 4, (batch, longest)), axis=1),)),
         "softcap": Case("score_mod", mods.softcap(0.8), (), {"softcap": 0.8}),
