@@ -167,12 +167,15 @@ def lists_of(states: np.ndarray, visible, b_r: int, b_c: int, tile: tuple, lengt
 
 
 def check_lists(monkeypatch, options: dict, tile: tuple, patch=None) -> None:
-    """Checks all entries of lists, in order: full key tiles before mixed ones, mixed query tiles before full ones."""
+    """Checks all entries of lists, in order: full key tiles before mixed ones, mixed query tiles before full ones.
+
+    Tiles with the longest lists are scheduled first, and those with lists of one length in ascending order.
+    """
     written = {}
 
     def keep(launch: Launch) -> None:
-        if launch.spec.operation in ("list_keys", "list_queries"):
-            name = launch.spec.params.pointers[-1 if "cu_seqlens" not in launch.spec.features else 1]
+        if launch.spec.operation in ("order_keys", "order_queries"):
+            (name,) = launch.spec.params.pointers
             values = launch.values
             shape = (values["num_lists"] // values["list_tiles"], values["list_tiles"], values["list_stride"])
             written[name] = memory_at(launch.pointers[name], shape, None, np.dtype("int32")).copy()
@@ -181,7 +184,7 @@ def check_lists(monkeypatch, options: dict, tile: tuple, patch=None) -> None:
     rng = np.random.default_rng(1)
     rows, columns = (-(-n // size) for n, size in zip(lengths, tile, strict=True))
     states = rng.integers(0, 3, (1, 4, rows, columns)).astype("uint8")
-    states[0, 1, 0], states[0, :, :, 1] = EMPTY, EMPTY
+    states[0, 1, 0], states[0, :, :, 1], states[0, 2] = EMPTY, EMPTY, EMPTY
     program = fa2cupy.block_mask(mods.causal(), (), 1, 1, 1, 1).program
     sparse = BlockMask.of_states(place(states), *lengths, tile, program)
     config = {"backward_dq": TileConfig(16, 8, 2), "backward_dkdv": TileConfig(8, 16, 2)}
@@ -204,7 +207,7 @@ def check_lists(monkeypatch, options: dict, tile: tuple, patch=None) -> None:
             full, mixed = ([j for j, state in enumerate(row) if state == kind] for kind in (FULL, MIXED))
             own = written["key_lists"][head, i]
             assert own[:2].tolist() == [len(full), len(full + mixed)]
-            assert own[2 : 3 + own[1]].tolist() == [*full, *mixed, 7]
+            assert own[3 : 4 + own[1]].tolist() == [*full, *mixed, 7]
     for head in range(2):
         of_heads = [lists_of(states[0, group * head + g], visible, 8, 16, tile, lengths) for g in range(group)]
         for j in range(4):
@@ -212,7 +215,11 @@ def check_lists(monkeypatch, options: dict, tile: tuple, patch=None) -> None:
             mixed, full = ([entry for entry, state in column if state == kind] for kind in (MIXED, FULL))
             own = written["query_lists"][head, j]
             assert own[:2].tolist() == [len(mixed), len(full + mixed)]
-            assert own[2 : 3 + own[1]].tolist() == [*mixed, *full, 6]
+            assert own[3 : 4 + own[1]].tolist() == [*mixed, *full, 6]
+    for lists in written.values():
+        for lengths_of_head, scheduled in zip(lists[..., 1], lists[..., 2], strict=True):
+            assert scheduled.tolist() == np.argsort(-lengths_of_head, kind="stable").tolist()
+    assert any((np.diff(lists[..., 2]) < 0).any() for lists in written.values()), "some tile comes earlier"
 
 
 @pytest.mark.sample(tile=((12, 20),))
@@ -491,7 +498,21 @@ MUTANTS = {
     "tiles have the states of their first": ("list_keys", "row <= last_row", "row <= first_row", "lists"),
     "all heads are the first": ("list_queries", "candidate / tiles << kTileBits", "0", "lists"),
     "the list has no end": (
-        "list_keys", "list[kListCounts + in_both] =", "if (in_both == 0) list[kListCounts] =", "lists",
+        "list_keys", "list[kListHead + in_both] =", "if (in_both == 0) list[kListHead] =", "lists",
+    ),
+    "the shortest lists come first": ("order_keys", "of_other > length", "of_other < length", "lists"),
+    "lists as long change places": ("order_keys", "other < index", "other > index", "lists"),
+    "tiles of all heads are in one order": ("order_keys", "index - index % params.list_tiles", "0", "lists"),
+    "shares of the forward are not in order": (
+        "forward", "where = tile_in_order<Spec, false>(params, blockIdx.x)",
+        "where = tile_of_block<false>(params.schedule(), blockIdx.x)", "shares",
+    ),
+    "shares of the backward are not in order": (
+        "backward", "where = tile_in_order<Spec, true>(params, block)",
+        "where = tile_of_block<false>(params.schedule(), block)", "shares",
+    ),
+    "shares are in the order of other heads": (
+        "forward", "if constexpr (Spec::kSplit) head /= params.num_splits;", "", "shares",
     ),
     "other functions are not evaluated": ("list_keys", "!params.has_other_function && ", "", "results"),
     "the function is not evaluated": (
@@ -576,7 +597,14 @@ def check_shifts(monkeypatch, patch=None) -> None:
         test_scores_that_grow_in_masked_tiles(launched, mods.causal(20))
 
 
+def check_shares(monkeypatch, patch=None) -> None:
+    with simulated_gpu(monkeypatch, patch=patch) as launched:
+        sparse = random_tiles("sm80", HEADS, (32, 32))
+        check(launched, "sm80", block_mask=sparse, num_splits=3, methods=("single_pass",))
+
+
 CHECKS = {
+    "shares": check_shares,
     "maps": check_maps,
     "lists": lambda monkeypatch, patch=None: check_lists(monkeypatch, {"causal": True}, (8, 8), patch),
     "results": check_results,

@@ -13,12 +13,16 @@ from .stages import Workspace
 
 __all__ = ["LIST_OPERATIONS", "LIST_WARPS", "ListLayout", "list_layout", "list_values", "list_workspaces"]
 
-#: By the side that a kernel's blocks own: the operation that writes its lists, and their workspace.
-LIST_OPERATIONS = {"queries": ("list_keys", KEY_LISTS), "keys": ("list_queries", QUERY_LISTS)}
-#: Warps of a block that writes lists, one each.
+#: By the side that a kernel's blocks own: the operations that write its lists and order them, and their workspace.
+LIST_OPERATIONS = {
+    "queries": ("list_keys", "order_keys", KEY_LISTS),
+    "keys": ("list_queries", "order_queries", QUERY_LISTS),
+}
+#: Warps of a block that writes or orders lists, one each.
 LIST_WARPS = 4
-#: Numbers of a list besides its tiles: how many are in its first part, and in all, and the tile after the last.
-_BESIDES_TILES = 3
+#: Numbers of a list besides its tiles: how many are in its first part, and in all, a scheduled tile, and the tile after
+#: the last.
+_BESIDES_TILES = 4
 #: An entry has 24 bits for the tile and 7 for the head of the group.
 _MAX_GROUP, _MAX_TILES = 2**7, 2**24
 
@@ -112,7 +116,7 @@ def list_values(problem: AttentionProblem, lists: ListLayout) -> dict[str, int]:
 
 def list_workspaces(lists: dict[str, ListLayout]) -> list[Workspace]:
     """The workspaces of both sides: records have pointers to both, and a kernel reads one."""
-    return [Workspace(name, lists[side].nbytes if side in lists else 0) for side, (_, name) in LIST_OPERATIONS.items()]
+    return [Workspace(name, lists[side].nbytes if side in lists else 0) for side, (*_, name) in LIST_OPERATIONS.items()]
 
 
 def _map_of(problem: AttentionProblem) -> MapLayout:
