@@ -213,9 +213,11 @@ def forward(
 
     Kernels have tiles of their own. By default they divide the map's tiles, if a default tile does. Where a kernel's
     tile overlaps several of the map's, the function decides which keys are visible. The tiles of a map without a
-    function must consist of whole tiles of the kernels; the error names those that do. Each call writes lists of the
-    tiles that it visits, which also follow from causal, window and the ends of sequences: 4 bytes for each pair of
-    tiles, once for all heads or sequences that share a map, and in `backward` once for each query head of a group.
+    function must consist of whole tiles of the kernels; the error names those that do. The first call of a kind with a
+    map writes lists of the tiles that it visits, which also follow from causal and window, and the map keeps them on
+    the GPU: 4 bytes for each pair of tiles, once for all heads or sequences that share a map, and in `backward` once
+    for each query head of a group. Kernels take the tiles with the longest lists first. Lists of packed sequences
+    follow from their ends, too, so that each call writes them, and so does a captured call that is the first one.
     float32 data are then multiplied on CUDA cores.
 
     Hidden keys have the weight 0, and 0 times NaN is NaN: NaN or infinities in k and v of hidden keys reach o, dq and

@@ -325,6 +325,25 @@ def test_lists_of_hopper(launched):
     check(launched, "sm90", inputs=inputs, block_mask=sparse, window=(200, 70), methods=("two_pass",))
 
 
+def test_lists_are_kept_with_the_map(launched):
+    """Checks that only the first call of a kind writes lists, and that results stay right, with other bands, too."""
+    sparse = random_tiles("simt", 1, (8, 16))
+    sizes = {"batch": 2, "seqlen_q": 29, "seqlen_k": 37, "num_heads": 2, "num_heads_kv": 1, "head_dim": 8}
+    own = on_gpu({"block_mask": sparse})
+    for band in ({}, {"causal": True}, {}, {"window": (9, 4)}, {"causal": True}):
+        inputs = make_inputs("float32", **sizes)
+        expected = Expectation(*inputs, block_mask=sparse, **band)
+        q, k, v, do = map(place, inputs)
+        more = {**own, **band, "config": TILES["simt"], "family": "simt"}
+        o, lse = forward(q, k, v, **more)
+        gradients = backward(q, k, v, o, lse, do, **more, method="two_pass")
+        expected.check(o=o, lse=lse, **dict(zip(("dq", "dk", "dv"), gradients, strict=True)))
+    operations = [stage.spec.operation for stage in launched]
+    for name, number in (("list_keys", 6), ("order_keys", 6), ("list_queries", 3), ("order_queries", 3)):
+        assert operations.count(name) == number
+    assert operations.count("forward") == operations.count("backward_dq") == 5
+
+
 @before_hopper
 @pytest.mark.parametrize("family", ["sm80", "sm90"])
 def test_blocks_that_share_tiles(launched, family):

@@ -9,9 +9,17 @@ from ..families.tile import TileConfig
 from ..problem.attention import AttentionProblem
 from ..problem.block_mask import KEY_LISTS, LIST_STRIDES, QUERY_LISTS, MapLayout
 from ..problem.dtypes import ITEMSIZE
-from .stages import Workspace
+from .stages import Plan, Stage, Workspace
 
-__all__ = ["LIST_OPERATIONS", "LIST_WARPS", "ListLayout", "list_layout", "list_values", "list_workspaces"]
+__all__ = [
+    "LIST_OPERATIONS",
+    "LIST_WARPS",
+    "ListLayout",
+    "list_layout",
+    "list_values",
+    "list_workspaces",
+    "stages_of_map",
+]
 
 #: By the side that a kernel's blocks own: the operations that write its lists and order them, and their workspace.
 LIST_OPERATIONS = {
@@ -117,6 +125,19 @@ def list_values(problem: AttentionProblem, lists: ListLayout) -> dict[str, int]:
 def list_workspaces(lists: dict[str, ListLayout]) -> list[Workspace]:
     """The workspaces of both sides: records have pointers to both, and a kernel reads one."""
     return [Workspace(name, lists[side].nbytes if side in lists else 0) for side, (*_, name) in LIST_OPERATIONS.items()]
+
+
+def stages_of_map(plan: Plan) -> tuple[list[Stage], set[str]]:
+    """The stages of a plan that write and order lists which follow from the map alone, and their workspaces.
+
+    Lists of packed sequences follow from their ends, too.
+    """
+    operations = {operation: name for *both, name in LIST_OPERATIONS.values() for operation in both}
+    stages = [
+        stage for stage in plan.stages if stage.spec.operation in operations and "cu_seqlens" not in stage.spec.features
+    ]
+    names = [(operations[stage.spec.operation], stage.renamed) for stage in stages]
+    return stages, {renamed.get(name) or name for name, renamed in names}
 
 
 def _map_of(problem: AttentionProblem) -> MapLayout:

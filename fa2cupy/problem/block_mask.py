@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -110,10 +111,13 @@ class BlockMask:
     Attributes
     ----------
     states : ndarray of uint8
-        For each tile 0 (empty), 1 (mixed) or 2 (full).
+        For each tile 0 (empty), 1 (mixed) or 2 (full). Do not write into it: calls keep what follows from it.
     layout : MapLayout
     arguments : tuple of ndarray
         The map's own copies of the arrays of its function.
+    kept : dict or None
+        What calls on the GPU make of the states and keep with the map: see ``gpu/kept_lists.py``. None if each launch
+        of a CUDA graph writes the states anew.
 
     Examples
     --------
@@ -145,6 +149,7 @@ class BlockMask:
         self.layout = MapLayout(states.shape, seqlen_q, seqlen_k, tile, program)
         self.arguments: tuple[Array, ...] = ()
         self._copied: tuple[Array, ...] = ()
+        self.kept: dict[int, Any] | None = None if _is_captured(states) else {}
 
     @classmethod
     def of_states(
@@ -299,6 +304,15 @@ def function_of_map(keywords: Mapping[str, Any]) -> dict[str, Any]:
     """What the keywords of a call become by its map: see `BlockMask.function_for`."""
     given = keywords["block_mask"]
     return given.function_for(keywords) if isinstance(given, BlockMask) else {}
+
+
+def _is_captured(array: Any) -> bool:
+    """True if a CUDA graph captures the current work on the array's device."""
+    if isinstance(array, np.ndarray):
+        return False
+    with array.device:
+        stream = sys.modules["cupy"].cuda.get_current_stream()
+    return stream.ptr not in (0, 1) and stream.is_capturing()  # graphs cannot capture these
 
 
 def _same_memory(array: Any, other: Array) -> bool:

@@ -18,7 +18,7 @@ from support.launch_record import Launch
 from fa2cupy import sparse
 from fa2cupy.cpu import calls as cpu_calls
 from fa2cupy.families.device import DeviceInfo
-from fa2cupy.gpu import calls, copies, device_memory, prepare, prepared, signatures
+from fa2cupy.gpu import calls, copies, device_memory, kept_lists, prepare, prepared, signatures
 from fa2cupy.gpu.launch import ABSENT
 from fa2cupy.plan.stages import Plan, Stage
 from fa2cupy.problem.features import complete
@@ -117,7 +117,7 @@ def fake_gpu(
         return tuple(map(bound, plan.stages))
 
     cupy = FakeCupy()
-    for module in (calls, copies, device_memory, prepare, prepared):
+    for module in (calls, copies, device_memory, kept_lists, prepare, prepared):
         monkeypatch.setattr(module, "cupy", cupy)
     monkeypatch.setattr(device_memory, "runtime", types.SimpleNamespace(streamIsCapturing=cupy.is_capturing))
     runtime = types.SimpleNamespace(

@@ -129,7 +129,8 @@ def _place_functions(keywords: dict[str, Any], part: Part, place: Array | None) 
         if program is not None and place is not None:
             program = program_of("mask_mod", keywords["mask_mod"], keywords["mask_args"])
         lengths, arrays = sparse.layout[1:3], keywords.get("mask_args", ())
-        keywords["block_mask"] = BlockMask.of_states(states, *lengths, sparse.tile, program, arrays)
+        made = keywords["block_mask"] = BlockMask.of_states(states, *lengths, sparse.tile, program, arrays)
+        made.kept = None  # it is one of this call
 
 
 def _placed(role: str, function: Callable[..., Any]) -> Callable[..., Any]:
