@@ -130,12 +130,10 @@ def list_workspaces(lists: dict[str, ListLayout]) -> list[Workspace]:
 def stages_of_map(plan: Plan) -> tuple[list[Stage], set[str]]:
     """The stages of a plan that write and order lists which follow from the map alone, and their workspaces.
 
-    Lists of packed sequences follow from their ends, too.
+    Lists of packed sequences, the only feature of these stages, follow from their ends, too.
     """
     operations = {operation: name for *both, name in LIST_OPERATIONS.values() for operation in both}
-    stages = [
-        stage for stage in plan.stages if stage.spec.operation in operations and "cu_seqlens" not in stage.spec.features
-    ]
+    stages = [one for one in plan.stages if one.spec.operation in operations and not one.spec.features]
     names = [(operations[stage.spec.operation], stage.renamed) for stage in stages]
     return stages, {renamed.get(name) or name for name, renamed in names}
 
