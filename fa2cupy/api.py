@@ -128,9 +128,11 @@ def forward(
         The arrays of `score_mod`: of bools, of any integer dtype, or of float16, bfloat16, float32 or float64.
         `backward` has gradients for the last.
     mask_mod : callable
-        ``mask_mod(b, h, q, k, *mask_args)`` returns a truth value: whether key `k` is visible to query `q`.
+        ``mask_mod(b, h, q, k, *mask_args)`` returns a truth value: whether key `k` is visible to query `q`. By default
+        it is the function of `block_mask`, if that has one.
     mask_args : tuple of ndarray
-        The arrays of `mask_mod`.
+        The arrays of `mask_mod`. With a map of a function, they are those that the map was made from, or omitted; the
+        call reads the map's copies of them.
     block_mask : BlockMask
         A sparse map of tiles, made by `fa2cupy.block_mask` from the same `mask_mod`, or given directly, of the library
         and on the device of q. Its first axis is 1 or the number of all sequences. Tiles without a visible key are not
@@ -211,9 +213,11 @@ def forward(
 
     Kernels have tiles of their own. By default they divide the map's tiles, if a default tile does. Where a kernel's
     tile overlaps several of the map's, the function decides which keys are visible. The tiles of a map without a
-    function must consist of whole tiles of the kernels; the error names those that do. Each call writes lists of the
-    tiles that it visits, which also follow from causal, window and the ends of sequences: 4 bytes for each pair of
-    tiles, once for all heads or sequences that share a map, and in `backward` once for each query head of a group.
+    function must consist of whole tiles of the kernels; the error names those that do. The first call of a kind with a
+    map writes lists of the tiles that it visits, which also follow from causal and window, and the map keeps them on
+    the GPU: 4 bytes for each pair of tiles, once for all heads or sequences that share a map, and in `backward` once
+    for each query head of a group. Kernels take the tiles with the longest lists first. Lists of packed sequences
+    follow from their ends, too, so that each call writes them, and so does a captured call that is the first one.
     float32 data are then multiplied on CUDA cores.
 
     Hidden keys have the weight 0, and 0 times NaN is NaN: NaN or infinities in k and v of hidden keys reach o, dq and

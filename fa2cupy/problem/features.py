@@ -48,7 +48,15 @@ from typing import Any, NamedTuple, TypedDict
 
 from ..functions.tracing import BoundFunction
 from .array_types import AnyArray, Array
-from .block_mask import KEY_LISTS, LIST_STRIDES, QUERY_LISTS, BlockMask, MapLayout, check_block_mask
+from .block_mask import (
+    KEY_LISTS,
+    LIST_STRIDES,
+    QUERY_LISTS,
+    BlockMask,
+    MapLayout,
+    check_block_mask,
+    function_of_map,
+)
 from .feature_checks import (
     OFFSETS,
     Problem,
@@ -80,6 +88,7 @@ __all__ = [
     "FeatureSettings",
     "Sizes",
     "changes_of_scores",
+    "complete",
     "feature_arrays",
     "features_in_registers",
     "features_of_scores",
@@ -282,6 +291,8 @@ class Feature:
     check : callable
         Takes the keywords and the problem; returns fields of `FeatureSettings`, and raises TypeError or ValueError for
         arguments that do not fit.
+    completion : callable
+        Takes the keywords, this feature's among them; returns those that it adds or replaces before any check.
     arrays : dict of FeatureArray
         Pointers of the record.
     values : dict of str
@@ -314,6 +325,7 @@ class Feature:
     flag: str
     is_used: Callable[[FeatureSettings], bool]
     check: Callable[[Mapping[str, Any], Problem], dict[str, Any]] = _nothing
+    completion: Callable[[Mapping[str, Any]], dict[str, Any]] = _nothing
     arrays: Mapping[str, FeatureArray] = field(default_factory=dict)
     values: Mapping[str, str] = field(default_factory=dict)
     numbers: Callable[[FeatureSettings, Sizes], dict[str, int | float]] = _nothing
@@ -510,6 +522,7 @@ FEATURES = {
         "kBlockMask",
         lambda settings: settings.block_mask is not None,
         check=check_block_mask,
+        completion=function_of_map,
         arrays=dict.fromkeys((KEY_LISTS, QUERY_LISTS), FeatureArray("input_int", axes=None)),
         values=dict.fromkeys(LIST_STRIDES, "int"),
         acts_on="tiles",
@@ -580,8 +593,17 @@ NO_SETTINGS = FeatureSettings()
 
 #: The arrays of all features, by name.
 ARRAYS = {name: array for feature in FEATURES.values() for name, array in feature.arrays.items()}
+#: What keywords add to calls that have them.
+_COMPLETIONS = {name: row.completion for name, row in FEATURES.items() if row.completion is not _nothing}
 #: The keywords that are arrays.
 ARRAY_KEYWORDS = tuple(name for name in ARRAYS if name in FeatureKeywords.__annotations__)
+
+
+def complete(keywords: dict[str, Any]) -> None:
+    """Adds to the keywords of a call what some of them imply: see `Feature.completion`."""
+    for name, completion in _COMPLETIONS.items():
+        if name in keywords:
+            keywords.update(completion(keywords))
 
 
 def feature_arrays(keywords: Mapping[str, Any]) -> dict[str, Array]:
