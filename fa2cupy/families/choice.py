@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from ..errors import UnsupportedProblemError
 from ..problem.attention import AttentionProblem
 from ..problem.options import MAX_SPLITS, CallOptions, requested_method
-from ..problem.strides import AnyStrides, atomics_of, contiguous_like, sharers_of
+from ..problem.strides import AnyStrides, atomics_of, contiguous_like, has_aligned_rows, sharers_of
 from .device import ARCHITECTURES, DeviceInfo
 from .estimate import Costs, OwnedTiles, backward_time, forward_splits, owner_splits, split_candidates
 from .family import Family, Kernel
@@ -392,12 +392,14 @@ def _time_of_dbias(
     if "dbias" not in strides or problem.settings.full_dbias:
         return 0.0
     if choice.dbias is None:
-        return _costs(choice).add_dbias * atomics_of(strides["dbias"], problem.score_shape) / 1e6
-    tile, costs = choice.dbias.tiles["dbias"], choice.dbias.family.costs
-    if costs is None or not costs.dbias:
+        costs = _costs(choice)
+        added = costs.add_dbias if has_aligned_rows(strides["dbias"]) else costs.add_dbias_singly
+        return added * atomics_of(strides["dbias"], problem.score_shape) / 1e6
+    tile, of_owner = choice.dbias.tiles["dbias"], choice.dbias.family.costs
+    if of_owner is None or not of_owner.dbias:
         return 0.0  # it is not compared with atomics
     steps = _work_of_owner(problem, device, strides, tile).time(choice.dbias.num_splits.get("dbias", 1))
-    return steps * costs.step_of_owner(problem, tile)
+    return steps * of_owner.step_of_owner(problem, tile)
 
 
 def tiles_of_bias(problem: AttentionProblem, strides: Mapping[str, AnyStrides], tile: TileConfig) -> int:

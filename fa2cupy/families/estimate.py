@@ -86,10 +86,12 @@ class Costs:
     copy, copy_rows : float
         Summing the copies of shares; elements of k, for each copy.
     dbias : mapping of int to float
-        Steps of the kernel that owns tiles of a bias, by the largest head_dim to which they apply, as `BlockCost.step`;
-        empty if calls that need not be deterministic leave dbias to atomics.
-    add_dbias : float
-        Atomic additions to a broadcast dbias; a million of them.
+        Products of the kernel that owns tiles of a bias, by the largest head_dim to which they apply, as
+        `BlockCost.step`; empty if calls that need not be deterministic leave dbias to atomics.
+    dbias_step : float
+        What a step of that kernel takes beside its products.
+    add_dbias, add_dbias_singly : float
+        Atomic additions to a broadcast dbias, a million of them; where rows do not begin at multiples of 16 bytes.
     drift : float
         Growth of a step of ``single_pass``, for each doubling of a block's heads beyond two, if the heads do not fit
         in the L2 cache; beyond one, if one head does not. Under a causal mask blocks of different lengths drift apart
@@ -110,7 +112,9 @@ class Costs:
     copy: float = 0.0
     copy_rows: float = 0.0
     dbias: Mapping[int, float] = field(default_factory=dict)
+    dbias_step: float = 0.0
     add_dbias: float = 0.0
+    add_dbias_singly: float = 0.0
     drift: float = 0.0
 
     def of_block(self, operation: str, problem: AttentionProblem, blocks_of_tile: int = 1) -> BlockCost:
@@ -121,7 +125,8 @@ class Costs:
 
     def step_of_owner(self, problem: AttentionProblem, tile: TileConfig) -> float:
         """The time of a step of a block that owns a tile of a bias."""
-        return _step(BlockCost(_of_widest(self.dbias, problem), 0.0), tile, problem.mean_head_dim)
+        products = BlockCost(_of_widest(self.dbias, problem), 0.0)
+        return self.dbias_step + _step(products, tile, problem.mean_head_dim)
 
 
 def _of_widest(rows: Mapping[int, _Cost], problem: AttentionProblem) -> _Cost:

@@ -31,6 +31,7 @@ __all__ = [
     "contiguous_score_strides",
     "feature_strides",
     "flat_stride",
+    "has_aligned_rows",
     "is_full",
     "num_terms",
     "recorded_strides",
@@ -178,6 +179,12 @@ def atomics_of(strides: ScoreStrides, score_shape: tuple[int, ...]) -> int:
     """
     _, row, column = _within(strides)
     return math.prod(score_shape) if row and column else 0
+
+
+def has_aligned_rows(strides: ScoreStrides) -> bool:
+    """True if neighbouring keys are neighbours in memory, and rows begin at multiples of four elements."""
+    _, row, column = _within(strides)
+    return column == 1 and row % 4 == 0
 
 
 def _within(strides: ScoreStrides) -> tuple[int, ...]:
