@@ -79,21 +79,18 @@ class ForwardConsumer : common::HeadTerms<Spec>,
 #pragma unroll 1
                 for (; block >= keys.full_end; --block) masked_step(tile, keys, block, p);
             }
-            if constexpr (kTwoP) {
 #pragma unroll 1
-                for (; block > (kLeftLimit ? keys.full_begin : 0); block -= 2) {
-                    step(tile, block, p, other_p, false);
-                    step(tile, block - 1, other_p, p, block - 1 == (kLeftLimit ? keys.begin : 0));
-                }
-                if (block == (kLeftLimit ? keys.full_begin : 0)) {
-                    step(tile, block, p, other_p, block == (kLeftLimit ? keys.begin : 0));
-                    p = other_p;
+            while (block >= (kLeftLimit ? keys.full_begin : 0)) {
+                step(tile, block, p, kTwoP ? other_p : p, block == (kLeftLimit ? keys.begin : 0));
+                --block;
+                if constexpr (kTwoP) {
+                    if (block < (kLeftLimit ? keys.full_begin : 0)) {
+                        p = other_p;
+                        break;
+                    }
+                    step(tile, block, other_p, p, block == (kLeftLimit ? keys.begin : 0));
                     --block;
                 }
-            } else {
-#pragma unroll 1
-                for (; block >= (kLeftLimit ? keys.full_begin : 0); --block)
-                    step(tile, block, p, p, block == (kLeftLimit ? keys.begin : 0));
             }
             if constexpr (kLeftLimit) {
 #pragma unroll 1
