@@ -13,8 +13,8 @@
 // computes exponentials.
 //
 // If Q has a second buffer, the pipeline continues across the end of a query tile: the first scores of the next tile
-// overlap with the last P V of this one. There is no vote on these exponentials, nor on those of masked key tiles; a
-// store of their sum, which no thread reads, keeps them before the second wait (kPinExponentials).
+// overlap with the last P V of this one. There is no vote on these exponentials; a store of their sum, which no thread
+// reads, keeps them before the second wait (kPinExponentials).
 #pragma once
 #include "common/mask.cuh"
 #include "common/online_softmax.cuh"
@@ -78,29 +78,22 @@ class ForwardConsumer : common::HeadTerms<Spec>,
         output_.fill(0.0f);
         while (true) {
             int32 block = keys.end - 2;
-            if constexpr (kRightLimit) {
+            if constexpr (common::kListsTiles<Spec>) {
 #pragma unroll 1
-                for (; block >= keys.full_end; --block) masked_step(tile, keys, block, p);
+                for (; block >= keys.full_end; --block) masked_listed_step(tile, block, p);
             }
-            if constexpr (kTwoP) {
 #pragma unroll 1
-                for (; block > (kLeftLimit ? keys.full_begin : 0); block -= 2) {
-                    step(tile, block, p, other_p, false);
-                    step(tile, block - 1, other_p, p, block - 1 == (kLeftLimit ? keys.begin : 0));
-                }
-                if (block == (kLeftLimit ? keys.full_begin : 0)) {
-                    step(tile, block, p, other_p, block == (kLeftLimit ? keys.begin : 0));
-                    p = other_p;
+            while (block >= (kLeftLimit ? keys.begin : 0)) {
+                step(tile, keys, block, p, kTwoP ? other_p : p);
+                --block;
+                if constexpr (kTwoP) {
+                    if (block < (kLeftLimit ? keys.begin : 0)) {
+                        p = other_p;
+                        break;
+                    }
+                    step(tile, keys, block, other_p, p);
                     --block;
                 }
-            } else {
-#pragma unroll 1
-                for (; block >= (kLeftLimit ? keys.full_begin : 0); --block)
-                    step(tile, block, p, p, block == (kLeftLimit ? keys.begin : 0));
-            }
-            if constexpr (kLeftLimit) {
-#pragma unroll 1
-                for (; block >= (kLeftLimit ? keys.begin : 0); --block) masked_step(tile, keys, block, p);
             }
 
             const uint32 buffer = queries_.slot();
@@ -145,15 +138,19 @@ class ForwardConsumer : common::HeadTerms<Spec>,
   private:
     // ---------------------------------------------------------------------------------------------------------- steps
 
-    // From P of the present key tile to P of the next one, `block`, which needs no mask.
-    __device__ __forceinline__ void step(const TileInSlot& tile, int32 block, Probabilities& present,
-                                         Probabilities& next, bool is_last) {
+    // From P of the present key tile to P of the next one, `block`. Key tiles that need the mask are few, so there the
+    // shift is always updated to the row maximum, by the code for rows whose shift cannot be kept.
+    __device__ __forceinline__ void step(const TileInSlot& tile, const GroupKeys& keys, int32 block,
+                                         Probabilities& present, Probabilities& next) {
+        const bool masked = kRightLimit && !common::kListsTiles<Spec> && needs_mask(keys, block);
+        const bool is_last = block == (kLeftLimit ? keys.begin : 0);
         issue_both(present, tile, block);
-        if constexpr (!common::kCapsLate<Spec>) modify(tile, block, is_last);
+        if (!common::kCapsLate<Spec> || masked) modify(tile, block, is_last);
         if (is_last) release_query();
+        if (masked) mask(scores_, tile, block);
         float rescale[2];
         if constexpr (!kTwoP) wait_for_output();
-        const bool kept = exponentials(next, rescale);
+        const bool kept = exponentials(next, masked, rescale);
         drop(tile, block, next);
         if constexpr (kTwoP) {
             wait_for_output();
@@ -162,28 +159,7 @@ class ForwardConsumer : common::HeadTerms<Spec>,
         if (__builtin_expect(!kept, 0)) multiply_output(rescale);
     }
 
-    // The same for a key tile that needs the mask. These are few, so the shift is always updated to the row maximum,
-    // without an attempt to keep it.
-    __device__ __forceinline__ void masked_step(const TileInSlot& tile, const GroupKeys& keys, int32 block,
-                                                Probabilities& p) {
-        if constexpr (common::kListsTiles<Spec>) {
-            masked_listed_step(tile, block, p);
-            return;
-        }
-        issue_both(p, tile, block);
-        if (block == (kLeftLimit ? keys.begin : 0)) release_query();
-        modify(tile, block, block == (kLeftLimit ? keys.begin : 0));
-        mask(scores_, tile, block);
-        float rescale[2];
-        softmax_.update_raw(scores_, common::score_scale<Spec>(params_), rescale);
-        pin_exponentials(softmax_);
-        wait_for_output();
-        multiply_output(rescale);
-        p.set(scores_);
-        drop(tile, block, p);
-    }
-
-    // The same under a sparse map, where the tiles that need the mask may be most of all.
+    // The same for a key tile of a sparse map that needs the mask. Most of all may.
     __device__ __forceinline__ void masked_listed_step(const TileInSlot& tile, int32 block, Probabilities& p) {
         start_both(p);
         const TileMask of_tile(params_, score_tile(tile, block));
@@ -205,13 +181,15 @@ class ForwardConsumer : common::HeadTerms<Spec>,
     }
 
     // True if the row shift was kept; else O must be multiplied by `rescale`.
-    __device__ __forceinline__ bool exponentials(Probabilities& p, float (&rescale)[2]) {
-        bool kept;
-        if constexpr (common::kCapsLate<Spec>)
-            kept = common::try_capped<Spec, 2>(softmax_, scores_, params_, p);
-        else
-            kept = softmax_.template try_row_shift<2>(scores_, common::score_scale<Spec>(params_), p);
-        if (__builtin_expect(kept, 1)) return true;
+    __device__ __forceinline__ bool exponentials(Probabilities& p, bool masked, float (&rescale)[2]) {
+        if (__builtin_expect(!masked, 1)) {
+            bool kept;
+            if constexpr (common::kCapsLate<Spec>)
+                kept = common::try_capped<Spec, 2>(softmax_, scores_, params_, p);
+            else
+                kept = softmax_.template try_row_shift<2>(scores_, common::score_scale<Spec>(params_), p);
+            if (__builtin_expect(kept, 1)) return true;
+        }
         softmax_.update_raw(scores_, common::score_scale<Spec>(params_), rescale);
         p.set(scores_);
         return false;
@@ -234,11 +212,13 @@ class ForwardConsumer : common::HeadTerms<Spec>,
         const int32 block = keys.end - 1;
         if (block == (kLeftLimit ? keys.begin : 0)) release_query();
         modify(tile, block, block == (kLeftLimit ? keys.begin : 0));
-        if (block >= keys.full_end || (kLeftLimit && block < (kLeftLimit ? keys.full_begin : 0)))
-            mask(scores_, tile, block);
+        if (needs_mask(keys, block)) mask(scores_, tile, block);
         float rescale[2];
         softmax.reset();
         softmax.update_raw(scores_, common::score_scale<Spec>(params_), rescale);
+    }
+    __device__ __forceinline__ static bool needs_mask(const GroupKeys& keys, int32 block) {
+        return block >= keys.full_end || (kLeftLimit && block < (kLeftLimit ? keys.full_begin : 0));
     }
     __device__ __forceinline__ void take_first(const TileInSlot& tile, const GroupKeys& keys, Probabilities& p) {
         p.set(scores_);
