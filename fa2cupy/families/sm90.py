@@ -122,7 +122,7 @@ _COSTS = Costs(
     add_rows=8.87,
     copy=10.32,
     copy_rows=2.989,
-    # The kernel of dbias and atomics: an H200, 2026-11-28, 4 heads of 32 with 256 to 768 rows, 12 heads of 64 with 1024,
+    # The kernel of dbias and atomics: an H200, 2026-11-28, 4 heads of 32 with 256 to 768 rows, 12 of 64 with 1024,
     # and 257 rows for additions one by one. Those beyond head_dim 64 are predicted.
     dbias={32: 1.66, 64: 0.8, 128: 1.33, 256: 2.5},
     dbias_step=0.9,
