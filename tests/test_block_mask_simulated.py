@@ -564,6 +564,9 @@ MUTANTS = {
     "keys before the window are not looked for": (
         "forward", "return first_key >= this->first_key(first_query + queries - 1);", "return true;", "window",
     ),
+    "masked tiles before the share": (
+        "forward", "Spec::kSplit ? max_of(full_end, 0) : full_end", "full_end", "shares of Hopper",
+    ),
 }  # fmt: skip
 
 
@@ -622,6 +625,12 @@ def check_shares(monkeypatch, patch=None) -> None:
         check(launched, "sm80", block_mask=sparse, num_splits=3, methods=("single_pass",))
 
 
+def check_hopper_shares(monkeypatch, patch=None) -> None:
+    own = {"block_mask": random_tiles("sm90", HEADS, (128, 128)), "num_splits": 3, "causal": True}
+    with simulated_gpu(monkeypatch, FEW, patch=patch) as launched:
+        check(launched, "sm90", methods=(), **own)
+
+
 CHECKS = {
     "shares": check_shares,
     "maps": check_maps,
@@ -632,6 +641,7 @@ CHECKS = {
     "bits": functools.partial(check_sm80, mask_mod=listed, mask_args=arguments_of(listed, "sm80")),
     "transposed": check_dkdv,
     "shifts": check_shifts,
+    "shares of Hopper": check_hopper_shares,
     # This function shows keys past the end.
     "end": functools.partial(check_sm80, mask_mod=mods.causal(20)),
     "window": functools.partial(check_sm80, mask_mod=mods.causal(5), window=(20, None)),
