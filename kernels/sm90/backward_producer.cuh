@@ -25,7 +25,7 @@ class BackwardProducer {
     static constexpr int kBr = Shape::kBr;
     // There may be rows that see no key. Whether their positions allow any is not tested at run time: that would take two
     // copies of the loops, which take as long again to compile, or spill registers.
-    static constexpr bool kHides = Spec::kMayHideRows || Spec::kCausal || Spec::kWindow;
+    static constexpr bool kHides = Spec::kMayHideRows || common::kRightLimit<Spec>;
     template <bool kLse>
     static constexpr bool kAsStep =
         Shape::kStatisticsAsStep && (kLse ? common::kProductsFromLse<Spec> : common::kProductsFromDelta<Spec>);
