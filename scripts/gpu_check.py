@@ -82,7 +82,7 @@ TOOLS = {
 # Head dimensions of the tests. Their kernels are compiled ahead on all CPUs.
 NATIVE_HEAD_DIMS = (32, 40, 64, 80, 96, 112, 128, 160, 192, 224, 256)
 DTYPES = ("float16", "bfloat16", "float32", "float64")
-SECONDS_FOR_A_TOOL = 240
+SECONDS_FOR_A_TOOL = 480  # beside tests
 #: Parts of tests/support/sanitized_calls.py. They run in parallel: a tool uses little of the GPU and one CPU.
 SANITIZED_PARTS = (
     "plain", "features", "pairs", "functions", "packed", "sparse", "float32-59", "float32-128", "float32-250",
