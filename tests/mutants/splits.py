@@ -75,7 +75,7 @@ MUTANTS = (
     Mutant(
         "shares without a step that leave nothing",
         "backward_dkdv",
-        "Shares::put_zeros(Shares::of_block(params));",
+        "Shares::put_zeros(Shares::template of_block<Spec>(params, tile_index<Spec>()));",
         "",
         "uninitialised",
         dataclasses.replace(HOPPER_SPLIT, num_splits=16),
@@ -83,8 +83,8 @@ MUTANTS = (
     Mutant(
         "dK in the place of dV",
         "backward",
-        "Shares::of_block(params) + kProbability * Shares::Dk::kElements",
-        "Shares::of_block(params)",
+        "Shares::template of_block<Spec>(params) + kProbability * Shares::Dk::kElements",
+        "Shares::template of_block<Spec>(params)",
         "numbers",
         SPLIT,
     ),
