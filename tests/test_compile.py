@@ -507,8 +507,9 @@ def test_every_file_of_kernels_is_used_by_some_kernel():
         KernelSpec(operation, None, "sm_80", "float16", 64, False, TileConfig(1, 1, 8), (feature,))
         for operation, feature in with_settings
     ]
-    for dtype in ("float16", "float64"):
-        specs += default_specs(H100, dtype, 64, True, "two_pass", features=("bias", "return_dbias"))
+    for arch, dtype in (("sm_80", "float16"), ("sm_90", "float16"), ("sm_90", "float64")):
+        dbias = {"features": ("bias", "return_dbias")}
+        specs += default_specs(DeviceInfo.named(arch), dtype, 64, True, "two_pass", **dbias)
     for method in (None, *METHODS):
         specs += default_specs(DeviceInfo.named("sm_90"), "float16", 64, True, method, num_splits=2)
         specs += default_specs(DeviceInfo.named("sm_90"), "float32", 64, True, method, "sm90")
