@@ -184,11 +184,7 @@ struct Decode {
         const int32 first_row = job.row_tile * kBr, warp = threadIdx.x / 32;
         const Partials partials{params, job, first_row, min_of(line.rows() - first_row, kBr)};
         const bool is_whole = segment.is_whole();
-        Contributors blocks{};
-        if (!is_whole) {
-            blocks.first = line.worker_of(job.start);
-            blocks.count = line.worker_of(job.start + job.steps - 1) - blocks.first + 1;
-        }
+        const Contributors blocks = is_whole ? Contributors{} : line.blocks_of(job);
         const int32 partial = Partials::partial_of_block(blocks, worker - blocks.first);
         Accum* lse = reinterpret_cast<Accum*>(smem + kFirstLse);
         char* exchange = smem + kFirstSlot + distance;

@@ -18,8 +18,6 @@ namespace fa2::decode {
 
 // The most blocks of a launch; the same number is in fa2cupy/plan/decode.py.
 inline constexpr int kMostBlocks = 1024;
-// The most partials of a job that are merged in one level. A thread reads as many of those of blocks at once.
-inline constexpr int kPartialsOfOneLevel = 16;
 
 // 16 rows of O in shared memory. Chunks of eight columns are permuted within eight adjacent rows, so that the eight
 // lanes of a store that write to the same columns reach different banks.
@@ -31,19 +29,6 @@ struct ExchangeRows {
 
     __device__ __forceinline__ static int32 offset(int32 row, int32 column) {
         return row * kD + (column ^ ((row & kMask) << 3));
-    }
-};
-
-// The blocks that have partials of a job: `count` from `first` on.
-struct Contributors {
-    int32 first, count;
-
-    // Blocks of a group. The last group may have fewer, but at least two: the job's last block may also be the first
-    // one of the next job. The counter and the partial of groups that begin there then belong to the next job.
-    __device__ __forceinline__ int32 group_size() const {
-        if (count <= kPartialsOfOneLevel) return count;
-        const int32 size = __float2int_ru(sqrtf(static_cast<float>(count)));
-        return (count - 1) % size == 0 ? size + 1 : size;  // both cannot divide count - 1 < size (size + 1)
     }
 };
 
@@ -113,8 +98,8 @@ struct Partials {
 
     // Called by the blocks with partials of a job when theirs is in the workspace: the last ones merge all of them.
     __device__ __forceinline__ void merge(const Contributors& blocks, int32 worker) const {
-        const int32 size = blocks.group_size(), groups = ceil_div(blocks.count, size);
-        const int32 begin = (worker - blocks.first) / size * size;
+        const int32 size = blocks.group_size(), groups = quotient(blocks.count + size - 1, size);
+        const int32 begin = quotient(worker - blocks.first, size) * size;
         const int32 partial_of_group = 3 * (blocks.first + begin) + 2;
         int32 count = min_of(size, blocks.count - begin);
         int32* counter = params.arrivals + blocks.first + begin;
@@ -122,13 +107,14 @@ struct Partials {
         for (bool of_groups = false;; of_groups = true) {
             if (!is_last(counter, count)) return;
             const bool is_all = of_groups || groups == 1;
-            const auto partial_of = [&](int32 s) {
-                return partial_at(of_groups ? 3 * (blocks.first + s * size) + 2 : partial_of_block(blocks, begin + s));
-            };
-            merge_rows<kPartialsOfOneLevel>(
-                0, num_rows, count, [&](int32 s, int32 row) { return partial_of(s)[Spec::kBr * kD + row]; },
-                [&](int32 s, int32 row, int32 column) { return partial_of(s) + row * kD + column; }, is_all,
-                partial_of_group);
+            // They lie at equal distances, but that of a job's first block is one further.
+            const Accum* partials = partial_at(3 * blocks.first + (of_groups ? 2 : 3 * begin));
+            const int32 distance = (of_groups ? 3 * size : 3) * kPartialElements;
+            const int32 of_first = !of_groups && begin == 0 ? kPartialElements : 0;
+            if (count <= kPartialsOfOneLevel / 2)
+                merge_group<kPartialsOfOneLevel / 2>(partials, of_first, distance, count, is_all, partial_of_group);
+            else
+                merge_group<kPartialsOfOneLevel>(partials, of_first, distance, count, is_all, partial_of_group);
             if (is_all) return;
             count = groups;
             counter = params.arrivals + kMostBlocks + blocks.first;
@@ -136,15 +122,27 @@ struct Partials {
     }
 
   private:
+    template <int kAtOnce>
+    __device__ __forceinline__ void merge_group(const Accum* partials, int32 of_first, int32 distance, int32 count,
+                                                bool is_all, int32 target) const {
+        const auto partial_of = [=](int32 s) {
+            return partials + static_cast<int64>(s) * distance + (s == 0 ? of_first : 0);
+        };
+        merge_rows<kAtOnce>(
+            0, num_rows, count, [&](int32 s, int32 row) { return partial_of(s)[Spec::kBr * kD + row]; },
+            [&](int32 s, int32 row, int32 column) { return partial_of(s) + row * kD + column; }, is_all, target);
+    }
+
     __device__ __forceinline__ int32 head_of(int32 packed_row) const {
-        return job.head_kv * params.heads_per_group + packed_row % params.heads_per_group;
+        const int32 group = params.heads_per_group;
+        return job.head_kv * group + packed_row - quotient(packed_row, group) * group;
     }
     __device__ __forceinline__ Accum* partial_at(int32 partial) const {
         return params.partials + static_cast<int64>(partial) * kPartialElements;
     }
 
     __device__ __forceinline__ void store_result(int32 row, int32 column, const Accum (&x)[kVector]) const {
-        const int32 packed = first_row + row, query = packed / params.heads_per_group;
+        const int32 packed = first_row + row, query = quotient(packed, params.heads_per_group);
         Element* o = params.o + params.o_strides.offset(job.batch, query, head_of(packed)) + column;
         if constexpr (Spec::kHeadDimV % kVector == 0 && sizeof(Element) == 2) {
             Vector<Element, kVector> rounded;
@@ -166,7 +164,7 @@ struct Partials {
     }
 
     __device__ __forceinline__ void store_lse(int32 row, Accum lse, bool is_result, int32 partial) const {
-        const int32 packed = first_row + row, query = packed / params.heads_per_group;
+        const int32 packed = first_row + row, query = quotient(packed, params.heads_per_group);
         if (is_result)
             params.lse[common::first_statistic<Spec>(params, job.batch, head_of(packed)) + query] = lse;
         else
