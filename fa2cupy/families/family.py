@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -72,6 +73,8 @@ class TileRow:
         The row applies only to calls of ``decode`` with at least so many jobs for each multiprocessor. A block waits
         between two of them, and others on the multiprocessor go on meanwhile. Few jobs are cut into as many parts as
         there are blocks: one large block on each multiprocessor leaves the fewest parts to merge.
+    most_jobs : float
+        The row applies only to calls of ``decode`` with at most so many jobs for each multiprocessor.
     head_dim_v : int or None
         The largest of v, padded; None is that of q. Rows that have one stand behind those that serve equal head
         dimensions up to it.
@@ -85,6 +88,7 @@ class TileRow:
     least_jobs: float = 0
     head_dim_v: int | None = None
     least_saving: float = 0
+    most_jobs: float = math.inf
 
     def jobs_on(self, device: DeviceInfo) -> float:
         """The least jobs of a call of ``decode`` on a device."""

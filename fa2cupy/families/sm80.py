@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from .estimate import BlockCost, Costs
+from .device import DeviceInfo
 from .family import Family, Kernel, TileRow, register_shortage, why_no_decode
 from .records import POINTER_RECORDS, Record
 from .tile import TileConfig
@@ -68,6 +69,8 @@ class Sm80(Family):
         ),
         # Their b_r is the most rows of a tile. Copies of 48 KiB or more are under way on a multiprocessor.
         "decode": (
+            TileRow(64, TileConfig(32, 128, 8, 3, cluster=8), most_jobs=1 / 8),
+            TileRow(128, TileConfig(32, 128, 8, 3, cluster=8), most_jobs=1 / 8),
             TileRow(64, TileConfig(32, 128, 4, 2, 3), _H100_LATER, least_jobs=2),
             TileRow(64, TileConfig(32, 64, 4, 4, 2), least_jobs=2),
             TileRow(128, TileConfig(32, 64, 4, 3, 2), _H200, least_jobs=2),
@@ -194,11 +197,20 @@ class Sm80(Family):
         if operation == "decode":
             keys = b_c // tile.num_warps
             slot = max(keys * both, 2 * 16 * row_v)  # K and V, or 16 rows of O
-            return 2 * b_r * row + tile.num_stages * tile.num_warps * slot + 4 * tile.num_warps * b_r
+            share = tile.cluster * (4 * b_r + 16 * -(-b_r * -(-head_dim_v // 4) // tile.cluster))
+            own = 2 * b_r * row + tile.num_stages * tile.num_warps * slot + 4 * tile.num_warps * b_r
+            return own + (share if tile.cluster > 1 else 0)
         if operation == "dkdv_jvp":
             return 2 * (b_c * both + tile.num_stages * b_r * both) + 2 * 16 * b_r
         by_keys = b_c * both + tile.num_stages * b_r * both + scores + 4 * b_r * 4
         return {"backward": by_keys + 2 * scores, "backward_dkdv": by_keys}[operation]
+
+    def blocks_of_tile(self, kernel: Kernel, tile: TileConfig) -> int:
+        return tile.cluster
+
+    def takes(self, kernel: Kernel, tile: TileConfig, device: DeviceInfo) -> bool:
+        has_clusters = tile.cluster == 1 or device.compute_capability >= 90
+        return has_clusters and super().takes(kernel, tile, device)
 
     def why_not_shape(self, kernel: Kernel, tile: TileConfig) -> str | None:
         operation, _, head_dim, head_dim_v, _ = kernel

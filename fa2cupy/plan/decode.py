@@ -59,6 +59,9 @@ def plan_decode(
             f"{_MOST_STEPS}; take fewer sequences or queries for a call"
         )
     blocks = min(steps, device.multiprocessors * tile.blocks_per_sm, _MOST_BLOCKS)
+    if tile.cluster > 1:
+        jobs = problem.batch * problem.num_heads_kv * row_tiles
+        blocks = jobs * tile.cluster * max(1, min(steps, blocks) // (jobs * tile.cluster))
     stage = layout.stage(
         "decode",
         tile,

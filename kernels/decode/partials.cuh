@@ -55,6 +55,7 @@ struct Partials {
     static constexpr int kPartialElements = Spec::kBr * (kD + 1);
     static constexpr int kThreads = 32 * Spec::kWarps;
     using Columns = Vector<Accum, kVector>;
+    using Item = common::MergedRow<Accum, kVector>;
 
     const Record& params;
     const Job& job;
@@ -75,25 +76,52 @@ struct Partials {
         return 3 * (blocks.first + index) + (index == 0);
     }
 
-    // Merges the partials of the rows from `begin` to `end` of the tile, and stores the results, or a partial in the
-    // workspace; all threads of the block call this. `lse_of(s, row)` reads the lse of partial s, and
-    // `columns_of(s, row, column)` points to an item of its O.
-    template <int kAtOnce, class LseOf, class ColumnsOf>
-    __device__ __forceinline__ void merge_rows(int32 begin, int32 end, int32 count, const LseOf& lse_of,
-                                               const ColumnsOf& columns_of, bool is_result, int32 partial) const {
+    // Merges the partials of the rows from `begin` to `end` of the tile, as results or as another partial; all threads
+    // of the block call this. `lse_of(s, row)` reads the lse of partial s, `columns_of(s, row, column)` points to an item
+    // of its O, and `store(row, column, merged)` stores one.
+    template <int kAtOnce, class LseOf, class ColumnsOf, class Store>
+    __device__ __forceinline__ void merge_rows(int32 begin, int32 end, int32 count, bool is_result, const LseOf& lse_of,
+                                               const ColumnsOf& columns_of, const Store& store) const {
 #pragma unroll 1
         for (int32 index = threadIdx.x; index < (end - begin) * kItems; index += kThreads) {
             const int32 row = begin + index / kItems, column = index % kItems * kVector;
-            const Accum sink = is_result ? sink_of(row) : -common::infinity<Accum>();
-            const auto merged = common::merge_row<Accum, kVector, kAtOnce>(
-                count, sink, [&](int32 s) { return lse_of(s, row); },
-                [&](int32 s) { return *reinterpret_cast<const Columns*>(columns_of(s, row, column)); });
-            if (is_result)
-                store_result(row, column, merged.column);
-            else
-                store_partial(partial, row, column, merged.column);
-            if (column == 0) store_lse(row, merged.lse, is_result, partial);
+            store(row, column,
+                  merge_item<kAtOnce>(
+                      count, row, is_result, [&](int32 s) { return lse_of(s, row); },
+                      [&](int32 s) { return columns_of(s, row, column); }));
         }
+    }
+
+    // The same for one item.
+    template <int kAtOnce, class LseOf, class ColumnsOf>
+    __device__ __forceinline__ auto merge_item(int32 count, int32 row, bool is_result, const LseOf& lse_of,
+                                               const ColumnsOf& columns_of) const {
+        const Accum sink = is_result ? sink_of(row) : -common::infinity<Accum>();
+        return common::merge_row<Accum, kVector, kAtOnce>(
+            count, sink, lse_of, [&](int32 s) { return *reinterpret_cast<const Columns*>(columns_of(s)); });
+    }
+
+    // Stores an item as a result, or in a partial in the workspace.
+    __device__ __forceinline__ void store_result(int32 row, int32 column, const Item& merged) const {
+        store_columns(row, column, merged.column);
+        const int32 packed = first_row + row;
+        if (column == 0)
+            params.lse[common::first_statistic<Spec>(params, job.batch, head_of(packed)) +
+                       quotient(packed, params.heads_per_group)] = merged.lse;
+    }
+    __device__ __forceinline__ void store_partial(int32 partial, int32 row, int32 column, const Item& merged) const {
+        Columns columns;
+#pragma unroll
+        for (int c = 0; c < kVector; ++c) columns.item[c] = merged.column[c];
+        *reinterpret_cast<Columns*>(partial_at(partial) + row * kD + column) = columns;
+        if (column == 0) partial_at(partial)[Spec::kBr * kD + row] = merged.lse;
+    }
+    __device__ __forceinline__ void store(bool is_result, int32 partial, int32 row, int32 column,
+                                          const Item& merged) const {
+        if (is_result)
+            store_result(row, column, merged);
+        else
+            store_partial(partial, row, column, merged);
     }
 
     // Called by the blocks with partials of a job when theirs is in the workspace: the last ones merge all of them.
@@ -121,6 +149,19 @@ struct Partials {
         }
     }
 
+    // True for the block that arrives last at a counter: it sees what the others have written to the workspace, and
+    // resets the counter. All threads of the block call this.
+    __device__ __forceinline__ static bool is_last(int32* counter, int32 expected) {
+        __shared__ bool last;
+        __syncthreads();  // all threads have written their items, and have read `last` of the call before
+        if (threadIdx.x == 0) {
+            last = arrive(counter) == expected - 1;
+            if (last) *counter = 0;  // nobody else comes to it in this launch
+        }
+        __syncthreads();
+        return last;
+    }
+
   private:
     template <int kAtOnce>
     __device__ __forceinline__ void merge_group(const Accum* partials, int32 of_first, int32 distance, int32 count,
@@ -129,8 +170,9 @@ struct Partials {
             return partials + static_cast<int64>(s) * distance + (s == 0 ? of_first : 0);
         };
         merge_rows<kAtOnce>(
-            0, num_rows, count, [&](int32 s, int32 row) { return partial_of(s)[Spec::kBr * kD + row]; },
-            [&](int32 s, int32 row, int32 column) { return partial_of(s) + row * kD + column; }, is_all, target);
+            0, num_rows, count, is_all, [&](int32 s, int32 row) { return partial_of(s)[Spec::kBr * kD + row]; },
+            [&](int32 s, int32 row, int32 column) { return partial_of(s) + row * kD + column; },
+            [&](int32 row, int32 column, const Item& merged) { store(is_all, target, row, column, merged); });
     }
 
     __device__ __forceinline__ int32 head_of(int32 packed_row) const {
@@ -141,7 +183,7 @@ struct Partials {
         return params.partials + static_cast<int64>(partial) * kPartialElements;
     }
 
-    __device__ __forceinline__ void store_result(int32 row, int32 column, const Accum (&x)[kVector]) const {
+    __device__ __forceinline__ void store_columns(int32 row, int32 column, const Accum (&x)[kVector]) const {
         const int32 packed = first_row + row, query = quotient(packed, params.heads_per_group);
         Element* o = params.o + params.o_strides.offset(job.batch, query, head_of(packed)) + column;
         if constexpr (Spec::kHeadDimV % kVector == 0 && sizeof(Element) == 2) {
@@ -154,34 +196,6 @@ struct Partials {
             for (int c = 0; c < kVector; ++c)
                 if (column + c < Spec::kHeadDimV) o[c] = common::rounded<Element>(x[c]);
         }
-    }
-    __device__ __forceinline__ void store_partial(int32 partial, int32 row, int32 column,
-                                                  const Accum (&x)[kVector]) const {
-        Columns columns;
-#pragma unroll
-        for (int c = 0; c < kVector; ++c) columns.item[c] = x[c];
-        *reinterpret_cast<Columns*>(partial_at(partial) + row * kD + column) = columns;
-    }
-
-    __device__ __forceinline__ void store_lse(int32 row, Accum lse, bool is_result, int32 partial) const {
-        const int32 packed = first_row + row, query = quotient(packed, params.heads_per_group);
-        if (is_result)
-            params.lse[common::first_statistic<Spec>(params, job.batch, head_of(packed)) + query] = lse;
-        else
-            partial_at(partial)[Spec::kBr * kD + row] = lse;
-    }
-
-    // True for the block that arrives last at a counter: it sees what the others have written to the workspace, and
-    // resets the counter. All threads of the block call this.
-    __device__ __forceinline__ static bool is_last(int32* counter, int32 expected) {
-        __shared__ bool last;
-        __syncthreads();  // all threads have written their items, and have read `last` of the call before
-        if (threadIdx.x == 0) {
-            last = arrive(counter) == expected - 1;
-            if (last) *counter = 0;  // nobody else comes to it in this launch
-        }
-        __syncthreads();
-        return last;
     }
 };
 

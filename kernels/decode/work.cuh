@@ -63,14 +63,66 @@ struct Contributors {
     }
 };
 
+// What a launch has to do: jobs, in the order [sequence][K/V head][row tile].
 template <class Spec>
-class WorkLine {
+class Work {
   public:
-    // All lanes of a warp construct it together.
-    __device__ __forceinline__ explicit WorkLine(const Params& params) : params_(params) {
+    __device__ __forceinline__ explicit Work(const Params& params) : params_(params) {
         rows_ = params.seqlen_q * params.heads_per_group;
         row_tiles_ = max_of(ceil_div(rows_, Spec::kBr), 1);  // without a query there may be rows to append
         heads_kv_ = quotient(params.num_heads, params.heads_per_group);
+    }
+
+    __device__ __forceinline__ int32 rows() const { return rows_; }
+    // The rows of the cache that a sequence has, clamped so that nothing is read or written outside.
+    __device__ __forceinline__ static int32 cached_rows(const Params& params, int32 batch) {
+        const int32 room = params.seqlen_k - params.seqlen_new;
+        return params.cache_seqlens ? min_of(max_of(params.cache_seqlens[batch], 0), room) : room;
+    }
+
+    __device__ __forceinline__ common::Mask<Spec::kCausal, Spec::kWindow> mask_of(int32 length) const {
+        return {length, length - params_.seqlen_q, common::window_of<Spec>(params_)};
+    }
+
+  protected:
+    __device__ __forceinline__ int32 jobs_of_sequence() const { return heads_kv_ * row_tiles_; }
+
+    // The key tiles of a sequence of this length, the same for all of its jobs: its last query sees the last key.
+    struct Tiles {
+        int32 first, steps;
+    };
+    __device__ __forceinline__ Tiles tiles_of(int32 length) const {
+        int32 first = 0;
+        if constexpr (Spec::kWindow) first = max_of(0, mask_of(length).first_key(0)) / Spec::kBc;
+        return {first, max_of(ceil_div(length, Spec::kBc) - first, 1)};
+    }
+
+    // The rows of a sequence, with those that the call appends.
+    __device__ __forceinline__ int32 length_of(int32 batch) const {
+        return cached_rows(params_, batch) + params_.seqlen_new;
+    }
+
+    __device__ __forceinline__ Job make_job(int32 batch, int32 index, int32 start) const {
+        const int32 cached = cached_rows(params_, batch), length = cached + params_.seqlen_new;
+        const Tiles tiles = tiles_of(length);
+        const int32 head_kv = quotient(index, row_tiles_);
+        return {batch, head_kv, index - head_kv * row_tiles_, cached, length, tiles.first, tiles.steps, start};
+    }
+
+    const Params& params_;
+    int32 rows_, row_tiles_, heads_kv_;
+};
+
+// How blocks divide it: the line of all steps.
+template <class Spec>
+class WorkLine : public Work<Spec> {
+    using Base = Work<Spec>;
+    using Base::params_, Base::rows_, Base::row_tiles_, Base::jobs_of_sequence, Base::tiles_of, Base::length_of,
+        Base::make_job;
+
+  public:
+    // All lanes of a warp construct it together.
+    __device__ __forceinline__ explicit WorkLine(const Params& params) : Work<Spec>(params) {
         const int32 jobs = params.batch * jobs_of_sequence(), grid = gridDim.x;
         const int32 blocks_of_job = quotient(grid, max_of(jobs, 1));
         int32 sum = steps_of_lane(0);
@@ -103,7 +155,6 @@ class WorkLine {
         longer_ = span_ - stretch_ * stretches_;
     }
 
-    __device__ __forceinline__ int32 rows() const { return rows_; }
     // The number of working blocks; the others have no stretch.
     __device__ __forceinline__ int32 workers() const { return workers_; }
     // The blocks whose stretches have steps of a job, if jobs are cut.
@@ -130,16 +181,6 @@ class WorkLine {
         return segment_of(job_after(segment.job), 0, cuts_jobs);
     }
 
-    // The rows of the cache that a sequence has, clamped so that nothing is read or written outside.
-    __device__ __forceinline__ static int32 cached_rows(const Params& params, int32 batch) {
-        const int32 room = params.seqlen_k - params.seqlen_new;
-        return params.cache_seqlens ? min_of(max_of(params.cache_seqlens[batch], 0), room) : room;
-    }
-
-    __device__ __forceinline__ common::Mask<Spec::kCausal, Spec::kWindow> mask_of(int32 length) const {
-        return {length, length - params_.seqlen_q, common::window_of<Spec>(params_)};
-    }
-
   private:
     // The block whose stretch has a step of the line.
     __device__ __forceinline__ int32 worker_of(int32 position) const {
@@ -154,8 +195,6 @@ class WorkLine {
         return {job, begin, cuts_jobs ? min_of(job.steps, left) : job.steps};
     }
 
-    __device__ __forceinline__ int32 jobs_of_sequence() const { return heads_kv_ * row_tiles_; }
-
     // The partials of a job: more take longer to merge than they save, since each has as many elements as rows of O, in
     // float32.
     __device__ __forceinline__ int32 worthwhile_partials(int32 steps) const {
@@ -163,32 +202,10 @@ class WorkLine {
         return max_of(__float2int_rn(common::sqrt_approx(common::divide_approx(keys, max_of(rows, 1.0f)))), 1);
     }
 
-    // The key tiles of a sequence of this length, the same for all of its jobs: its last query sees the last key.
-    struct Tiles {
-        int32 first, steps;
-    };
-    __device__ __forceinline__ Tiles tiles_of(int32 length) const {
-        int32 first = 0;
-        if constexpr (Spec::kWindow) first = max_of(0, mask_of(length).first_key(0)) / Spec::kBc;
-        return {first, max_of(ceil_div(length, Spec::kBc) - first, 1)};
-    }
-
-    // The rows of a sequence, with those that the call appends.
-    __device__ __forceinline__ int32 length_of(int32 batch) const {
-        return cached_rows(params_, batch) + params_.seqlen_new;
-    }
-
     // The steps of each job of the sequence that belongs to this lane, of 32 sequences.
     __device__ __forceinline__ int32 steps_of_lane(int32 first) const {
         const int32 batch = first + static_cast<int32>(threadIdx.x) % 32;
         return batch < params_.batch ? tiles_of(length_of(batch)).steps : 0;
-    }
-
-    __device__ __forceinline__ Job make_job(int32 batch, int32 index, int32 start) const {
-        const int32 cached = cached_rows(params_, batch), length = cached + params_.seqlen_new;
-        const Tiles tiles = tiles_of(length);
-        const int32 head_kv = quotient(index, row_tiles_);
-        return {batch, head_kv, index - head_kv * row_tiles_, cached, length, tiles.first, tiles.steps, start};
     }
 
     // The job that has a step of the line.
@@ -230,8 +247,6 @@ class WorkLine {
         return none;
     }
 
-    const Params& params_;
-    int32 rows_, row_tiles_, heads_kv_;
     bool is_even_;
     int32 steps_,
         first_of_span_;  // of each job, and the first block of this one's span, if all jobs have as many steps
