@@ -197,8 +197,9 @@ class Sm80(Family):
         if operation == "decode":
             keys = b_c // tile.num_warps
             slot = max(keys * both, 2 * 16 * row_v)  # K and V, or 16 rows of O
-            share = tile.cluster * (4 * b_r + 16 * -(-b_r * -(-head_dim_v // 4) // tile.cluster))
-            own = 2 * b_r * row + tile.num_stages * tile.num_warps * slot + 4 * tile.num_warps * b_r
+            share = tile.cluster * (8 * b_r + 16 * -(-b_r * -(-head_dim_v // 4) // tile.cluster))
+            queries = 1 if tile.cluster > 1 else 2
+            own = queries * b_r * row + tile.num_stages * tile.num_warps * slot + 8 * tile.num_warps * b_r
             return own + (share if tile.cluster > 1 else 0)
         if operation == "dkdv_jvp":
             return 2 * (b_c * both + tile.num_stages * b_r * both) + 2 * 16 * b_r

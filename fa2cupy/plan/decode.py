@@ -74,7 +74,7 @@ def plan_decode(
     if not cuts_jobs:
         stage = replace(stage, renamed={ARRIVALS: None})
     columns = choice.family.padded_head_dim(problem.columns_of("o"))
-    partial = tile.b_r * (columns + 1) * ITEMSIZE[problem.accumulator_dtype]
+    partial = tile.b_r * (columns + 2) * ITEMSIZE[problem.accumulator_dtype]
     return Plan((stage,) if blocks else (), (Workspace(PARTIALS, _PARTIALS_OF_BLOCK * blocks * partial),))
 
 

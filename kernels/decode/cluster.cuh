@@ -5,10 +5,10 @@
 //
 //   shared memory                           written by             read by
 //   items [block][share]                    that block             this one
-//   lse [block][kBr]                        that block             this one
+//   statistics [block][kBr]                 that block             this one
 //
 // Item i of a row tile (partials.cuh) is in the share of block i % kCluster. The workspace has the share of each block:
-// items, then an lse for each of them.
+// items, then the statistic of each of them.
 #pragma once
 #include "common/ptx.cuh"
 #include "decode/partials.cuh"
@@ -55,12 +55,13 @@ template <class Spec, int kD>
 struct Shares {
     using Partials = decode::Partials<Spec, kD>;
     using Item = typename Partials::Item;
+    using Statistic = typename Partials::Statistic;
     static constexpr int kCluster = Spec::kCluster, kItems = Partials::kItems, kVector = Partials::kVector;
     static constexpr int kShare = ceil_div(Spec::kBr * kItems, kCluster);  // items
     static constexpr int kItemBytes = 16;
-    static constexpr int kFirstLse = kCluster * kShare * kItemBytes;
-    static constexpr int kBytes = kFirstLse + kCluster * Spec::kBr * sizeof(float);
-    static constexpr int kShareElements = kShare * (kVector + 1);
+    static constexpr int kFirstStatistic = kCluster * kShare * kItemBytes;
+    static constexpr int kBytes = kFirstStatistic + kCluster * Spec::kBr * sizeof(Statistic);
+    static constexpr int kShareElements = kShare * (kVector + 2);
     static_assert(sizeof(typename Partials::Accum) == 4 && kCluster * kShareElements <= 3 * Partials::kPartialElements);
 
     const Partials& partials;
@@ -75,7 +76,7 @@ struct Shares {
         asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
     }
 
-    // Sends an item to the block in whose share it is, and the row's lse to those with items of the row.
+    // Sends an item to the block in whose share it is, and the row's statistic to those with items of the row.
     __device__ __forceinline__ void send(int32 row, int32 column, const Item& merged) const {
         const int32 item = row * kItems + column / kVector;
         const uint32 own = common::shared_address(smem);
@@ -84,8 +85,11 @@ struct Shares {
                      "f"(merged.column[1]), "f"(merged.column[2]), "f"(merged.column[3])
                      : "memory");
         if (column < kCluster * kVector) {
-            const uint32 lse = common::in_block(item % kCluster, own + kFirstLse + (rank * Spec::kBr + row) * 4);
-            asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(lse), "f"(merged.lse) : "memory");
+            const uint32 statistic =
+                common::in_block(item % kCluster, own + kFirstStatistic + (rank * Spec::kBr + row) * 8);
+            asm volatile("st.shared::cluster.v2.f32 [%0], {%1, %2};" ::"r"(statistic), "f"(merged.statistic.shift),
+                         "f"(merged.statistic.sum)
+                         : "memory");
         }
     }
 
@@ -94,42 +98,44 @@ struct Shares {
     __device__ __forceinline__ void merge(int32 worker, int32 clusters, int32 number) const {
         asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
         wait();
-        const auto lse = reinterpret_cast<const float*>(smem + kFirstLse);
+        const auto statistics = reinterpret_cast<const Statistic*>(smem + kFirstStatistic);
         const bool is_result = clusters == 1;
         float* const own = share_at(worker);
         merge_items<kCluster>(
-            kCluster, is_result, [&](int32 s, int32, int32 row) { return lse[s * Spec::kBr + row]; },
+            kCluster, is_result, [&](int32 s, int32, int32 row) { return statistics[s * Spec::kBr + row]; },
             [&](int32 s, int32 i) { return reinterpret_cast<const float*>(smem + (s * kShare + i) * kItemBytes); },
             [&](int32 i, int32 row, int32 column, const Item& merged) {
                 if (is_result) return partials.store_result(row, column, merged);
                 reinterpret_cast<float4*>(own)[i] =
                     make_float4(merged.column[0], merged.column[1], merged.column[2], merged.column[3]);
-                own[kVector * kShare + i] = merged.lse;
+                statistics_of(own)[i] = merged.statistic;
             });
         if (is_result) return;
         const int32 first = worker - number * kCluster;  // the block with this share in the job's first cluster
         if (!Partials::is_last(partials.params.arrivals + first, clusters)) return;
         merge_items<kPartialsOfOneLevel>(
-            clusters, true,
-            [&](int32 s, int32 i, int32) { return share_at(first + s * kCluster)[kVector * kShare + i]; },
+            clusters, true, [&](int32 s, int32 i, int32) { return statistics_of(share_at(first + s * kCluster))[i]; },
             [&](int32 s, int32 i) { return share_at(first + s * kCluster) + kVector * i; },
             [&](int32, int32 row, int32 column, const Item& merged) { partials.store_result(row, column, merged); });
     }
 
   private:
+    __device__ __forceinline__ static Statistic* statistics_of(float* share) {
+        return reinterpret_cast<Statistic*>(share + kVector * kShare);
+    }
     __device__ __forceinline__ float* share_at(int32 worker) const {
         return partials.params.partials + static_cast<int64>(worker) * kShareElements;
     }
 
-    template <int kAtOnce, class LseOf, class ColumnsOf, class Store>
-    __device__ __forceinline__ void merge_items(int32 count, bool is_result, const LseOf& lse_of,
+    template <int kAtOnce, class StatisticOf, class ColumnsOf, class Store>
+    __device__ __forceinline__ void merge_items(int32 count, bool is_result, const StatisticOf& statistic_of,
                                                 const ColumnsOf& columns_of, const Store& store) const {
 #pragma unroll 1
         for (int32 i = threadIdx.x; i * kCluster + rank < partials.num_rows * kItems; i += Partials::kThreads) {
             const int32 item = i * kCluster + rank, row = item / kItems, column = item % kItems * kVector;
             store(i, row, column,
                   partials.template merge_item<kAtOnce>(
-                      count, row, is_result, [&](int32 s) { return lse_of(s, i, row); },
+                      count, row, is_result, [&](int32 s) { return statistic_of(s, i, row); },
                       [&](int32 s) { return columns_of(s, i); }));
         }
     }

@@ -5,7 +5,7 @@
 //   warp    16 or 32 keys of each step, against all kBr rows of the job, with an O of its own. Warps copy their keys
 //           themselves, through a ring of kStages slots of their own, so that no barrier of the block is in the main loop
 //
-// At the end of a segment the block merges the warps' O and lse, and stores them as results, or in the workspace if other
+// At the end of a segment the block merges the warps' O and statistics, and stores them as results, or in the workspace if other
 // blocks have steps of the same job: the last of these merges all (partials.cuh). Meanwhile the keys of the next segment are
 // on their way, into all slots but the one through which the warps exchange O.
 //
@@ -13,7 +13,7 @@
 //   Q [2][kBr rows]                       all warps              all warps; one of this segment, one of the next
 //   slots [warp][kStages][K, V][keys]     the warp               the warp
 //   O [warp][16 rows], in a free slot     the warp               all warps
-//   lse [warp][kBr]                       the warp               all warps
+//   statistics [warp][kBr]                the warp               all warps
 //
 // Barriers: one at the beginning of a segment, at its end one behind every 16 rows of O and one between them, and those of
 // a merge of blocks.
@@ -36,18 +36,20 @@ struct Decode {
     using Exchange = ExchangeRows<Accum, Warp::kColumns>;
     using Partials = decode::Partials<Spec, Warp::kColumns>;
     using Item = typename Partials::Item;
+    using Statistic = typename Partials::Statistic;
     static constexpr int kWarpBytes = kStages * Warp::kSlotBytes + Warp::kScratchBytes;
-    static constexpr int kLseBytes = kWarps * kBr * sizeof(Accum);
+    static constexpr int kStatisticBytes = kWarps * kBr * sizeof(Statistic);
     static constexpr bool kIsCluster = Spec::kCluster > 1;
+    static constexpr int kQueries = kIsCluster ? 1 : 2;  // segments whose Q is there; a block of a cluster has one
     using Shares = decode::Shares<Spec, Warp::kColumns>;
     using Work = typename WorkOf<Spec>::Type;
     static constexpr int kSharedBytes =
-        2 * Warp::kQueryBytes + kWarps * kWarpBytes + kLseBytes + kBytesOfShares<Spec, Warp::kColumns>;
+        kQueries * Warp::kQueryBytes + kWarps * kWarpBytes + kStatisticBytes + kBytesOfShares<Spec, Warp::kColumns>;
     static_assert(kBc == kKeys * kWarps && kStages >= 2);
     static_assert(Exchange::kBytes <= Warp::kSlotBytes);
     static_assert(kSharedBytes == Spec::kSharedBytes);
-    static constexpr int kFirstSlot = 2 * Warp::kQueryBytes, kFirstLse = kFirstSlot + kWarps * kWarpBytes,
-                         kFirstShare = kFirstLse + kLseBytes;
+    static constexpr int kFirstSlot = kQueries * Warp::kQueryBytes, kFirstStatistic = kFirstSlot + kWarps * kWarpBytes,
+                         kFirstShare = kFirstStatistic + kStatisticBytes;
 
     __device__ static void run(const Params& params, char* smem) {
         const int32 warp = threadIdx.x / 32, worker = blockIdx.x;
@@ -61,7 +63,7 @@ struct Decode {
         // In one turn, the keys of a segment are on their way before the results of the segment before are stored.
         for (int32 number = 0;; ++number) {
             char* const exchange = ring.free_slot();
-            char* const q = smem + number % 2 * Warp::kQueryBytes;
+            char* const q = smem + number % kQueries * Warp::kQueryBytes;
             if (next.end != 0) ring.start(next, q, line.rows());
             if constexpr (kIsCluster)
                 if (number == 0 && next.end != 0) Shares::begin();
@@ -217,14 +219,14 @@ struct Decode {
                                                        int32 distance, bool is_result, const Store& store,
                                                        const Wait& wait) {
         const int32 warp = threadIdx.x / 32;
-        Accum* lse = reinterpret_cast<Accum*>(smem + kFirstLse);
+        Statistic* statistics = reinterpret_cast<Statistic*>(smem + kFirstStatistic);
         char* exchange = smem + kFirstSlot + distance;
-        state.finish(lse + warp * kBr);
+        state.finish(statistics + warp * kBr);
         __syncwarp();  // no lane reads the slot of the last step any more: O goes there
 #pragma unroll
         for (int32 begin = 0; begin < kBr; begin += kRowsAtOnce) {
             state.template put<Exchange>(exchange + warp * kWarpBytes, begin);
-            __syncthreads();  // lse of all warps and these rows of their O are there
+            __syncthreads();  // statistics of all warps and these rows of their O are there
             if (begin == 0) wait();
             const auto columns_of = [&](int32 s, int32 row, int32 column) {
                 return reinterpret_cast<const Accum*>(exchange + s * kWarpBytes) +
@@ -232,7 +234,7 @@ struct Decode {
             };
             partials.template merge_rows<kWarps>(
                 begin, min_of(begin + kRowsAtOnce, partials.num_rows), kWarps, is_result,
-                [&](int32 s, int32 row) { return lse[s * kBr + row]; }, columns_of, store);
+                [&](int32 s, int32 row) { return statistics[s * kBr + row]; }, columns_of, store);
             if (begin + kRowsAtOnce < kBr) __syncthreads();
         }
     }

@@ -7,10 +7,12 @@
 //           of consecutive blocks, then the groups. Whoever arrives last at a counter merges what the others have left
 //
 // The workspace has three partials for each block: of the job that its stretch begins within, of the job that it begins
-// and does not end, and of a group of blocks that begins with this one. A partial is O [kBr][kD], then lse [kBr].
+// and does not end, and of a group of blocks that begins with this one. A partial is O [kBr][kD], then
+// the statistics of the rows.
 // Counters are zero before and after a launch.
 #pragma once
 #include "common/merged_row.cuh"
+#include "common/score_mod.cuh"
 #include "common/statistics.cuh"
 #include "decode/work.cuh"
 
@@ -52,20 +54,35 @@ struct Partials {
     using Accum = typename common::ElementTraits<Element>::Accum;
     static constexpr int kVector = 16 / sizeof(Accum);                 // columns of an item
     static constexpr int kItems = ceil_div(Spec::kHeadDimV, kVector);  // of a row
-    static constexpr int kPartialElements = Spec::kBr * (kD + 1);
+    static constexpr int kPartialElements = Spec::kBr * (kD + 2);
     static constexpr int kThreads = 32 * Spec::kWarps;
     using Columns = Vector<Accum, kVector>;
     using Item = common::MergedRow<Accum, kVector>;
+    using Statistic = common::RowStatistic<Accum>;
+
+    // Shifts are natural numbers, or in base 2.
+    struct Units {
+        static constexpr bool kNatural = kNaturalScores<Spec>;
+        __device__ __forceinline__ static Accum exp(Accum x) {
+            if constexpr (kNatural)
+                return common::exp_accurate(x);
+            else
+                return common::exp2_approx(x);
+        }
+        __device__ __forceinline__ static Accum natural(Accum shift) {
+            return kNatural ? shift : shift * Accum(common::kLn2);
+        }
+    };
 
     const Record& params;
     const Job& job;
     int32 first_row, num_rows;  // of the job's row tile among all rows, and the rows that exist
 
-    // The sink of a row, which joins the partials when the last of them are merged; -inf without one.
+    // The sink of a row in units of shifts, which joins the partials when the last of them are merged; -inf without one.
     __device__ __forceinline__ Accum sink_of(int32 row) const {
         if constexpr (Spec::kSink) {
             const int32 head = head_of(first_row + row);
-            return params.sink[params.sink_strides.offset(0, head, 0, 0)];
+            return params.sink[params.sink_strides.offset(0, head, 0, 0)] * Accum(common::kScoreUnit<Spec>);
         } else {
             return -common::infinity<Accum>();
         }
@@ -77,44 +94,47 @@ struct Partials {
     }
 
     // Merges the partials of the rows from `begin` to `end` of the tile, as results or as another partial; all threads
-    // of the block call this. `lse_of(s, row)` reads the lse of partial s, `columns_of(s, row, column)` points to an item
-    // of its O, and `store(row, column, merged)` stores one.
-    template <int kAtOnce, class LseOf, class ColumnsOf, class Store>
-    __device__ __forceinline__ void merge_rows(int32 begin, int32 end, int32 count, bool is_result, const LseOf& lse_of,
-                                               const ColumnsOf& columns_of, const Store& store) const {
+    // of the block call this. `statistic_of(s, row)` reads the statistic of partial s, `columns_of(s, row, column)` points
+    // to an item of its O, and `store(row, column, merged)` stores one.
+    template <int kAtOnce, class StatisticOf, class ColumnsOf, class Store>
+    __device__ __forceinline__ void merge_rows(int32 begin, int32 end, int32 count, bool is_result,
+                                               const StatisticOf& statistic_of, const ColumnsOf& columns_of,
+                                               const Store& store) const {
 #pragma unroll 1
         for (int32 index = threadIdx.x; index < (end - begin) * kItems; index += kThreads) {
             const int32 row = begin + index / kItems, column = index % kItems * kVector;
             store(row, column,
                   merge_item<kAtOnce>(
-                      count, row, is_result, [&](int32 s) { return lse_of(s, row); },
+                      count, row, is_result, [&](int32 s) { return statistic_of(s, row); },
                       [&](int32 s) { return columns_of(s, row, column); }));
         }
     }
 
     // The same for one item.
-    template <int kAtOnce, class LseOf, class ColumnsOf>
-    __device__ __forceinline__ auto merge_item(int32 count, int32 row, bool is_result, const LseOf& lse_of,
+    template <int kAtOnce, class StatisticOf, class ColumnsOf>
+    __device__ __forceinline__ auto merge_item(int32 count, int32 row, bool is_result, const StatisticOf& statistic_of,
                                                const ColumnsOf& columns_of) const {
         const Accum sink = is_result ? sink_of(row) : -common::infinity<Accum>();
-        return common::merge_row<Accum, kVector, kAtOnce>(
-            count, sink, lse_of, [&](int32 s) { return *reinterpret_cast<const Columns*>(columns_of(s)); });
+        return common::merge_row<Accum, kVector, kAtOnce, Units::exp>(
+            count, sink, statistic_of, [&](int32 s) { return *reinterpret_cast<const Columns*>(columns_of(s)); });
     }
 
     // Stores an item as a result, or in a partial in the workspace.
-    __device__ __forceinline__ void store_result(int32 row, int32 column, const Item& merged) const {
+    __device__ __forceinline__ void store_result(int32 row, int32 column, Item merged) const {
+        merged.divide();
         store_columns(row, column, merged.column);
         const int32 packed = first_row + row;
         if (column == 0)
             params.lse[common::first_statistic<Spec>(params, job.batch, head_of(packed)) +
-                       quotient(packed, params.heads_per_group)] = merged.lse;
+                       quotient(packed, params.heads_per_group)] =
+                Units::natural(merged.statistic.shift) + log(merged.statistic.sum);
     }
     __device__ __forceinline__ void store_partial(int32 partial, int32 row, int32 column, const Item& merged) const {
         Columns columns;
 #pragma unroll
         for (int c = 0; c < kVector; ++c) columns.item[c] = merged.column[c];
         *reinterpret_cast<Columns*>(partial_at(partial) + row * kD + column) = columns;
-        if (column == 0) partial_at(partial)[Spec::kBr * kD + row] = merged.lse;
+        if (column == 0) statistics_of(partial_at(partial))[row] = merged.statistic;
     }
     __device__ __forceinline__ void store(bool is_result, int32 partial, int32 row, int32 column,
                                           const Item& merged) const {
@@ -170,7 +190,7 @@ struct Partials {
             return partials + static_cast<int64>(s) * distance + (s == 0 ? of_first : 0);
         };
         merge_rows<kAtOnce>(
-            0, num_rows, count, is_all, [&](int32 s, int32 row) { return partial_of(s)[Spec::kBr * kD + row]; },
+            0, num_rows, count, is_all, [&](int32 s, int32 row) { return statistics_of(partial_of(s))[row]; },
             [&](int32 s, int32 row, int32 column) { return partial_of(s) + row * kD + column; },
             [&](int32 row, int32 column, const Item& merged) { store(is_all, target, row, column, merged); });
     }
@@ -178,6 +198,12 @@ struct Partials {
     __device__ __forceinline__ int32 head_of(int32 packed_row) const {
         const int32 group = params.heads_per_group;
         return job.head_kv * group + packed_row - quotient(packed_row, group) * group;
+    }
+    __device__ __forceinline__ static const Statistic* statistics_of(const Accum* partial) {
+        return reinterpret_cast<const Statistic*>(partial + Spec::kBr * kD);
+    }
+    __device__ __forceinline__ static Statistic* statistics_of(Accum* partial) {
+        return reinterpret_cast<Statistic*>(partial + Spec::kBr * kD);
     }
     __device__ __forceinline__ Accum* partial_at(int32 partial) const {
         return params.partials + static_cast<int64>(partial) * kPartialElements;

@@ -84,14 +84,13 @@ class DecodeWarp {
         MicroV::accumulate(output_, rescale, posted, k + kKeys * Rows::kRowLength, lane);
     }
 
-    __device__ __forceinline__ void finish(Real* lse) {
+    __device__ __forceinline__ void finish(common::RowStatistic<Real>* rows) {
         const int32 lane = threadIdx.x % 32;
-        Real inverse[kRows], row_lse[kRows];
-        softmax_.finish(inverse, row_lse);
-        output_.scale(inverse);
+        Real total[kRows];
+        softmax_.totals(total);
 #pragma unroll
         for (int i = 0; i < kRows; ++i)
-            if (lane_column(lane) == 0) lse[Scores::row(i, lane)] = row_lse[i];
+            if (lane_column(lane) == 0) rows[Scores::row(i, lane)] = {softmax_.row_shift[i], total[i]};
     }
 
     template <class Exchange>
