@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 import json
 import re
 import warnings
@@ -52,9 +53,16 @@ KERNELS = [
 
 
 def problem(
-    dtype: str = "float16", head_dim: int = 64, causal: bool = False, batch: int = 1, head_dim_v: int | None = None
+    dtype: str = "float16",
+    head_dim: int = 64,
+    causal: bool = False,
+    batch: int = 1,
+    head_dim_v: int | None = None,
+    num_heads: int = 4,
 ) -> AttentionProblem:
-    return AttentionProblem(dtype, batch, 256, 256, 4, 4, head_dim, causal, 0.125, "bshd", 4, head_dim_v)
+    return AttentionProblem(
+        dtype, batch, 256, 256, num_heads, num_heads, head_dim, causal, 0.125, "bshd", 4, head_dim_v
+    )
 
 
 def choose_tile(operation: str, family: str, call: AttentionProblem, device: DeviceInfo, config=None) -> TileConfig:
@@ -473,8 +481,8 @@ def chosen_rows() -> set[int]:
     return found
 
 
-def rows_of_some_forwards() -> set[int]:
-    """Returns the positions of the tiles of forwards on the H100 whose blocks keep the bias, or of other lengths."""
+def rows_of_some_sizes() -> set[int]:
+    """Returns the positions of the tiles on the H100 of blocks that keep the bias, and of some lengths and jobs alone."""
     found = set()
     for position, (family, operation, entry) in enumerate(ROWS):
         if "kept_bias" in entry.features:
@@ -487,11 +495,16 @@ def rows_of_some_forwards() -> set[int]:
             call = dataclasses.replace(problem(head_dim=entry.head_dim), seqlen_q=full.b_r, seqlen_k=full.b_c)
             assert choose_tile_of(operation, family, call, H100) == full
             found.add(position + 1)
+        elif entry.most_jobs < math.inf:
+            one_job = dataclasses.replace(problem(head_dim=entry.head_dim, num_heads=1), seqlen_q=1)
+            call = dataclasses.replace(one_job, seqlen_k=int(min(entry.most_keys, 1 << 20)))
+            if choose_tile_of(operation, family, call, H100) == entry.tile:
+                found.add(position)
     return found
 
 
 def test_calls_on_every_gpu_have_a_legal_default_tile_and_every_row_serves_one():
-    chosen = chosen_rows() | rows_of_some_forwards()
+    chosen = chosen_rows() | rows_of_some_sizes()
     assert [row for position, row in enumerate(ROWS) if position not in chosen] == []
 
 

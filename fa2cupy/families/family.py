@@ -75,6 +75,8 @@ class TileRow:
         there are blocks: one large block on each multiprocessor leaves the fewest parts to merge.
     most_jobs : float
         The row applies only to calls of ``decode`` with at most so many jobs for each multiprocessor.
+    most_keys : float
+        The row applies only to calls of ``decode`` whose cache has at most so many keys for a sequence.
     head_dim_v : int or None
         The largest of v, padded; None is that of q. Rows that have one stand behind those that serve equal head
         dimensions up to it.
@@ -89,10 +91,7 @@ class TileRow:
     head_dim_v: int | None = None
     least_saving: float = 0
     most_jobs: float = math.inf
-
-    def jobs_on(self, device: DeviceInfo) -> float:
-        """The least jobs of a call of ``decode`` on a device."""
-        return self.least_jobs * device.multiprocessors
+    most_keys: float = math.inf
 
 
 class Family(ABC):

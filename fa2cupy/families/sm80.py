@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from .estimate import BlockCost, Costs
 from .device import DeviceInfo
+from .estimate import BlockCost, Costs
 from .family import Family, Kernel, TileRow, register_shortage, why_no_decode
 from .records import POINTER_RECORDS, Record
 from .tile import TileConfig
@@ -69,8 +69,8 @@ class Sm80(Family):
         ),
         # Their b_r is the most rows of a tile. Copies of 48 KiB or more are under way on a multiprocessor.
         "decode": (
-            TileRow(64, TileConfig(32, 128, 8, 3, cluster=8), most_jobs=1 / 8),
-            TileRow(128, TileConfig(32, 128, 8, 3, cluster=8), most_jobs=1 / 8),
+            TileRow(128, TileConfig(32, 128, 8, 3, cluster=8), most_jobs=1 / 8, most_keys=2048),
+            TileRow(128, TileConfig(32, 64, 4, 3, cluster=8), most_jobs=1 / 32),
             TileRow(64, TileConfig(32, 128, 4, 2, 3), _H100_LATER, least_jobs=2),
             TileRow(64, TileConfig(32, 64, 4, 4, 2), least_jobs=2),
             TileRow(128, TileConfig(32, 64, 4, 3, 2), _H200, least_jobs=2),

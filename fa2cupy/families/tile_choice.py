@@ -227,11 +227,12 @@ def saves(row: TileRow, rows: Sequence[TileRow], problem: AttentionProblem) -> b
 
 
 def _suits_jobs(row: TileRow, problem: AttentionProblem, device: DeviceInfo, *, for_any_batch: bool) -> bool:
-    """True if a call of ``decode`` has as many jobs as the row is for."""
+    """True if a call of ``decode`` has as many jobs and keys as the row is for."""
     if not row.least_jobs and row.most_jobs == math.inf:
         return True
-    jobs = _jobs(problem, row.tile)
-    return not for_any_batch and row.jobs_on(device) <= jobs <= row.most_jobs * device.multiprocessors
+    if for_any_batch or problem.seqlen_k > row.most_keys:
+        return False
+    return row.least_jobs <= _jobs(problem, row.tile) / device.multiprocessors <= row.most_jobs
 
 
 def _jobs(problem: AttentionProblem, tile: TileConfig) -> int:

@@ -59,7 +59,7 @@ def plan_decode(
             f"{_MOST_STEPS}; take fewer sequences or queries for a call"
         )
     blocks = min(steps, device.multiprocessors * tile.blocks_per_sm, _MOST_BLOCKS)
-    if tile.cluster > 1:
+    if tile.cluster > 1 and steps:
         jobs = problem.batch * problem.num_heads_kv * row_tiles
         blocks = jobs * tile.cluster * max(1, min(steps, blocks) // (jobs * tile.cluster))
     stage = layout.stage(
