@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import math
 import json
+import math
 import re
 import warnings
 
@@ -150,6 +150,7 @@ def test_padding_covers_head_dim_and_adds_less_than_a_warp(family):
         ("backward_dq", "simt", TileConfig(128, 64, 4), "registers"),
         ("backward_dkdv", "simt", TileConfig(30, 32, 4), "b_r=30"),
         ("backward_dq", "simt", TileConfig(32, 32, 4, 2), "num_stages=2"),
+        ("forward", "sm80", TileConfig(64, 64, 4, cluster=2), "cluster=2"),
     ],
 )
 def test_an_illegal_tile_is_refused_with_the_field_or_resource_that_does_not_fit(operation, family, tile, reason):
@@ -482,7 +483,7 @@ def chosen_rows() -> set[int]:
 
 
 def rows_of_some_sizes() -> set[int]:
-    """Returns the positions of the tiles on the H100 of blocks that keep the bias, and of some lengths and jobs alone."""
+    """Returns the positions of the tiles on the H100 of blocks that keep the bias, and of some lengths or jobs."""
     found = set()
     for position, (family, operation, entry) in enumerate(ROWS):
         if "kept_bias" in entry.features:

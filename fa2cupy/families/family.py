@@ -292,6 +292,8 @@ class Family(ABC):
             return reason
         if tile.num_threads > 1024:
             return f"num_warps={tile.num_warps} is more than the 32 of a block"
+        if tile.cluster > 1 and (self.blocks_of_tile(kernel, tile) != tile.cluster or device.compute_capability < 90):
+            return f"cluster={tile.cluster}: {kernel.operation} has no such clusters on {device.name}"
         needed = self.shared_memory_bytes(kernel, tile)
         if needed > device.shared_memory_per_block:
             available = device.shared_memory_per_block

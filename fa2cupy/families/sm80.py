@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from .device import DeviceInfo
 from .estimate import BlockCost, Costs
 from .family import Family, Kernel, TileRow, register_shortage, why_no_decode
 from .records import POINTER_RECORDS, Record
@@ -207,11 +206,7 @@ class Sm80(Family):
         return {"backward": by_keys + 2 * scores, "backward_dkdv": by_keys}[operation]
 
     def blocks_of_tile(self, kernel: Kernel, tile: TileConfig) -> int:
-        return tile.cluster
-
-    def takes(self, kernel: Kernel, tile: TileConfig, device: DeviceInfo) -> bool:
-        has_clusters = tile.cluster == 1 or device.compute_capability >= 90
-        return has_clusters and super().takes(kernel, tile, device)
+        return tile.cluster if kernel.operation == "decode" else 1
 
     def why_not_shape(self, kernel: Kernel, tile: TileConfig) -> str | None:
         operation, _, head_dim, head_dim_v, _ = kernel

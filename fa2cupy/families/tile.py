@@ -34,7 +34,7 @@ class TileConfig:
     Examples
     --------
     >>> TileConfig(128, 64, num_warps=4, num_stages=2)
-    TileConfig(b_r=128, b_c=64, num_warps=4, num_stages=2, blocks_per_sm=1)
+    TileConfig(b_r=128, b_c=64, num_warps=4, num_stages=2, blocks_per_sm=1, cluster=1)
     """
 
     b_r: int
