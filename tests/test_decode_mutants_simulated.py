@@ -32,7 +32,7 @@ CATCHES = mutant.CATCHES | {
 #: Devices: one with blocks that have parts of several jobs, one with enough blocks for two levels of merges.
 FEW = dataclasses.replace(DeviceInfo.named("sm_90"), multiprocessors=2)
 MANY = dataclasses.replace(DeviceInfo.named("sm_80"), multiprocessors=23)
-#: One with four clusters for a job.
+#: One with three clusters for a job.
 CLUSTERS = dataclasses.replace(FEW, multiprocessors=34)
 
 PAGED = Case("float16", (40, 90, 17), page_size=16, num_new=1)
@@ -159,8 +159,8 @@ MUTANTS = (
            ONE_CLUSTER, device=CLUSTERS),
     Mutant("statistics of all blocks in one place", "rank * Spec::kBr + row", "row", "race",
            ONE_CLUSTER, device=CLUSTERS),
-    Mutant("one block's steps for all", "begin = block * stretch + min_of(block, longer)", "begin = 0", "numbers",
-           ONE_CLUSTER, device=CLUSTERS),
+    Mutant("one block's steps for all", "begin = block * stretch + min_of(block, longer)",
+           "begin = min_of(block, longer)", "numbers", TWO_CLUSTERS, device=CLUSTERS),
     Mutant("new rows by blocks without steps", "segment.begin < segment.end && segment.end == job.steps",
            "segment.end == job.steps", "blocks", ONE_CLUSTER, device=CLUSTERS),
     Mutant("the first of two clusters alone", "const bool is_result = clusters == 1;", "const bool is_result = true;",

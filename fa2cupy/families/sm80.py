@@ -12,6 +12,7 @@ from .tile import TileConfig
 __all__ = ["SM80", "Sm80"]
 
 _H100, _H200 = "NVIDIA H100 80GB HBM3, 2026-11-21", "NVIDIA H200, 2026-11-24"
+_H200_LATER = "NVIDIA H200, 2026-11-28"
 _H100_LATER, _H100_LAST = "NVIDIA H100 80GB HBM3, 2026-11-25", "NVIDIA H100 80GB HBM3, 2026-11-27"
 #: Fitted like those of sm90. Only the number of splits follows from them.
 _COSTS = Costs(
@@ -68,8 +69,14 @@ class Sm80(Family):
         ),
         # Their b_r is the most rows of a tile. Copies of 48 KiB or more are under way on a multiprocessor.
         "decode": (
-            TileRow(128, TileConfig(32, 128, 8, 3, cluster=8), most_jobs=1 / 8, most_keys=2048),
-            TileRow(128, TileConfig(32, 64, 4, 3, cluster=8), most_jobs=1 / 32),
+            # Clusters, whose blocks are fewer, pay for few jobs. Those of 8 leave multiprocessors idle, which long caches
+            # need; narrow rows need them sooner, since their blocks have half as many bytes under way.
+            TileRow(128, TileConfig(32, 128, 8, 3, cluster=8), _H200_LATER, most_jobs=1 / 64, most_keys=16),
+            TileRow(128, TileConfig(32, 64, 4, 3, cluster=8), _H200_LATER, most_jobs=1 / 64, most_keys=125),
+            TileRow(64, TileConfig(32, 128, 8, 3, cluster=8), _H200_LATER, most_jobs=7 / 64, most_keys=250),
+            TileRow(64, TileConfig(32, 128, 8, 3, cluster=2), _H200_LATER, least_jobs=1 / 32, most_jobs=1 / 8),
+            TileRow(128, TileConfig(32, 128, 8, 3, cluster=8), _H200_LATER, most_jobs=7 / 64, most_keys=1000),
+            TileRow(128, TileConfig(32, 128, 8, 3, cluster=2), _H200_LATER, least_jobs=1 / 32, most_jobs=1 / 8),
             TileRow(64, TileConfig(32, 128, 4, 2, 3), _H100_LATER, least_jobs=2),
             TileRow(64, TileConfig(32, 64, 4, 4, 2), least_jobs=2),
             TileRow(128, TileConfig(32, 64, 4, 3, 2), _H200, least_jobs=2),

@@ -139,9 +139,10 @@ def decode_tile(
     """
     tile = default_tile(family, "decode", problem, device, for_any_batch=for_any_batch)
     kernel, rows = Kernel.of("decode", problem), problem.heads_per_group * problem.seqlen_q
+    # Clusters that are left over take half of the rows, which their blocks merge in half the time.
+    clusters = device.resident_clusters(tile.cluster) if tile.cluster > 1 else 0
     while family.why_illegal(kernel, half := replace(tile, b_r=tile.b_r // 2), device) is None:
-        # Clusters that are left over take half of the rows, which their blocks merge in half the time.
-        if rows > half.b_r and not _jobs(problem, half) * tile.cluster <= device.multiprocessors * (tile.cluster > 1):
+        if rows > half.b_r and _jobs(problem, half) > clusters:
             break
         tile = half
     return tile
@@ -230,9 +231,10 @@ def _suits_jobs(row: TileRow, problem: AttentionProblem, device: DeviceInfo, *, 
     """True if a call of ``decode`` has as many jobs and keys as the row is for."""
     if not row.least_jobs and row.most_jobs == math.inf:
         return True
-    if for_any_batch or problem.seqlen_k > row.most_keys:
+    if for_any_batch:
         return False
-    return row.least_jobs <= _jobs(problem, row.tile) / device.multiprocessors <= row.most_jobs
+    jobs = _jobs(problem, row.tile) / device.multiprocessors
+    return row.least_jobs <= jobs <= row.most_jobs and jobs * problem.seqlen_k <= row.most_keys
 
 
 def _jobs(problem: AttentionProblem, tile: TileConfig) -> int:

@@ -61,7 +61,8 @@ def plan_decode(
     blocks = min(steps, device.multiprocessors * tile.blocks_per_sm, _MOST_BLOCKS)
     if tile.cluster > 1 and steps:
         jobs = problem.batch * problem.num_heads_kv * row_tiles
-        blocks = jobs * tile.cluster * max(1, min(steps, blocks) // (jobs * tile.cluster))
+        clusters = min(steps // tile.cluster, device.resident_clusters(tile.cluster))
+        blocks = jobs * tile.cluster * max(1, clusters // jobs)
     stage = layout.stage(
         "decode",
         tile,

@@ -157,8 +157,9 @@ def decode_specs(
     tiles = family.tiles["decode"]
     jobs = {1, *(math.ceil(row.least_jobs * device.multiprocessors) for row in tiles if row.least_jobs)}
     jobs |= {int(row.most_jobs * device.multiprocessors) + 1 for row in tiles if row.most_jobs < math.inf}
-    keys = {_ROWS, *(int(row.most_keys) + 1 for row in tiles if row.most_keys < math.inf)}
-    for batch, length, rows in itertools.product(sorted(jobs), sorted(keys), (1, 2, 4, 8, 16, 32)):
+    keys = {0, *(row.most_keys for row in tiles if row.most_keys < math.inf)}
+    for batch, most_keys, rows in itertools.product(sorted(jobs), sorted(keys), (1, 2, 4, 8, 16, 32)):
+        length = max(_ROWS, int(most_keys * device.multiprocessors / batch) + 1)
         (keywords,) = _examples(features, dtype, {})
         q, k_cache = _array((batch, rows, 1, head_dim), dtype), _array((batch, length, 1, head_dim), dtype)
         v_cache = _array((batch, length, 1, head_dim_v or head_dim), dtype)
