@@ -160,7 +160,7 @@ MUTANTS = (
     Mutant("statistics of all blocks in one place", "rank * Spec::kBr + row", "row", "race",
            ONE_CLUSTER, device=CLUSTERS),
     Mutant("one block's steps for all", "begin = block * stretch + min_of(block, longer)",
-           "begin = min_of(block, longer)", "numbers", TWO_CLUSTERS, device=CLUSTERS),
+           "begin = min_of(block, longer)", "numbers", dataclasses.replace(TWO_CLUSTERS, num_new=0), device=CLUSTERS),
     Mutant("new rows by blocks without steps", "segment.begin < segment.end && segment.end == job.steps",
            "segment.end == job.steps", "blocks", ONE_CLUSTER, device=CLUSTERS),
     Mutant("the first of two clusters alone", "const bool is_result = clusters == 1;", "const bool is_result = true;",

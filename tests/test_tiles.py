@@ -26,7 +26,8 @@ from fa2cupy.families.tile_choice import choose_tile as choose_tile_of
 from fa2cupy.jit.compiler import compile_source
 from fa2cupy.jit.source import render_kernel
 from fa2cupy.jit.spec import KernelSpec
-from fa2cupy.problem.attention import AttentionProblem
+from fa2cupy.plan.decode import plan_decode
+from fa2cupy.problem.attention import AttentionProblem, CacheShape
 from fa2cupy.problem.block_mask import MapLayout
 from fa2cupy.problem.features import NO_SETTINGS, FeatureSettings
 from fa2cupy.problem.function_checks import bound_function
@@ -497,10 +498,12 @@ def rows_of_some_sizes() -> set[int]:
             assert choose_tile_of(operation, family, call, H100) == full
             found.add(position + 1)
         elif entry.most_jobs < math.inf:
-            one_job = dataclasses.replace(problem(head_dim=entry.head_dim, num_heads=1), seqlen_q=1)
-            call = dataclasses.replace(one_job, seqlen_k=int(min(entry.most_keys, 1 << 20)))
-            if choose_tile_of(operation, family, call, H100) == entry.tile:
-                found.add(position)
+            jobs = int(entry.most_jobs * H100.multiprocessors)
+            keys = int(min(entry.most_keys, 1 << 20) * H100.multiprocessors / jobs)
+            call = problem(head_dim=entry.head_dim, num_heads=jobs)
+            call = dataclasses.replace(call, seqlen_q=1, seqlen_k=keys)
+            assert choose_tile_of(operation, family, call, H100) == entry.tile
+            found.add(position)
     return found
 
 
@@ -536,6 +539,35 @@ def test_rows_of_pairs_serve_no_equal_head_dims(monkeypatch):
 def test_measured_rows_name_the_gpu_and_the_date():
     for *_, row in ROWS:
         assert not row.measured or re.fullmatch(r".+, \d{4}-\d{2}-\d{2}", row.measured), row
+
+
+@pytest.mark.parametrize(
+    ("jobs", "head_dim", "keys", "wanted"),
+    [
+        (1, 64, 1024, (8, 128, 8)),
+        (1, 128, 16384, (8, 64, 112)),
+        (1, 64, 131072, (8, 128, 112)),
+        (1, 128, 1 << 20, (1, 128, 132)),
+        (8, 64, 1024, (8, 128, 64)),
+        (8, 64, 16384, (2, 128, 128)),
+        (8, 128, 16384, (8, 128, 64)),
+        (14, 128, 2048, (8, 128, 112)),
+        (16, 64, 1024, (2, 128, 128)),
+        (17, 64, 1024, (1, 128, 132)),
+    ],
+)
+def test_clusters_of_decode_suit_jobs_and_keys_and_are_resident(jobs, head_dim, keys, wanted):
+    call = AttentionProblem("float16", jobs, 1, keys, 4, 1, head_dim, False, 0.125, "bshd", 4)
+    call = dataclasses.replace(call, cache=CacheShape(jobs, keys, 1, 0))
+    strides = dict.fromkeys(("q", "k_cache", "v_cache", "k", "v", "o"), (8, 8, 8))
+    (stage,) = plan_decode(call, H100, strides, choose("decode", call, H100, strides)).stages
+    tile = stage.spec.tile
+    assert (tile.cluster, tile.b_c, stage.blocks) == wanted
+    assert tile.cluster == 1 or stage.blocks // tile.cluster <= H100.resident_clusters(tile.cluster)
+    older = choose("decode", call, DeviceInfo.named("sm_80"), strides).tiles["decode"]
+    assert older.cluster == 1
+    fixed = choose("decode", call, H100, strides, CallOptions(num_splits=1)).tiles["decode"]
+    assert fixed.cluster == 1
 
 
 # ---------------------------------------------------------------------------------- which tile, family and method it is

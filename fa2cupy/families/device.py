@@ -96,9 +96,9 @@ class DeviceInfo:
     def resident_clusters(self, size: int) -> int:
         """Clusters of this size that are resident at a time, of blocks that each take a multiprocessor.
 
-        A cluster lies within a group of multiprocessors (a GPC), of which some remain over. `cuOccupancyMaxActiveClusters`
-        gives 15 clusters of 8 blocks, 30 of 4, and 66 of 2 for an H200 with 132 multiprocessors; the groups of other
-        GPUs of a kind may be smaller.
+        A cluster lies within a group of multiprocessors (a GPC), of which some remain over. According to
+        ``cuOccupancyMaxActiveClusters`` an H200, with 132 multiprocessors, holds 15 clusters of 8 blocks, 30 of 4, and
+        66 of 2; groups of other GPUs of the kind may be smaller.
         """
         return (self.multiprocessors * 7 // 8 if size > 2 else self.multiprocessors) // size
 

@@ -76,8 +76,8 @@ class TileRow:
     most_jobs : float
         The row applies only to calls of ``decode`` with at most so many jobs for each multiprocessor.
     most_keys : float
-        The row applies only to calls of ``decode`` whose jobs have at most so many keys for each multiprocessor, those of
-        the whole cache.
+        The row applies only to calls of ``decode`` whose jobs have at most so many keys for each multiprocessor. These
+        are all rows of the cache, since the tile must not depend on lengths.
     head_dim_v : int or None
         The largest of v, padded; None is that of q. Rows that have one stand behind those that serve equal head
         dimensions up to it.

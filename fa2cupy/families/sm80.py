@@ -69,8 +69,8 @@ class Sm80(Family):
         ),
         # Their b_r is the most rows of a tile. Copies of 48 KiB or more are under way on a multiprocessor.
         "decode": (
-            # Clusters, whose blocks are fewer, pay for few jobs. Those of 8 leave multiprocessors idle, which long caches
-            # need; narrow rows need them sooner, since their blocks have half as many bytes under way.
+            # Clusters merge the parts of few jobs. Those of 8 leave multiprocessors idle, which long caches need, and
+            # narrow rows sooner: their blocks have half as many bytes under way.
             TileRow(128, TileConfig(32, 128, 8, 3, cluster=8), _H200_LATER, most_jobs=1 / 64, most_keys=16),
             TileRow(128, TileConfig(32, 64, 4, 3, cluster=8), _H200_LATER, most_jobs=1 / 64, most_keys=125),
             TileRow(64, TileConfig(32, 128, 8, 3, cluster=8), _H200_LATER, most_jobs=7 / 64, most_keys=250),
