@@ -128,9 +128,11 @@ def forward(
         The arrays of `score_mod`: of bools, of any integer dtype, or of float16, bfloat16, float32 or float64.
         `backward` has gradients for the last.
     mask_mod : callable
-        ``mask_mod(b, h, q, k, *mask_args)`` returns a truth value: whether key `k` is visible to query `q`.
+        ``mask_mod(b, h, q, k, *mask_args)`` returns a truth value: whether key `k` is visible to query `q`. By default
+        it is the function of `block_mask`, if that has one.
     mask_args : tuple of ndarray
-        The arrays of `mask_mod`.
+        The arrays of `mask_mod`. With a map of a function, they are those that the map was made from, or omitted; the
+        call reads the map's copies of them.
     block_mask : BlockMask
         A sparse map of tiles, made by `fa2cupy.block_mask` from the same `mask_mod`, or given directly, of the library
         and on the device of q. Its first axis is 1 or the number of all sequences. Tiles without a visible key are not
@@ -211,9 +213,11 @@ def forward(
 
     Kernels have tiles of their own. By default they divide the map's tiles, if a default tile does. Where a kernel's
     tile overlaps several of the map's, the function decides which keys are visible. The tiles of a map without a
-    function must consist of whole tiles of the kernels; the error names those that do. Each call writes lists of the
-    tiles that it visits, which also follow from causal, window and the ends of sequences: 4 bytes for each pair of
-    tiles, once for all heads or sequences that share a map, and in `backward` once for each query head of a group.
+    function must consist of whole tiles of the kernels; the error names those that do. The first call of a kind with a
+    map writes lists of the tiles that it visits, which also follow from causal and window, and the map keeps them on
+    the GPU: 4 bytes for each pair of tiles, once for all heads or sequences that share a map, and in `backward` once
+    for each query head of a group. Kernels take the tiles with the longest lists first. Lists of packed sequences
+    follow from their ends, too, so that each call writes them, and so does a captured call that is the first one.
     float32 data are then multiplied on CUDA cores.
 
     Hidden keys have the weight 0, and 0 times NaN is NaN: NaN or infinities in k and v of hidden keys reach o, dq and
@@ -342,10 +346,11 @@ def backward(
         Gradients in q's dtype. With fewer K/V heads than query heads, dk and dv are summed over the group in float32
         (float64 for float64 data).
     dbias, dsink : ndarray, shapes and dtypes of bias, sink
-        The requested ones. dbias is summed over broadcast axes in lse's dtype: on the GPU with atomics, and with
-        `deterministic` by a further kernel, which computes the scores once more and sums in a fixed order. Without such
-        axes it has the same bits from run to run in any case. On the GPU, dbias implies ``"two_pass"`` in all families
-        but ``"simt"``.
+        The requested ones. dbias is summed over broadcast axes in lse's dtype: on the GPU with atomics, which imply
+        ``"two_pass"`` in all families but ``"simt"``, or by a further kernel, which computes the scores once more and
+        sums in a fixed order. `deterministic` takes that one, and so do calls with 16-bit data on Hopper for which it
+        is estimated to be faster. Without broadcast axes dbias has the same bits from run to run in any case, and
+        implies ``"two_pass"`` likewise.
     *dscore_args : ndarray, shapes and dtypes of the floating-point arrays in score_args
         If requested, one result for each of them, summed in lse's dtype (on NumPy in float64). On the GPU they are
         summed with atomics, which `deterministic` refuses, and imply ``"two_pass"`` in all families but ``"simt"``.
@@ -368,9 +373,9 @@ def backward(
     rows rounded up to whole tiles of up to 128 and head_dim to a multiple of 16; where blocks share tiles of 16-bit
     data, float32 copies of dk and dv, rounded up alike: one in ``single_pass``, and `num_splits` in ``two_pass``, by
     default at most four, or sixteen where all of them take less than 64 MiB; for `return_dbias` of a broadcast bias the
-    sum of dbias in lse's dtype, with `deterministic` as many copies as blocks share a tile of the bias, which they do
-    where tiles are too few to fill the GPU; and the copies that `forward` makes. A captured call allocates the same as
-    memory of its graph.
+    sum of dbias in lse's dtype, or from the further kernel as many copies as blocks share a tile of the bias, which
+    they do where tiles are too few to fill the GPU; and the copies that `forward` makes. A captured call allocates the
+    same as memory of its graph.
 
     Where CUDA cores compute gradients of float32 data that `forward` multiplies on tensor cores, they first compute lse
     again, into a workspace: with ``method="single_pass"`` where only ``"two_pass"`` has kernels for tensor cores; for

@@ -14,6 +14,7 @@ from .problem.arguments import check_bool, unpack_out
 from .problem.array_types import ArrayT
 from .problem.conversions import explains_absence
 from .problem.feature_checks import extra_gradients
+from .problem.features import complete
 from .problem.function_checks import traced_now
 from .problem.keywords import check_keywords, options_of, takes
 from .problem.options import CallOptions, GradientOptions, SecondOrderOptions, requested_method
@@ -107,7 +108,9 @@ def with_backprop(
     functions: Functions, inputs: tuple[Any, ...], keywords: Mapping[str, Any], return_lse: bool
 ) -> tuple[Any, ...]:
     """The results of `attention`, made of these functions; `inputs` are their positional arguments, up to v."""
-    shared = traced_now(keywords)  # what a function reads may have changed when `backprop` is called
+    shared = dict(keywords)
+    complete(shared)
+    shared = traced_now(shared)  # what a function reads may have changed when `backprop` is called
     own = {name: shared.pop(name) for name in GradientOptions.__annotations__ if name in shared}
     # Errors are raised before the forward runs.
     check_bool("return_lse", return_lse)

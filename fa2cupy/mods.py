@@ -13,6 +13,7 @@ from __future__ import annotations
 import bisect
 import functools
 import inspect
+import math
 from collections.abc import Callable
 from typing import Any, TypeAlias, TypeVar, cast
 
@@ -26,6 +27,7 @@ __all__ = [
     "causal",
     "dilated_window",
     "document",
+    "neighborhood",
     "neighborhood_2d",
     "prefix_lm",
     "sliding_window",
@@ -72,7 +74,11 @@ def _kept(**least: int) -> Callable[[_Maker], _Maker]:
 
 
 def _number(name: str, value: Any, kind: str, least: int | None) -> Any:
-    """A number of one of the kinds int, float and bool, as one of Python."""
+    """A number of one of the kinds int, float and bool, as one of Python, or a tuple of ints."""
+    if kind == "tuple[int, ...]":
+        if not isinstance(value, tuple) or not value:
+            raise TypeError(f"{name}: expected a tuple of an int for each axis, got {value!r}")
+        return tuple(_number(f"{name}[{axis}]", length, "int", least) for axis, length in enumerate(value))
     if kind == "bool":
         check_bool(name, value)
         return bool(value)
@@ -138,6 +144,8 @@ def dilated_window(reach: int, dilation: int) -> Mod:
 def neighborhood_2d(width: int, radius: int) -> Mod:
     """The mask of neighbourhood attention on an image (Hassani et al. 2023), cut off at the image's borders.
 
+    `neighborhood` has windows that stay inside.
+
     Parameters
     ----------
     width : int
@@ -149,6 +157,39 @@ def neighborhood_2d(width: int, radius: int) -> Mod:
     def mask(b: Any, h: Any, q: Any, k: Any) -> Any:
         rows, columns = q // width - k // width, q % width - k % width
         return (abs(rows) <= radius) & (abs(columns) <= radius)
+
+    return mask
+
+
+@_kept(shape=1, kernel_size=1)
+def neighborhood(shape: tuple[int, ...], kernel_size: tuple[int, ...]) -> Mod:
+    """The mask of neighbourhood attention (Hassani et al. 2023), with windows that stay inside the grid of tokens.
+
+    A query sees as many tokens as the window has, near borders, too: where a window around the query would reach out
+    of the grid, it is moved inside. `neighborhood_2d` cuts windows off there.
+
+    Parameters
+    ----------
+    shape : tuple of int
+        Tokens along each axis of a sequence, such as (height, width) or (frames, height, width), in C order.
+    kernel_size : tuple of int
+        Those of a window, up to `shape`. An even number has one more before the query than behind it.
+    """
+    if len(kernel_size) != len(shape):
+        raise ValueError(f"kernel_size: expected {len(shape)} lengths like shape, got {len(kernel_size)}")
+    for axis, (size, length) in enumerate(zip(kernel_size, shape, strict=True)):
+        if size > length:
+            raise ValueError(f"kernel_size[{axis}]: expected at most {length} like shape, got {size}")
+
+    def mask(b: Any, h: Any, q: Any, k: Any) -> Any:
+        visible: Any = True
+        for axis, (size, length) in enumerate(zip(kernel_size, shape, strict=True)):
+            query, key = q // math.prod(shape[axis + 1 :]), k // math.prod(shape[axis + 1 :])
+            if axis > 0:
+                query, key = query % length, key % length
+            place = key - np.clip(query - size // 2, 0, length - size)  # in the window
+            visible &= (place >= 0) & (place < size)
+        return visible
 
     return mask
 

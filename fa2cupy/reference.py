@@ -22,6 +22,7 @@ from .problem.array_types import Array, ArrayT
 from .problem.attention import AttentionProblem
 from .problem.checks import problem_from_arrays, problem_from_outputs
 from .problem.feature_checks import extra_gradients
+from .problem.features import complete
 from .problem.keywords import ScoreKeywords, check_keywords, takes
 from .problem.names import Layout
 from .problem.tangents import COTANGENTS, TANGENTS, Tangents, check_tangents
@@ -57,8 +58,7 @@ def forward(q: ArrayT, k: ArrayT, v: ArrayT, **keywords: Unpack[ScoreKeywords]) 
     o : ndarray of float64, shape of q, with the columns of v
     lse : ndarray of float64, shape (batch, num_heads, seqlen_q)
     """
-    check_keywords("fa2cupy.reference.forward", keywords)
-    problem = problem_from_arrays(q, k, v, **keywords)
+    problem = _problem("forward", q, k, v, keywords)
     with device_context(q):
         return Formulas(problem, keywords, q, "float64", "float64").forward(q, k, v)
 
@@ -112,8 +112,7 @@ def backward(
     dbias, dsink, *dscore_args : ndarray of float64, shapes of bias, sink and the floating-point score_args
         Only if asked for.
     """
-    check_keywords("fa2cupy.reference.backward", keywords)
-    problem = problem_from_arrays(q, k, v, **keywords)
+    problem = _problem("backward", q, k, v, keywords)
     _check_shapes(problem, q, {"o": o, "lse": lse, "do": do}, {"dlse": dlse})
     extra = extra_gradients(keywords, return_dbias, return_dsink, return_dscore_args)
     with device_context(q):
@@ -139,8 +138,7 @@ def baseline_forward(q: ArrayT, k: ArrayT, v: ArrayT, **keywords: Unpack[ScoreKe
     Matrix products, here and in `baseline_backward`, are summed in float32 (float64 for float64 data) and rounded to
     the dtype of q, and so are P and dS before they enter one. NumPy and CuPy differ by the order of sums only.
     """
-    check_keywords("fa2cupy.reference.baseline_forward", keywords)
-    problem = problem_from_arrays(q, k, v, **keywords)
+    problem = _problem("baseline_forward", q, k, v, keywords)
     with device_context(q):
         return Formulas(problem, keywords, q, problem.accumulator_dtype, q.dtype).forward(q, k, v)
 
@@ -172,8 +170,7 @@ def baseline_backward(
     dbias, dsink, *dscore_args : ndarray, shapes and dtypes of bias, sink and the floating-point score_args
         Only if asked for.
     """
-    check_keywords("fa2cupy.reference.baseline_backward", keywords)
-    problem = problem_from_arrays(q, k, v, **keywords)
+    problem = _problem("baseline_backward", q, k, v, keywords)
     extra = extra_gradients(keywords, return_dbias, return_dsink, return_dscore_args)
     with device_context(q):
         formulas = Formulas(problem, keywords, q, problem.accumulator_dtype, q.dtype)
@@ -213,8 +210,7 @@ def gradient_noise(
         ``"dq"`` and ``"dk"``, and those of ``"dbias"``, ``"dsink"`` and ``"dscore_args[0]"`` and so on that are asked
         for, in units of the machine epsilon of the sums.
     """
-    check_keywords("fa2cupy.reference.gradient_noise", keywords)
-    problem = problem_from_arrays(q, k, v, **keywords)
+    problem = _problem("gradient_noise", q, k, v, keywords)
     extra = extra_gradients(keywords, return_dbias, return_dsink, return_dscore_args)
     with device_context(q):
         return Formulas(problem, keywords, q, "float64", "float64").noise(q, k, v, o, lse, do, dlse, extra)
@@ -246,9 +242,8 @@ def jvp(
         As of `forward`.
     ot, lset : ndarray of float64, shapes of o and lse
     """
-    check_keywords("fa2cupy.reference.jvp", keywords)
     tangents = Tangents(qt, kt, vt, bias_tangent, sink_tangent)
-    problem = problem_from_arrays(q, k, v, **keywords)
+    problem = _problem("jvp", q, k, v, keywords)
     check_tangents(TANGENTS, tangents, {"q": q, "k": k, "v": v}, keywords)
     with device_context(q):
         formulas = SecondOrder(problem, keywords, q, "float64", "float64")
@@ -286,8 +281,7 @@ def second_jvp(
     -------
     ott, lsett : ndarray of float64, shapes of o and lse
     """
-    check_keywords("fa2cupy.reference.second_jvp", keywords)
-    problem = problem_from_arrays(q, k, v, **keywords)
+    problem = _problem("second_jvp", q, k, v, keywords)
     one, other = Tangents(qt, kt, vt, None, None), Tangents(qu, ku, vu, None, None)
     for names, tangents in ((TANGENTS, one), (("qu", "ku", "vu", *TANGENTS[3:]), other)):
         check_tangents(names, tangents, {"q": q, "k": k, "v": v}, keywords)
@@ -336,9 +330,8 @@ def backward_jvp(
     dbiast, dsinkt : ndarray of float64, shapes of bias and sink
         Only if asked for.
     """
-    check_keywords("fa2cupy.reference.backward_jvp", keywords)
     tangents = Tangents(qt, kt, vt, bias_tangent, sink_tangent)
-    problem = problem_from_arrays(q, k, v, **keywords)
+    problem = _problem("backward_jvp", q, k, v, keywords)
     check_tangents(TANGENTS, tangents, {"q": q, "k": k, "v": v}, keywords)
     results = {"o": o, "lse": lse, "do": do, "ot": ot, "lset": lset}
     optional = {"dot": dot, "dlse": dlse, "dlset": dlset}
@@ -386,9 +379,8 @@ def double_backward(
     gbias, gsink : ndarray of float64, shapes of bias and sink
         Only if asked for.
     """
-    check_keywords("fa2cupy.reference.double_backward", keywords)
     cotangents = Tangents(gdq, gdk, gdv, gdbias, gdsink)
-    problem = problem_from_arrays(q, k, v, **keywords)
+    problem = _problem("double_backward", q, k, v, keywords)
     check_tangents(COTANGENTS, cotangents, {"q": q, "k": k, "v": v}, keywords)
     results, optional = {"o": o, "lse": lse, "do": do}, {"dlse": dlse}
     _check_shapes(problem, q, results, optional)
@@ -396,6 +388,13 @@ def double_backward(
     with device_context(q):
         formulas = SecondOrder(problem, keywords, q, "float64", "float64")
         return formulas.double_backward({"q": q, "k": k, "v": v, **results, **optional}, cotangents, extra)
+
+
+def _problem(function: str, q: Array, k: Array, v: Array, keywords: Any) -> AttentionProblem:
+    """The problem of a call of a function of this module, whose keywords are checked and completed."""
+    check_keywords(f"fa2cupy.reference.{function}", keywords)
+    complete(keywords)
+    return problem_from_arrays(q, k, v, **keywords)
 
 
 def _check_shapes(

@@ -44,7 +44,7 @@ def block_mask(
     mask_mod : callable
         ``mask_mod(b, h, q, k, *mask_args)``, as for `fa2cupy.forward`.
     mask_args : sequence of ndarray
-        Its arrays; an empty tuple if there are none.
+        Its arrays; an empty tuple if there are none. The map has copies of them.
     batch, num_heads, seqlen_q, seqlen_k : int
         Sizes of the scores. With packed sequences, their number and the longest lengths.
     tile : tuple of int, optional
@@ -71,7 +71,12 @@ def block_mask(
     -----
     The function is evaluated for all pairs of a query and a key, on NumPy in strips of a row of tiles, on the GPU by
     one kernel that is compiled for it. The mask is not formed: memory is that of the map, one byte for each tile, and
-    on NumPy of a strip.
+    on NumPy of a strip, and that of the copies.
+
+    A map shows its arrays as they are now. Calls with the map read its copies in tiles that are visible in part, so
+    that what is written into an array later changes no result: make another map. They refuse `mask_args` other than
+    the arrays that the map was made from, and need none. A CUDA graph that captures this call makes the map anew at
+    each launch.
 
     Floats of the function are float32, also in a map for float64 data.
 
@@ -103,6 +108,7 @@ def block_mask(
     )
     name, first = next(iter(named.items()), ("like", np.empty(0)))
     layout = MapLayout(shape, *lengths, tile, program)
-    keywords = {"mask_mod": program, "mask_args": mask_args}
-    states = backend_of(name, first).tile_states(layout, like, keywords)
-    return BlockMask.of_states(states, *lengths, tile, program)
+    backend = backend_of(name, first)
+    copies = backend.copied(mask_args)
+    states = backend.tile_states(layout, like, {"mask_mod": program, "mask_args": copies})
+    return BlockMask.of_states(states, *lengths, tile, program, copies, mask_args)

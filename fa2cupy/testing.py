@@ -58,6 +58,7 @@ from .problem.block_mask import check_length
 from .problem.checks import check_layout, problem_from_arrays, problem_from_outputs
 from .problem.choices import check_dtype
 from .problem.feature_checks import extra_gradients
+from .problem.features import complete
 from .problem.function_checks import floating_arguments
 from .problem.keywords import ScoreKeywords, check_keywords, takes
 from .problem.names import Layout
@@ -104,6 +105,7 @@ class Expectation:
     ):
         check_keywords("fa2cupy.testing.Expectation", keywords)
         options: dict[str, Any] = {**keywords}
+        complete(options)
         self._inputs, self._do, self._options = (q, k, v), do, options
         self._gradient_options = options | {"dlse": dlse}
         self.problem = problem_from_arrays(q, k, v, **options)

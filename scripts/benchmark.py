@@ -34,6 +34,12 @@ models
     best peer's time over ours.
 features
     The features of scripts/features.py, beside the peers that need no compiler: features-peers.csv.
+small
+    Training steps of small models in bfloat16, causal, with head_dim 64: a forward and a backward as two ``calls``, by
+    the host's clock, and as one CUDA ``graph``, by CUDA events. Ours and every peer's are checked as in speed, the
+    graph's results against those of the calls. They take turns as in speed, each with a few sets of inputs, which stay
+    in the L2 cache as those of a training step do. Rows are in small.csv; the table at the end has the best peer's time
+    over ours.
 float32
     float32 with 16384 tokens, by ``precision`` (``ieee``, ``split``), beside PyTorch's memory-efficient operator,
     measured as in models. Rows are in float32.csv; the table at the end has that operator's time over ours.
@@ -114,6 +120,7 @@ from common.flex import FlexFunctions
 from common.function_calls import COLUMNS as CALL_COLUMNS
 from common.function_calls import measure_calls
 from common.measure import (
+    DEFAULT,
     TRAINING,
     Candidate,
     Gpu,
@@ -129,6 +136,7 @@ from common.measure import (
     show_earlier,
     stamp_of,
     supported_head_dim,
+    taking_turns,
     time_in_rounds,
     write_csv,
 )
@@ -162,7 +170,7 @@ COLUMNS = (
 MODEL_COLUMNS = ("model", *COLUMNS[: COLUMNS.index("causal")], "num_heads_kv", *COLUMNS[COLUMNS.index("causal") : -1])
 SECTIONS = (
     "speed", "training", "memory", "host", "startup", "models", "features", "float32", "head_dims", "float64", "decode",
-    "functions", "calls", "sparse", "second_order", "biases",
+    "functions", "calls", "sparse", "second_order", "biases", "small",
 )  # fmt: skip
 #: The section that needs no GPU. It is not a part of everything.
 ON_NUMPY = "numpy"
@@ -197,6 +205,10 @@ MODEL_BUDGET_MS, FEATURES_BUDGET_MS = 4.0, 4.0
 PRECISIONS, PRECISION_HEAD_DIMS, PRECISION_SEQLENS = ("ieee", "split"), (64, 128, 256), (2048, 4096, 16384)
 PRECISION_PEERS = ("torch efficient",)
 PRECISION_COLUMNS = ("precision", *COLUMNS[:-1])
+#: Heads, and batch and length, of the section small; how a step is launched; and the number of sets of inputs.
+SMALL_HEADS, SMALL_SIZES = (4, 16), ((1, 128), (1, 512), (1, 1024), (8, 128), (8, 512), (8, 1024))
+SMALL_LAUNCHES, SMALL_SETS = ("calls", "graph"), 4
+SMALL_COLUMNS = tuple(name for name in COLUMNS if name not in ("extra_bytes", "host_us"))
 #: head_dim and that of v: DeepSeek-V3's, with its heads and with those of a rank of eight, and others.
 DEEPSEEK_HEAD_DIMS, DEEPSEEK_HEADS, DEEPSEEK_SEQLENS = (192, 128), (128, 16), (2048, 8192)
 OTHER_HEAD_DIMS = ((96, 96), (160, 160), (192, 192), (256, 128), (64, 128), (128, 64))
@@ -265,6 +277,12 @@ def head_dim_problems() -> Iterator[Problem]:
         )
 
 
+def small_problems() -> Iterator[Problem]:
+    """Yields the problems of the section small."""
+    for num_heads, (batch, seqlen) in itertools.product(SMALL_HEADS, SMALL_SIZES):
+        yield Problem("bfloat16", 64, seqlen, batch, num_heads, True)
+
+
 def float64_problems() -> Iterator[Problem]:
     """Yields the problems of the section float64 that others compute, too."""
     for head_dim, seqlen, causal in itertools.product(FLOAT64_HEAD_DIMS, FLOAT64_SEQLENS, (False, True)):
@@ -310,6 +328,51 @@ class Benchmark:
                 if name != self.ours.name:
                     row["ratio"] = statistics.median(theirs / our for theirs, our in zip(samples, ours, strict=True))
                 write(describe(row))
+
+    def small(self, problem: Problem, write=print) -> None:
+        """Checks and times a training step of all implementations, as calls and as a graph."""
+        self._release()
+        sets = self.gpu.tensors(problem, SMALL_SETS)
+        check = HeadCheck(self.gpu.xp, problem, sets[0])
+        candidates, _ = self._checked(problem, sets, TRAINING, check, write)
+        graphs = self._graphs(problem, sets, candidates, write)
+        elapsed = {"calls": self.gpu.elapsed_host_ms, "graph": self.gpu.elapsed_ms}
+        write(str(problem))
+        for launched, some in zip(SMALL_LAUNCHES, (candidates, graphs), strict=True):
+            if not some or some[0].name != self.ours.name:
+                continue
+            times = time_in_rounds(self.gpu, some, self.rounds, self.budget_ms, self._rng, elapsed[launched])
+            ours = times[self.ours.name]
+            for name, samples in times.items():
+                row = {**self.stamp, **problem.columns(), "operation": launched, "provider": name}
+                row.update(ms_median=statistics.median(samples), ms_min=min(samples), ms_max=max(samples))
+                row["tflops"] = problem.tflops(TRAINING, row["ms_median"])
+                if name == self.ours.name:
+                    row["tile"] = self.ours.tile(problem, DEFAULT)
+                else:
+                    row["ratio"] = statistics.median(theirs / our for theirs, our in zip(samples, ours, strict=True))
+                self.rows.append(row)
+                write(f"  {launched:14s}{name:16s}{1e3 * row['ms_median']:9.1f} us  {row.get('ratio', 1):5.2f} x")
+
+    def _graphs(self, problem: Problem, sets: Sequence, candidates: Sequence[Candidate], write) -> list[Candidate]:
+        """Returns the candidates as graphs, one for each set of inputs, whose results are compared with the calls'."""
+        by_name = {one.name: one for one in (self.ours, *self.peers)}
+        graphs = []
+        for candidate in candidates:
+            owner, launches = by_name[candidate.name], []
+            try:
+                for one in sets:
+                    call = owner.candidate(problem, [one], TRAINING).call
+                    expected = owner.arrays(TRAINING, call())
+                    launches.append(owner.captured(call))
+                    check_equal(problem, expected, owner.arrays(TRAINING, launches[-1]()))
+                graphs.append(Candidate(candidate.name, taking_turns(launches), candidate.mode))
+            except Exception as error:  # a wrong result, or an operator that no graph can capture
+                if owner is self.ours:
+                    self._fail(f"FAILED: {problem} graph: {error}")
+                else:
+                    self._drop(candidate.name, problem, "graph", error, write)
+        return graphs
 
     def host(self, problem: Problem, operations: Iterable[str]) -> None:
         """Measures the host time of all implementations on a tiny problem."""
@@ -451,6 +514,9 @@ def show(rows: Sequence[dict[str, object]], folder: Path) -> None:
         if column in rows[0]:
             print(*table(rows), sep="\n")
             return
+    if rows[0].get("operation") in SMALL_LAUNCHES:
+        print(*small_table(rows), sep="\n")
+        return
     if rows[0].get("dtype") == "float64":
         print(*float64_table(rows), sep="\n")
         return
@@ -497,6 +563,12 @@ def bias_lines(rows: Sequence[dict[str, object]]) -> list[str]:
     """Returns the tables of `bias_tables` as lines, with what each is about above it."""
     tables = bias_tables(rows).items()
     return [line for name, table in tables for line in (f"{'cost' if name == Fa2cupy.name else name}:", *table, "")]
+
+
+def small_table(rows: Sequence[dict[str, object]]) -> list[str]:
+    """Returns the best peer's time over ours of a training step by heads, batch and length: as calls, as a graph."""
+    named = [{**row, "what": f"{row['num_heads']} heads", "size": f"{row['batch']} x {row['seqlen']}"} for row in rows]
+    return [*ratio_table(named, "what", "size", SMALL_LAUNCHES), *smallest_ratio(named, "what", "size")]
 
 
 def float64_table(rows: Sequence[dict[str, object]]) -> list[str]:
@@ -730,6 +802,23 @@ def run_second_order(options: argparse.Namespace, gpu: Gpu, path: Path) -> list[
     return beside.failures + alone.failures
 
 
+def run_small(options: argparse.Namespace, gpu: Gpu, path: Path) -> list[str]:
+    """Runs the section small; returns its failures."""
+    peers = available_peers(gpu, [name for name in options.peers if name in PEERS])
+    some = [peer for peer in peers if peer.name in MODEL_PEERS]
+    run = Benchmark(gpu, some, options.short_rounds, MODEL_BUDGET_MS)
+    work = list(small_problems())
+    print("compiling")
+    gpu.precompile(work, OPERATIONS)
+    with progress(len(work), "small") as bar:
+        for problem in work:
+            run.small(problem, bar.write)
+            write_csv(path, SMALL_COLUMNS, run.rows)
+            bar.update()
+    print("", *small_table(run.rows), "", sep="\n")
+    return run.failures
+
+
 def run_biases(options: argparse.Namespace, gpu: Gpu, path: Path) -> list[str]:
     """Runs the section biases; returns its failures."""
     peers = available_peers(gpu, [name for name in BIAS_PEERS if name in options.peers], BIAS_PEERS)
@@ -788,6 +877,7 @@ OWN_FILES = {
     "features": (run_features, "features-peers.csv"),
     "functions": (run_functions, "functions.csv"),
     "calls": (run_calls, "function-calls.csv"),
+    "small": (run_small, "small.csv"),
 }
 
 

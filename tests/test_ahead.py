@@ -19,7 +19,7 @@ from support.feature_cases import METHODS, accumulator, booleans, inputs_of, num
 
 import fa2cupy
 from fa2cupy import BlockMask, TileConfig, UnsupportedProblemError, ahead, cli
-from fa2cupy.families import float32_parts
+from fa2cupy.families import choice, estimate, float32_parts
 from fa2cupy.families.device import DeviceInfo
 from fa2cupy.families.sm80 import SM80
 from fa2cupy.jit import cache
@@ -95,7 +95,25 @@ def call_options(names: tuple[str, ...], dtype: str, bias_dtype: str, kind_of_bi
     return forward, backward
 
 
-def launched_by(
+def launched_by(monkeypatch, kind: tuple, names: tuple[str, ...], *more, **options) -> set[KernelSpec]:
+    """Returns the kernels that calls with these features launch: causal or not, all methods, and each kind of bias.
+
+    Parameters are those of `launched_once`.
+    """
+    if "return_dbias" not in names:
+        return launched_once(monkeypatch, kind, names, *more, **options)
+    specs = set()
+    monkeypatch.setattr(estimate, "_STEPS_OF_SHARE", 0)  # two sequences are enough for two shares
+    # Short sequences and others, and biases that few scores share and that many do.
+    for rows, atomics in ((FIXED["seqlen_q"], 10**12), (128, 0), (128, 10**12)):
+        with monkeypatch.context() as patch:
+            patch.setattr(choice, "atomics_of", lambda *_, atomics=atomics: atomics)
+            patch.setitem(FIXED, "seqlen_q", rows)
+            specs |= launched_once(patch, kind, names, *more, **options)
+    return specs
+
+
+def launched_once(
     monkeypatch,
     kind: tuple,
     names: tuple[str, ...],
@@ -105,7 +123,7 @@ def launched_by(
     *,
     second_order: bool = False,
 ) -> set[KernelSpec]:
-    """Returns the kernels that calls with these features launch: causal or not, all methods, and each kind of bias.
+    """Returns the kernels that calls of one length launch.
 
     If `functions` has keywords of functions, the calls have them, too, and return all gradients of their arrays. With
     `second_order`, calls of second order are made besides.

@@ -130,6 +130,24 @@ def test_empty_maps_launch_nothing(launched):
     assert not launched
 
 
+def test_an_array_that_changes_later_changes_no_map(launched):
+    """Checks calls of one signature: with the map's array written over, without it, and with another one."""
+    ids = documents("simt")
+    sparse = fa2cupy.block_mask(mods.document, (place(ids),), *shape_of("simt"), tile=(8, 8))
+    (copy,), array = sparse.arguments, sparse._copied[0]
+    assert not np.shares_memory(copy, array)
+    q, k, v, _ = make_inputs("float32", batch=2, seqlen_q=29, seqlen_k=37, num_heads=HEADS, head_dim=8)
+    expected = Expectation(q, k, v, mask_mod=mods.document, mask_args=(ids,))
+    q, k, v = map(place, (q, k, v))
+    own = {"mask_mod": mods.document, "block_mask": sparse, "config": TILES["simt"], "family": "simt"}
+    for arrays in ((array,), (), (copy,), (array[:],)):
+        o, lse = forward(q, k, v, **own, mask_args=arrays)
+        expected.check(o=o, lse=lse)
+        array[...] = np.arange(37) // 3
+    with pytest.raises(ValueError, match=r"^mask_args\[0\]: block_mask was made from another array"):
+        forward(q, k, v, **own, mask_args=(place(ids),))
+
+
 # --------------------------------------------------------------------------------------------------------------- lists
 
 
@@ -149,12 +167,15 @@ def lists_of(states: np.ndarray, visible, b_r: int, b_c: int, tile: tuple, lengt
 
 
 def check_lists(monkeypatch, options: dict, tile: tuple, patch=None) -> None:
-    """Checks all entries of lists, in order: full key tiles before mixed ones, mixed query tiles before full ones."""
+    """Checks all entries of lists, in order: full key tiles before mixed ones, mixed query tiles before full ones.
+
+    Tiles with the longest lists are scheduled first, and those with lists of one length in ascending order.
+    """
     written = {}
 
     def keep(launch: Launch) -> None:
-        if launch.spec.operation in ("list_keys", "list_queries"):
-            name = launch.spec.params.pointers[-1 if "cu_seqlens" not in launch.spec.features else 1]
+        if launch.spec.operation in ("order_keys", "order_queries"):
+            (name,) = launch.spec.params.pointers
             values = launch.values
             shape = (values["num_lists"] // values["list_tiles"], values["list_tiles"], values["list_stride"])
             written[name] = memory_at(launch.pointers[name], shape, None, np.dtype("int32")).copy()
@@ -163,7 +184,7 @@ def check_lists(monkeypatch, options: dict, tile: tuple, patch=None) -> None:
     rng = np.random.default_rng(1)
     rows, columns = (-(-n // size) for n, size in zip(lengths, tile, strict=True))
     states = rng.integers(0, 3, (1, 4, rows, columns)).astype("uint8")
-    states[0, 1, 0], states[0, :, :, 1] = EMPTY, EMPTY
+    states[0, 1, 0], states[0, :, :, 1], states[0, 2] = EMPTY, EMPTY, EMPTY
     program = fa2cupy.block_mask(mods.causal(), (), 1, 1, 1, 1).program
     sparse = BlockMask.of_states(place(states), *lengths, tile, program)
     config = {"backward_dq": TileConfig(16, 8, 2), "backward_dkdv": TileConfig(8, 16, 2)}
@@ -186,7 +207,7 @@ def check_lists(monkeypatch, options: dict, tile: tuple, patch=None) -> None:
             full, mixed = ([j for j, state in enumerate(row) if state == kind] for kind in (FULL, MIXED))
             own = written["key_lists"][head, i]
             assert own[:2].tolist() == [len(full), len(full + mixed)]
-            assert own[2 : 3 + own[1]].tolist() == [*full, *mixed, 7]
+            assert own[3 : 4 + own[1]].tolist() == [*full, *mixed, 7]
     for head in range(2):
         of_heads = [lists_of(states[0, group * head + g], visible, 8, 16, tile, lengths) for g in range(group)]
         for j in range(4):
@@ -194,7 +215,11 @@ def check_lists(monkeypatch, options: dict, tile: tuple, patch=None) -> None:
             mixed, full = ([entry for entry, state in column if state == kind] for kind in (MIXED, FULL))
             own = written["query_lists"][head, j]
             assert own[:2].tolist() == [len(mixed), len(full + mixed)]
-            assert own[2 : 3 + own[1]].tolist() == [*mixed, *full, 6]
+            assert own[3 : 4 + own[1]].tolist() == [*mixed, *full, 6]
+    for lists in written.values():
+        for lengths_of_head, scheduled in zip(lists[..., 1], lists[..., 2], strict=True):
+            assert scheduled.tolist() == np.argsort(-lengths_of_head, kind="stable").tolist()
+    assert any((np.diff(lists[..., 2]) < 0).any() for lists in written.values()), "some tile comes earlier"
 
 
 @pytest.mark.sample(tile=((12, 20),))
@@ -298,6 +323,25 @@ def test_lists_of_hopper(launched):
     tiles = np.array([[[1, 0, 0], [0, 1, 0]], [[0, 0, 0], [1, 1, 0]]], bool)
     sparse = BlockMask(tiles, 200, 270, (128, 128))
     check(launched, "sm90", inputs=inputs, block_mask=sparse, window=(200, 70), methods=("two_pass",))
+
+
+def test_lists_are_kept_with_the_map(launched):
+    """Checks that only the first call of a kind writes lists, and that results stay right, with other bands, too."""
+    sparse = random_tiles("simt", 1, (8, 16))
+    sizes = {"batch": 2, "seqlen_q": 29, "seqlen_k": 37, "num_heads": 2, "num_heads_kv": 1, "head_dim": 8}
+    own = on_gpu({"block_mask": sparse})
+    for band in ({}, {"causal": True}, {}, {"window": (9, 4)}, {"causal": True}):
+        inputs = make_inputs("float32", **sizes)
+        expected = Expectation(*inputs, block_mask=sparse, **band)
+        q, k, v, do = map(place, inputs)
+        more = {**own, **band, "config": TILES["simt"], "family": "simt"}
+        o, lse = forward(q, k, v, **more)
+        gradients = backward(q, k, v, o, lse, do, **more, method="two_pass")
+        expected.check(o=o, lse=lse, **dict(zip(("dq", "dk", "dv"), gradients, strict=True)))
+    operations = [stage.spec.operation for stage in launched]
+    for name, number in (("list_keys", 6), ("order_keys", 6), ("list_queries", 3), ("order_queries", 3)):
+        assert operations.count(name) == number
+    assert operations.count("forward") == operations.count("backward_dq") == 5
 
 
 @before_hopper
@@ -473,7 +517,21 @@ MUTANTS = {
     "tiles have the states of their first": ("list_keys", "row <= last_row", "row <= first_row", "lists"),
     "all heads are the first": ("list_queries", "candidate / tiles << kTileBits", "0", "lists"),
     "the list has no end": (
-        "list_keys", "list[kListCounts + in_both] =", "if (in_both == 0) list[kListCounts] =", "lists",
+        "list_keys", "list[kListHead + in_both] =", "if (in_both == 0) list[kListHead] =", "lists",
+    ),
+    "the shortest lists come first": ("order_keys", "of_other > length", "of_other < length", "lists"),
+    "lists as long change places": ("order_keys", "other < index", "other > index", "lists"),
+    "tiles of all heads are in one order": ("order_keys", "index - index % params.list_tiles", "0", "lists"),
+    "shares of the forward are not in order": (
+        "forward", "where = tile_in_order<Spec, false>(params, blockIdx.x)",
+        "where = tile_of_block<false>(params.schedule(), blockIdx.x)", "shares",
+    ),
+    "shares of the backward are not in order": (
+        "backward", "where = tile_in_order<Spec, true>(params, block)",
+        "where = tile_of_block<false>(params.schedule(), block)", "shares",
+    ),
+    "shares are in the order of other heads": (
+        "forward", "if constexpr (Spec::kSplit) head /= params.num_splits;", "", "shares",
     ),
     "other functions are not evaluated": ("list_keys", "!params.has_other_function && ", "", "results"),
     "the function is not evaluated": (
@@ -505,6 +563,9 @@ MUTANTS = {
     ),
     "keys before the window are not looked for": (
         "forward", "return first_key >= this->first_key(first_query + queries - 1);", "return true;", "window",
+    ),
+    "masked tiles before the share": (
+        "forward", "Spec::kSplit ? max_of(full_end, 0) : full_end", "full_end", "shares of Hopper",
     ),
 }  # fmt: skip
 
@@ -558,7 +619,20 @@ def check_shifts(monkeypatch, patch=None) -> None:
         test_scores_that_grow_in_masked_tiles(launched, mods.causal(20))
 
 
+def check_shares(monkeypatch, patch=None) -> None:
+    with simulated_gpu(monkeypatch, patch=patch) as launched:
+        sparse = random_tiles("sm80", HEADS, (32, 32))
+        check(launched, "sm80", block_mask=sparse, num_splits=3, methods=("single_pass",))
+
+
+def check_hopper_shares(monkeypatch, patch=None) -> None:
+    own = {"block_mask": random_tiles("sm90", HEADS, (128, 128)), "num_splits": 3, "causal": True}
+    with simulated_gpu(monkeypatch, FEW, patch=patch) as launched:
+        check(launched, "sm90", methods=(), **own)
+
+
 CHECKS = {
+    "shares": check_shares,
     "maps": check_maps,
     "lists": lambda monkeypatch, patch=None: check_lists(monkeypatch, {"causal": True}, (8, 8), patch),
     "results": check_results,
@@ -567,6 +641,7 @@ CHECKS = {
     "bits": functools.partial(check_sm80, mask_mod=listed, mask_args=arguments_of(listed, "sm80")),
     "transposed": check_dkdv,
     "shifts": check_shifts,
+    "shares of Hopper": check_hopper_shares,
     # This function shows keys past the end.
     "end": functools.partial(check_sm80, mask_mod=mods.causal(20)),
     "window": functools.partial(check_sm80, mask_mod=mods.causal(5), window=(20, None)),

@@ -34,7 +34,8 @@ CASES = {
     "simt double": ("float64", 12, (21, 30), "sm_80", "simt", "simt", TileConfig(16, 8, 2)),
     "sm80": ("float16", 24, (70, 90), "sm_80", "sm80", "sm80", TileConfig(32, 64, 2, 2)),
     "sm80 of one stage": ("bfloat16", 160, (70, 50), "sm_80", "sm80", "sm80", TileConfig(64, 16, 2)),
-    "sm90": ("bfloat16", 64, (70, 90), "sm_90", "sm90", "sm80", TileConfig(32, 32, 2, 2)),
+    "sm90": ("bfloat16", 64, (70, 90), "sm_90", "sm90", "sm90", TileConfig(64, 32, 8, 3, 2)),
+    "sm90 of two groups": ("float16", 72, (150, 130), "sm_90", "sm90", "sm90", TileConfig(128, 48, 12, 2)),
     "sm80_float64": ("float64", 16, (20, 40), "sm_80", "sm80", "simt", TileConfig(16, 16, 4)),
     "sm80_float32": ("float32", 16, (20, 40), "sm_80", "sm80", "simt", TileConfig(16, 16, 4)),
     "sm90_float32": ("float32", 64, (24, 48), "sm_90", "sm90", "simt", TileConfig(16, 16, 4)),
@@ -42,6 +43,7 @@ CASES = {
 CONFIGS = {"simt": TileConfig(8, 8, 2), "simt double": TileConfig(8, 8, 2), "sm80": TileConfig(32, 32, 2, 2)}
 BATCH, HEADS, GROUPS = 3, 4, 2
 FEW = ("simt", "sm80")
+SOME = (*FEW, "sm90")
 #: The axes of the bias that are not 1.
 SHAPES = ("hqk", "bqk", "qk", "bhk", "hk", "bhq", "q", "b", "h", "")
 
@@ -109,14 +111,14 @@ def check(name: str, inputs: tuple | None = None, **options) -> FakeArray:
 # ------------------------------------------------------------------------------------------------------ kinds of biases
 
 
-@pytest.mark.sample(name=FEW, axes=("hqk", ""))
+@pytest.mark.sample(name=SOME, axes=("hqk", ""))
 @pytest.mark.parametrize("axes", SHAPES)
 @pytest.mark.parametrize("name", CASES)
 def test_biases_of_all_axes(name, axes):
     check(name, bias=numbers(shape_of(name, axes), CASES[name][0]))
 
 
-@pytest.mark.sample(name=FEW)
+@pytest.mark.sample(name=SOME)
 @pytest.mark.parametrize("name", CASES)
 def test_bits_do_not_depend_on_the_order_of_warps(name):
     options = {"bias": numbers(shape_of(name, "hk"), CASES[name][0]), "causal": True}
@@ -153,7 +155,7 @@ def test_biases_of_any_strides_and_dtypes(name):
 
 
 @pytest.mark.sample(name=FEW)
-@pytest.mark.parametrize("name", ["simt", "sm80"])
+@pytest.mark.parametrize("name", SOME)
 def test_results_into_arrays_of_the_callers(name):
     dtype, _, (rows, keys), *_ = CASES[name]
     for axes in ("hqk", "bk"):
@@ -167,7 +169,7 @@ def test_results_into_arrays_of_the_callers(name):
 # -------------------------------------------------------------------------------------------- blocks that share a tile
 
 
-@pytest.mark.sample(name=FEW, axes=("hqk", "hk", ""))
+@pytest.mark.sample(name=SOME, axes=("hqk", "hk", ""))
 @pytest.mark.parametrize("axes", ["hqk", "bqk", "hk", "q", ""])
 @pytest.mark.parametrize("name", ["simt", "sm80", "sm90", "sm80_float64"])
 def test_shares_of_the_sequences(name, axes):
@@ -185,7 +187,8 @@ def test_shares_of_leading_axes(name, leading):
     check_leading(name, leading, shares=4)
 
 
-@pytest.mark.parametrize("name", FEW)
+@pytest.mark.sample(name=FEW)
+@pytest.mark.parametrize("name", SOME)
 def test_shares_of_packed_sequences_and_maps(name):
     check_packed(name, "hqk", shares=2)
     check(name, bias=numbers(shape_of(name, "hk"), CASES[name][0]), block_mask=map_of(name), shares=3)
@@ -196,7 +199,7 @@ def test_shares_of_packed_sequences_and_maps(name):
 
 @pytest.mark.sample(name=FEW, lengths=((1, 1), (33, 65)))
 @pytest.mark.parametrize("lengths", [(1, 1), (1, 70), (70, 1), (33, 65), (64, 64)], ids=str)
-@pytest.mark.parametrize("name", ["simt", "sm80", "sm80 of one stage"])
+@pytest.mark.parametrize("name", ["simt", "sm80", "sm80 of one stage", "sm90"])
 def test_lengths(name, lengths):
     dtype, rows, keys = CASES[name][0], *lengths
     inputs = inputs_of(name, seqlen_q=rows, seqlen_k=keys, batch=2)
@@ -204,12 +207,12 @@ def test_lengths(name, lengths):
         check(name, inputs, bias=numbers(shape, dtype), causal=True)
 
 
-@pytest.mark.parametrize("name", FEW)
+@pytest.mark.parametrize("name", SOME)
 def test_heads_that_do_not_share_keys(name):
     check(name, inputs_of(name, num_heads_kv=HEADS), bias=numbers(shape_of(name, "bqk"), CASES[name][0]))
 
 
-@pytest.mark.parametrize("name", FEW)
+@pytest.mark.parametrize("name", SOME)
 def test_other_columns_of_v(name):
     check(name, inputs_of(name, head_dim_v=40), bias=numbers(shape_of(name, "hqk"), CASES[name][0]))
 
@@ -278,7 +281,7 @@ def features(name: str) -> dict:
     }  # fmt: skip
 
 
-@pytest.mark.sample(name=("simt", "sm80"), feature=("causal and window", "all"))
+@pytest.mark.sample(name=FEW, feature=("causal and window", "all"))
 @pytest.mark.parametrize("name", ["simt", "sm80", "sm90"])
 @pytest.mark.parametrize("feature", features("simt"))
 def test_features(name, feature):
@@ -302,7 +305,7 @@ def test_sparse_maps(name, axes, of_function):
     check(name, bias=numbers(shape_of(name, axes), CASES[name][0]), **own)
 
 
-@pytest.mark.parametrize("name", FEW)
+@pytest.mark.parametrize("name", SOME)
 def test_rows_that_see_no_key_may_have_nan(name):
     """Such rows contribute nothing, whatever q and do have there."""
     (rows, keys), dtype = CASES[name][2], CASES[name][0]
@@ -316,7 +319,7 @@ def test_rows_that_see_no_key_may_have_nan(name):
     np.testing.assert_array_equal(found[3], wanted[3])
 
 
-@pytest.mark.parametrize("name", FEW)
+@pytest.mark.parametrize("name", SOME)
 def test_strides_of_tensors(name):
     inputs = inputs_of(name)
     bias = numbers(shape_of(name, "bk"), CASES[name][0])
@@ -376,11 +379,13 @@ MUTANTS = {
     ),
     "sums of one lane of a row": ("sm80", "q", {}, "of_row = row_sum<kLanes, kStep>(of_row);", "", "numbers"),
     "sums of one row of a warp": ("sm80", "k", {}, "of_column = column_sum<kLanes, kStep>(of_column);", "", "numbers"),
-    "sums of one warp": ("sm80", "k", {}, "w < Spec::kWarps; ++w) sum +=", "w < 1; ++w) sum +=", "numbers"),
+    "sums of one warp": ("sm80", "k", {}, "w < Threads::kWarps; ++w) sum +=", "w < 1; ++w) sum +=", "numbers"),
     "sums of a lane's keys": ("sm80", "", {}, "all = row_sum<32>(all);", "", "numbers"),
-    "scratch that other warps read": ("sm80", "bhk", {}, f"{BARRIER}  // no warp reads operands", "//", "race"),
-    "sums before those of all warps": ("sm80", "k", {}, f"{BARRIER}  // the sums of all warps are there", "", "race"),
-    "a sum before those of all keys": ("sm80", "", {}, f"{BARRIER}  // those of all keys are there", "", "race"),
+    "scratch that other warps read": ("sm80", "bhk", {}, "Threads::sync();  // no warp reads operands", "//", "race"),
+    "sums before those of all warps": (
+        "sm80", "k", {}, "Threads::sync();  // the sums of all warps are there", "", "race",
+    ),
+    "a sum before those of all keys": ("sm80", "", {}, "Threads::sync();  // those of all keys are there", "", "race"),
     "a tile before its copies": ("sm80", "qk", {}, f"{BARRIER}  // the tile is there", "//", "race"),
     "the next tile into the slot in use": (
         "sm80", "qk", {}, "smem + (slot + 1) % kStages * kSlotBytes", "smem + slot * kSlotBytes", "race",
@@ -397,6 +402,44 @@ MUTANTS = {
     "a tile that a list has not": (
         "simt", "qk", {"listed": True}, "exists && tiles_.at(position_ + lane) == keys_.begin", "exists", "numbers",
     ),
+    "sm90: a stage before its data": (
+        "sm90", "qk", {}, "mbarrier_wait(memory_.full(slot), stages_.parity());", "", "uninitialised",
+    ),
+    "sm90: a stage in use": (
+        "sm90", "qk", {}, "mbarrier_wait(memory_.empty(stages_.slot()), stages_.parity() ^ 1);", "", "race",
+    ),
+    "sm90: S in flight": ("sm90", "qk", {}, "wgmma_wait<1>();", "", "in flight"),
+    "sm90: dP in flight": ("sm90", "qk", {}, "wgmma_wait<0>();", "", "in flight"),
+    "sm90: products before the bias is there": ("sm90", "qk", {}, "wgmma_fence();", "", "wgmma fence"),
+    "sm90: statistics of the first warp": (
+        "sm90", "qk", {}, "16 * warp_ + Scores::row(i, lane_)", "Scores::row(i, lane_)", "numbers",
+    ),
+    "sm90: the bias of the first warp": (
+        "sm90", "qk", {}, "memory_.bias(warp_), 16 * warp_, lane_);", "memory_.bias(warp_), 0, lane_);", "numbers",
+    ),
+    "sm90: the bias of the first head": (
+        "sm90", "hqk", {}, "own{first_, heads_.begin, {queries_", "own{first_, 0, {queries_", "numbers",
+    ),
+    "sm90: the bias of the first sequence": (
+        "sm90", "bqk", {}, "own{first_, heads_.begin, {queries_", "own{0, heads_.begin, {queries_", "numbers",
+    ),
+    "sm90: rows of the bias past the last one": (
+        "sm90", "qk", {}, "params_.bias_rows, params_.bias_columns};", "4096, params_.bias_columns};", "bounds",
+    ),
+    "sm90: masks beside the bias": (
+        "sm90", "qk", {"masked": True}, "common::hide_by_arrays<OfScores>(scores, own, tile);", "", "numbers",
+    ),
+    "sm90: hidden keys": ("sm90", "qk", {"causal": True}, "if (masked)\n", "if (false)\n", "numbers"),
+    "sm90: rows that see no key": (
+        "sm90", "qk", {"unseen": True}, "if (lse[e / 2] != common::infinity<float>()) sums", "sums", "numbers",
+    ),
+    "sm90: V of the first key tile": (
+        "sm90", "qk", {}, "params_.v, full, column, key,", "params_.v, full, column, 0,", "numbers",
+    ),
+    "sm90: keys of a query head": ("sm90", "qk", {}, "step.head / params_.heads_per_group;", "step.head;", "numbers"),
+    "sm90: sums of a warp that loads": (
+        "sm90", "k", {}, "threadIdx.x - kGroupThreads;", "threadIdx.x;", "uninitialised",
+    ),
     "a list of another row": (
         "simt", "qk", {"listed": True}, "key_tiles<Spec>(own, {query_tile_, head_, batch_})",
         "key_tiles<Spec>(own, {0, head_, batch_})", "numbers",
@@ -412,7 +455,13 @@ def run_mutant(name: str, axes: str, options: tuple, change: tuple[str, str] | N
     own = dict(options)
     if own.pop("listed", False):
         own["block_mask"] = map_of(name)
-    check(name, bias=numbers(shape_of(name, axes), CASES[name][0]), patch=patch, **own)
+    if own.pop("masked", False):
+        own["mask"] = booleans((1, 1, *CASES[name][2]))
+    inputs = inputs_of(name)
+    if own.pop("unseen", False):
+        own["mask"] = np.arange(CASES[name][2][0])[:, None] % 7 != np.full(CASES[name][2][1], 2)
+        inputs[0][:, 2::7] = inputs[3][:, 2::7] = np.nan
+    check(name, inputs, bias=numbers(shape_of(name, axes), CASES[name][0]), patch=patch, **own)
 
 
 @pytest.mark.matrix

@@ -255,12 +255,16 @@ class TestFeatures:
     def test_sparse_maps(self, by_head):
         inputs = inputs_of()
 
-        def mask_mod(b, h, q, k):
-            return q - k >= (8 * h if by_head else 8)
+        def mask_mod(b, h, q, k, least):
+            return q - k >= (least[0] * h if by_head else least[0])
 
-        sparse = fa2cupy.block_mask(mask_mod, (), 2, 8, 48, 48, tile=(8, 8))
-        options = {"mask_mod": mask_mod, "block_mask": sparse}
-        assert_close(ranks.on_ranks(4, inputs, **options), ranks.whole_call(inputs, **options))
+        least = np.array([8])
+        sparse = fa2cupy.block_mask(mask_mod, (least,), 2, 8, 48, 48, tile=(8, 8))
+        options = {"mask_mod": mask_mod, "mask_args": (least,)}
+        wanted = ranks.whole_call(inputs, **options)
+        least[...] = 0  # the map has a copy
+        for own in (options, {}):
+            assert_close(ranks.on_ranks(4, inputs, **own, block_mask=sparse), wanted)
         tiles = np.random.default_rng(0).random((1, 8 if by_head else 1, 6, 6)) < 0.5
         options = {"block_mask": fa2cupy.BlockMask(tiles, 48, 48, (8, 8))}
         assert_close(ranks.on_ranks(4, inputs, **options), ranks.whole_call(inputs, **options))

@@ -244,14 +244,13 @@ def test_calls_of_one_kind_are_checked_once(gpus, monkeypatch):
     _, _, nccl = gpus
     inputs = make_inputs("float16", seqlen_q=64, num_heads=8, num_heads_kv=4, head_dim=16)
     checks, check = [], requests._request
-    requested, checked = [], requests.checked
+    requested, run = [], api.Run
 
-    def noted(comm, call):
-        request = checked(comm, call)
+    def noted(comm, request, *more):
         requested.append((comm.rank, request))
-        return request
+        return run(comm, request, *more)
 
-    monkeypatch.setattr(api, "checked", noted)
+    monkeypatch.setattr(api, "Run", noted)
     monkeypatch.setattr(requests, "_request", lambda comm, call: checks.append(comm.rank) or check(comm, call))
 
     def work(comm):

@@ -342,9 +342,12 @@ def test_arrays_over_the_scores_and_their_gradients(heads, gpus, monkeypatch):
     bias = numbers((heads, 64, 64), "float16")
     found = {}
 
+    def gradient(rank, out, bias) -> None:
+        found[rank] = np.array(bias)
+        out[...] = bias
+
     def backward(run, lane, inputs, delta, out, keywords) -> None:
-        found[run.rank] = np.array(keywords["bias"])
-        lane(np.copyto, out[3], keywords["bias"])
+        lane(gradient, run.rank, out[3], keywords["bias"])
 
     def work(comm):
         q, k, v, do = shards(comm, inputs)

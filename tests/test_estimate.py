@@ -238,3 +238,34 @@ def test_packed_sequences_are_estimated_by_their_number_and_total():
         return call.with_settings(FeatureSettings(num_sequences=sequences, max_seqlen_q=16384, max_seqlen_k=16384))
 
     assert chosen(packed(1)).method == "single_pass" and chosen(packed(256)).method == "two_pass"
+
+
+# -------------------------------------------------------------------------------------------------- gradients of biases
+
+
+@pytest.mark.parametrize(
+    ("batch", "strides", "deterministic", "wanted"),
+    [
+        (512, (0, 512 * 512, 512, 1), False, ("single_pass", True)),
+        (512, (0, 512 * 512, 512, 1), True, ("two_pass", True)),
+        (2, (0, 512 * 512, 512, 1), False, ("two_pass", False)),  # too few share it
+        (512, (0, 512, 0, 1), False, ("two_pass", False)),  # warps sum over rows before they add
+    ],
+)
+def test_the_kernel_that_owns_tiles_of_a_bias_is_chosen_where_many_scores_share_it(
+    batch, strides, deterministic, wanted
+):
+    call = problem((4, 4), 512, batch, 32, False)
+    call = call.with_settings(FeatureSettings(arrays=("bias",), dbias=True))
+    of_call = {name: call.kernel_strides(call.shape_of(name)) for name in TENSORS} | {"bias": strides, "dbias": strides}
+    options = CallOptions(deterministic=deterministic)
+    choice = choose("backward", call, H100, of_call, options, is_launched=False)
+    assert (choice.method, choice.dbias is not None) == wanted
+
+
+@given(st.integers(1, 300), st.integers(1, 2000), st.integers(1, 900), st.integers(1, 9))
+def test_blocks_that_divide_the_sequences_of_a_bias_are_worth_their_sums(slots, tiles, sequences, steps):
+    work = estimate.OwnedTiles(slots, tiles, sequences, steps)
+    number = estimate.owner_splits(work)
+    assert 1 <= number <= sequences
+    assert work.time(number) <= work.time(1)

@@ -252,6 +252,48 @@ def test_models_from_checks_to_files(small_models, operators, tmp_path, monkeypa
     assert capsys.readouterr().out.startswith("| forward / default / deterministic | 1 x 40 | 2 x 24 |\n")
 
 
+@pytest.fixture
+def small_steps(monkeypatch):
+    monkeypatch.setattr(benchmark, "SMALL_HEADS", (2, 3))
+    monkeypatch.setattr(benchmark, "SMALL_SIZES", ((1, 40), (2, 24)))
+
+
+def test_small_steps_as_calls_and_as_graphs(small_steps, operators, tmp_path, monkeypatch, capsys):
+    captured = []
+
+    def capture(self, call):
+        if self.name == "torch cudnn":
+            raise RuntimeError("not in a graph")
+        captured.append(call)
+        return call
+
+    monkeypatch.setattr(peers.TorchPeer, "captured", capture)
+    run = benchmark.run(benchmark.parse_arguments(["--sections", "small"]), FakeGpu(), tmp_path)
+    assert not run.failures and len(captured) == 4 * benchmark.SMALL_SETS
+    rows = measure.read_csv(tmp_path / "small.csv")
+    assert tuple(rows[0]) == benchmark.SMALL_COLUMNS
+    assert {(row["num_heads"], row["batch"], row["operation"], row["provider"]) for row in rows} == {
+        (heads, batch, launched, provider)
+        for heads in "23"
+        for batch in "12"
+        for launched in ("calls", "graph")
+        for provider in ("fa2cupy", "torch flash", "torch cudnn")
+        if (launched, provider) != ("graph", "torch cudnn")
+    }
+    assert all(row["tile"].startswith("single_pass: ") for row in rows if row["provider"] == "fa2cupy")
+    told = capsys.readouterr().out
+    assert "without torch cudnn: not in a graph" in told and "| 3 heads | 1.00 / 1.00 | 1.00 / 1.00 |" in told
+    assert benchmark.main(["--plot-only", str(tmp_path / "small.csv")]) == 0
+    assert capsys.readouterr().out.startswith("| calls / graph | 1 x 40 | 2 x 24 |\n")
+
+
+def test_small_steps_whose_graph_is_wrong_are_failures(small_steps, tmp_path, monkeypatch):
+    monkeypatch.setattr(FakeGpu, "captured", lambda self, call: lambda: tuple(2 * x for x in call()))
+    run = benchmark.run(benchmark.parse_arguments(["--sections", "small", "--peers"]), FakeGpu(), tmp_path)
+    assert len(run.failures) == 4 and "graph: result 0 differs" in run.failures[0]
+    assert {row["operation"] for row in measure.read_csv(tmp_path / "small.csv")} == {"calls"}
+
+
 def test_models_that_are_wrong_are_failures(small_models, tmp_path, monkeypatch):
     def verify(self, operation, **options):
         raise AssertionError("dq is off by a mile")

@@ -772,6 +772,7 @@ TOKENS, LENGTHS = np.zeros((2, 5), "int32"), np.zeros(2, "int32")
     [
         (mods.document, (TOKENS,), ["args.array0, b, q"], ["args.array0, b, k"]),
         (mods.neighborhood_2d(9, 2), (), ["divide(q, 9)", "modulo(q, 9)"], ["divide(k, 9)", "modulo(k, 9)"]),
+        (mods.neighborhood((4, 9), (3, 5)), (), ["divide(q, 9)", "least(t"], ["divide(k, 9)", "modulo(k, 9)"]),
         (mods.sliding_window(9), (), [], []),
         (mods.dilated_window(9, 3), (), [], []),
         (mods.prefix_lm, (LENGTHS,), [], []),

@@ -102,6 +102,58 @@ def test_results_are_the_same_from_run_to_run():
             assert bool((one == other).all())
 
 
+def test_an_array_that_changes_later_changes_no_map():
+    ids = documents(KEYS)
+    own = {"mask_mod": mods.document, "mask_args": (ids,)}
+    sparse = fa2cupy.block_mask(mods.document, (ids,), 2, HEADS, ROWS, KEYS)
+    q, k, v, _ = make_inputs("bfloat16", seqlen_q=ROWS, seqlen_k=KEYS, num_heads=HEADS, head_dim=64, batch=2, xp=cp)
+    wanted = fa2cupy.forward(q, k, v, **own, block_mask=sparse)
+    ids[...] = cp.arange(KEYS) // 7
+    for one, other in zip(fa2cupy.forward(q, k, v, **own, block_mask=sparse), wanted, strict=True):
+        assert bool((one == other).all())
+    with pytest.raises(ValueError, match=r"^mask_args\[0\]: block_mask was made from another array"):
+        fa2cupy.forward(q, k, v, mask_mod=mods.document, mask_args=(ids.copy(),), block_mask=sparse)
+
+
+def test_streams_and_graphs_read_the_lists_of_a_map():
+    """Checks streams that begin while the first call's kernels run, and graphs captured before and after it."""
+    q, k, v, _ = make_inputs("bfloat16", seqlen_q=ROWS, seqlen_k=KEYS, num_heads=HEADS, head_dim=64, batch=2, xp=cp)
+    expected = Expectation(q, k, v, block_mask=random_tiles(1, 0.4))
+    fa2cupy.forward(q, k, v, block_mask=random_tiles(1, 0.4))  # loads the kernels
+    cp.cuda.get_current_stream().synchronize()
+    streams = [cp.cuda.Stream(non_blocking=True) for _ in range(3)]
+    for captured_first in (False, True):
+        sparse = random_tiles(1, 0.4)
+        cp.cuda.get_current_stream().synchronize()
+        graphs = []
+
+        def capture(sparse=sparse, graphs=graphs):
+            with streams[0] as stream:
+                stream.begin_capture()
+                results = fa2cupy.forward(q, k, v, block_mask=sparse)
+                graphs.append((stream.end_capture(), results))
+
+        if captured_first:
+            capture()
+            assert not sparse.kept
+        found = []
+        for stream in streams:
+            with stream:
+                found.append(fa2cupy.forward(q, k, v, block_mask=sparse))
+        capture()
+        assert len(sparse.kept) == 1
+        cp.cuda.Device().synchronize()
+        for graph, (o, lse) in graphs:
+            o.fill(np.nan)
+            lse.fill(np.nan)
+            cp.cuda.Device().synchronize()
+            graph.launch(streams[1])
+            streams[1].synchronize()
+            found.append((o, lse))
+        for o, lse in found:
+            expected.check(o=o, lse=lse)
+
+
 def test_a_large_map_takes_the_memory_of_its_tiles():
     ids = cp.asarray(np.repeat(np.arange(16, dtype="int32"), 8192)[None])
     pool = cp.get_default_memory_pool()

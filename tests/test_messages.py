@@ -133,6 +133,8 @@ def names(own: Callable[[np.ndarray], np.ndarray]) -> dict[str, Any]:
     found = {name: own(array) for name, array in arrays.items()}
     found["ones"] = lambda *shape, dtype="float32": own(np.ones(shape, dtype))
     found["tiles"] = BlockMask(own(np.ones((1, 1), bool)), 8, 8)
+    found["ids"] = own(np.zeros((2, 8), "int32"))
+    found["map_of_ids"] = fa2cupy.block_mask(mods.document, (found["ids"],), 2, 1, 8, 8)
     found["map_of_mask"] = fa2cupy.block_mask(mask, (), 1, 1, 8, 8, like=found["q"])
     return vars(fa2cupy) | globals() | found
 
@@ -473,8 +475,9 @@ forward(q, k, v, block_mask=ones(1, 1, dtype=bool))
 forward(q, k, v, block_mask=mask)
     block_mask: expected a fa2cupy.BlockMask or None, got function; pass the function as mask_mod, and the map that
     fa2cupy.block_mask makes of it as block_mask
-forward(q, k, v, block_mask=map_of_mask)
-    block_mask: the map was made from a function; pass it as mask_mod, with its mask_args
+forward(q, k, v, mask_mod=mods.document, mask_args=(ids.copy(),), block_mask=map_of_ids)
+    mask_args[0]: block_mask was made from another array, of which it has a copy; pass that one, or no mask_args, or
+    make a map of this one by fa2cupy.block_mask
 forward(q, k, v, block_mask=map_of_mask, mask_mod=mods.causal(1))
     block_mask: the map was made from another function than mask_mod
 forward(q[:, :5], k, v, block_mask=map_of_mask, mask_mod=mask)
@@ -855,6 +858,16 @@ mods.dilated_window(3, 0)
     dilation: expected at least 1, got 0
 mods.neighborhood_2d(0, 1)
     width: expected at least 1, got 0
+mods.neighborhood((4, 6), (3, 7))
+    kernel_size[1]: expected at most 6 like shape, got 7
+mods.neighborhood((4, 6), (3,))
+    kernel_size: expected 2 lengths like shape, got 1
+mods.neighborhood((4, 6), 3)
+    kernel_size: expected a tuple of an int for each axis, got 3
+mods.neighborhood((4, 0), (1, 1))
+    shape[1]: expected at least 1, got 0
+mods.neighborhood((4, 6.0), (1, 1))
+    shape[1]: expected an int, got float
 mods.t5_relative(2)
     num_buckets: expected at least 4, got 2
 mods.t5_relative(32, 4)

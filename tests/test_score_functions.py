@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import tracemalloc
 
 import numpy as np
@@ -126,6 +127,17 @@ def plainly(mask, *arrays) -> np.ndarray:
     return visible
 
 
+def is_neighbor(q: int, k: int, shape: tuple, kernel_size: tuple) -> bool:
+    """Returns whether a key lies in the window that NATTEN gives a query: it begins or ends at a border if it must."""
+    for query, key, length, size in zip(np.unravel_index(q, shape), np.unravel_index(k, shape), shape, kernel_size):
+        first = max(query - size // 2, 0)
+        if query + (size - 1) // 2 >= length:
+            first = length - size
+        if not first <= key < first + size:
+            return False
+    return True
+
+
 @pytest.mark.parametrize(
     ("name", "mask"),
     [
@@ -133,6 +145,7 @@ def plainly(mask, *arrays) -> np.ndarray:
         ("sliding_window", lambda b, h, q, k: q + 16 - 9 <= k <= q + 16 + 4),
         ("dilated_window", lambda b, h, q, k: k in range(q, q - 21, -3)),
         ("neighborhood_2d", lambda b, h, q, k: max(abs(q // 7 - k // 7), abs(q % 7 - k % 7)) <= 2),
+        ("neighborhood", lambda b, h, q, k: is_neighbor(q, k, (3, 5, 6), (2, 3, 5))),
         ("prefix_lm", lambda b, h, q, k, prefix: k < prefix[b] or k <= q),
         ("document", lambda b, h, q, k, ids: ids[b, q] == ids[b, k]),
     ],
@@ -142,6 +155,34 @@ def test_what_masks_hide(name, mask):
     visible = plainly(mask, *own.arrays)
     assert 0 < visible.mean() < 1
     assert_bits_equal(run(inputs_of(), **own.options), run(inputs_of(), mask=visible))
+
+
+@pytest.mark.parametrize(
+    ("shape", "kernel_size"),
+    [
+        ((20,), (7,)),
+        ((20,), (20,)),
+        ((6, 9), (3, 5)),
+        ((6, 9), (6, 4)),
+        ((3, 4, 5), (3, 3, 3)),
+        ((2, 3, 2, 4), (1, 2, 2, 3)),
+    ],
+)
+def test_windows_stay_inside_the_grid(shape, kernel_size):
+    """Checks every pair, forward and backward, and that queries at borders see as many keys as others."""
+    tokens = np.prod(shape)
+    visible = np.array([[is_neighbor(q, k, shape, kernel_size) for k in range(tokens)] for q in range(tokens)])
+    assert (visible.sum(axis=1) == np.prod(kernel_size)).all()
+    own = {"mask_mod": mods.neighborhood(shape, kernel_size)}
+    inputs = make_inputs("float64", batch=1, seqlen_q=tokens, num_heads=2, head_dim=8)
+    assert_bits_equal(run(inputs, **own), run(inputs, mask=visible))
+    sparse = block_mask(own["mask_mod"], (), 1, 2, tokens, tokens, tile=(8, 8))
+    assert_close(run(inputs, **own, block_mask=sparse), run(inputs, mask=visible))
+
+
+def test_tokens_behind_the_grid_are_hidden():
+    sparse = block_mask(mods.neighborhood((3, 4), (2, 2)), (), 1, 1, 12, 20, tile=(1, 1))
+    assert not sparse.states[..., 12:].any()
 
 
 def t5_bucket(distance: int, num_buckets: int, max_distance: int, bidirectional: bool) -> int:
@@ -404,6 +445,56 @@ def test_maps_of_tiles_are_masks():
         whole = np.broadcast_to(part, tiles.shape)
         wanted = run(inputs_of(), config=TILE, block_mask=BlockMask(whole, 37, 53, (8, 8)))
         assert_bits_equal(own, wanted)
+
+
+def test_an_array_that_changes_later_changes_no_map():
+    """Checks calls with a map whose array was written over, so that full and empty tiles are others now."""
+    ids = np.repeat([0, 1, 2], [20, 9, 24])[None].repeat(2, axis=0)
+    own = {"mask_mod": mods.document, "mask_args": (ids,)}
+    sparse = block_mask(mods.document, (ids,), *SHAPE, tile=(8, 8))
+    wanted = run(inputs_of(), config=TILE, **own, block_mask=sparse)
+    assert_close(wanted, run(inputs_of(), config=TILE, **own))
+    ids[...] = np.arange(53) // 3
+    assert_bits_equal(run(inputs_of(), config=TILE, **own, block_mask=sparse), wanted)
+    q, k, v, do = inputs_of()
+    o, backprop = fa2cupy.attention(q, k, v, config=TILE, **own, block_mask=sparse)
+    ids[...] = 0
+    assert_bits_equal({"o": o, "dq": backprop(do)[0]}, {name: wanted[name] for name in ("o", "dq")})
+    np.testing.assert_allclose(reference.forward(q, k, v, **own, block_mask=sparse)[0], o, atol=1e-5)
+
+
+@pytest.mark.parametrize("function", [{}, {"mask_mod": mods.document}], ids=("none", "the map's"))
+def test_a_map_has_its_arrays(function):
+    """Checks calls without arrays, with the map's copies, and with another view of the array that was copied."""
+    own = case("document")
+    sparse = block_mask(mods.document, own.arrays, *SHAPE, tile=(8, 8))
+    wanted = run(inputs_of(), config=TILE, **own.options, block_mask=sparse)
+    assert sparse.arguments[0] is not own.arrays[0]
+    for arrays in ({}, {"mask_args": ()}, {"mask_args": sparse.arguments}, {"mask_args": [own.arrays[0][:]]}):
+        assert_bits_equal(run(inputs_of(), config=TILE, **function, **arrays, block_mask=sparse), wanted)
+        np.testing.assert_allclose(
+            reference.forward(*inputs_of()[:3], **function, **arrays, block_mask=sparse)[0], wanted["o"], atol=1e-5
+        )
+
+
+def test_a_map_of_other_arrays_is_refused():
+    ids, same = (np.repeat([0, 1, 2], [20, 9, 24])[None].repeat(2, axis=0) for _ in range(2))
+    sparse = block_mask(mods.document, (ids,), *SHAPE, tile=(8, 8))
+    q, k, v, do = inputs_of()
+    o, lse = fa2cupy.forward(q, k, v, mask_mod=mods.document, mask_args=(ids,), block_mask=sparse)
+    for other in (same, ids[::-1], ids[:, ::-1], ids.view("uint64")):
+        own = {"mask_mod": mods.document, "mask_args": (other,), "block_mask": sparse}
+        for call in (
+            functools.partial(fa2cupy.forward, q, k, v),
+            functools.partial(fa2cupy.backward, q, k, v, o, lse, do),
+            functools.partial(fa2cupy.attention, q, k, v),
+            functools.partial(fa2cupy.jvp, q, k, v, q, k, v),
+            functools.partial(reference.forward, q, k, v),
+        ):
+            with pytest.raises(ValueError, match=r"^mask_args\[0\]: block_mask was made from another array"):
+                call(**own)
+    with pytest.raises(TypeError, match=r"^mask_args\[0\]: expected .* list"):
+        fa2cupy.forward(q, k, v, mask_mod=mods.document, mask_args=(ids.tolist(),), block_mask=sparse)
 
 
 def test_the_states_of_tiles():

@@ -183,7 +183,7 @@ def test_an_illegal_tile_of_parts_is_refused(operation, tile, reason):
 STAGES = {
     "sm90": {
         "forward": (2, 4), "backward": (2, 4), "backward_dq": (2, 4), "backward_dkdv": (2, 4), "jvp": (2, 4),
-        "output_jvp": (2, 4), "dq_jvp": (2, 4), "dkdv_jvp": (2, 4),
+        "output_jvp": (2, 4), "dq_jvp": (2, 4), "dkdv_jvp": (2, 4), "dbias": (2, 4),
     },
     "sm80": {
         "forward": (1, 4), "backward": (1, 2), "backward_dq": (1, 4), "backward_dkdv": (1, 2), "decode": (2, 8),
@@ -493,10 +493,12 @@ def rows_of_some_sizes() -> set[int]:
             if entry.tile in {one.tile for call in calls for one in kept_biases(family, call, H100, CallOptions())}:
                 found.add(position)
         elif entry.least_saving:  # it leaves calls that fill the tiles of the next row to that one
-            full = ROWS[position + 1][2].tile
-            call = dataclasses.replace(problem(head_dim=entry.head_dim), seqlen_q=full.b_r, seqlen_k=full.b_c)
-            assert choose_tile_of(operation, family, call, H100) == full
-            found.add(position + 1)
+            following = ROWS[position + 1][2]
+            settings = DROPPED if following.features else NO_SETTINGS
+            for number, tile in ((position, entry.tile), (position + 1, following.tile)):
+                call = dataclasses.replace(problem(head_dim=entry.head_dim), seqlen_q=tile.b_r, seqlen_k=tile.b_c)
+                assert choose_tile_of(operation, family, call.with_settings(settings), H100) == tile
+                found.add(number)
         elif entry.most_jobs < math.inf:
             jobs = int(entry.most_jobs * H100.multiprocessors)
             keys = int(min(entry.most_keys, 1 << 20) * H100.multiprocessors / jobs)

@@ -11,10 +11,15 @@ from ..functions.evaluation import Evaluation
 from ..functions.tracing import Program
 from ..problem.block_mask import EMPTY, FULL, MIXED, MapLayout
 
-__all__ = ["tile_states"]
+__all__ = ["copied", "tile_states"]
 
 #: The function is evaluated for about so many elements of a strip of tiles at a time.
 _CHUNK = 2**20
+
+
+def copied(arrays: Sequence[np.ndarray]) -> tuple[np.ndarray, ...]:
+    """Copies of arrays."""
+    return tuple(array.copy() for array in arrays)
 
 
 def tile_states(layout: MapLayout, like: np.ndarray | None, keywords: Mapping[str, Any]) -> np.ndarray:

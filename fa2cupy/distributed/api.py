@@ -14,6 +14,7 @@ from ..numerics.arrays import array_module
 from ..problem.arguments import unpack_out
 from ..problem.array_types import Array, ArrayT
 from ..problem.conversions import explains_absence
+from ..problem.feature_checks import is_seed
 from ..problem.keywords import check_keywords, options_of, takes
 from ..second_order import out_of_tangents
 from ..typing import (
@@ -26,12 +27,14 @@ from ..typing import (
 )
 from .call.agreement import collective
 from .call.choice import check_capture
+from .call.groups import takes_copies
 from .call.operands import Operands, result_views
-from .call.requests import CallArguments, checked
+from .call.requests import CallArguments, Request, checked
 from .call.run import Run
 from .call.second_order import CALLS, call_backend
 from .communicator import Communicator, Stage
-from .local.lanes import is_captured
+from .local.lanes import device_streams, is_captured
+from .local.prepared import PreparedCall
 from .schemes import gather, heads, hybrid
 
 if TYPE_CHECKING:
@@ -494,27 +497,70 @@ def _results(comm: Communicator, arguments: CallArguments) -> Any:
         return _alone(arguments)
     request = checked(comm, arguments)
     q = arguments.arrays["q"]
-    if is_captured(q):
+    if captured := is_captured(q):
         comm.stage = Stage.REFUSED  # all ranks capture a call together
-        check_capture(request.keywords)
+        check_capture(arguments.keywords)
         comm.stage = Stage.TOGETHER
-    names = tuple(result.name for result in request.results)
-    given = unpack_out(arguments.out, names)
+    given = unpack_out(arguments.out, tuple([result.name for result in request.results]))
     xp = array_module(q)
     out = tuple(
-        xp.empty(result.shape, result.dtype) if array is None else array
-        for result, array in zip(request.results, given, strict=True)
+        [
+            xp.empty(result.shape, result.dtype) if array is None else array
+            for result, array in zip(request.results, given, strict=True)
+        ]
     )
-    operands = Operands.of(arguments.arrays, arguments.options.layout)
-    views = result_views(names, out, arguments.options.layout, q.ndim)
-    run = Run(comm, request, q)
+    if request.signature is not None and not captured:
+        values = _values(arguments, request, out)
+        prepared = _prepared(comm, request, arguments, values)
+        if prepared is not None:
+            prepared(values.values(), *device_streams(q))
+            return out
+    run = Run(comm, replace(request, keywords=arguments.features), q)
     try:
-        getattr(_SCHEMES[request.scheme], arguments.call)(run, run.mover(comm.number), operands, views)
-        run.finish()
+        _queue(run, arguments, out, comm.number)
     except BaseException:
         run.abandon()
         raise
     return out
+
+
+def _queue(run: Run, arguments: CallArguments, out: tuple[Array, ...], number: int) -> None:
+    """Queues the call of the communicator with this number."""
+    operands = Operands.of(arguments.arrays, arguments.options.layout)
+    names = tuple([result.name for result in run.request.results])
+    views = result_views(names, out, arguments.options.layout, arguments.arrays["q"].ndim)
+    getattr(_SCHEMES[run.request.scheme], arguments.call)(run, run.mover(number), operands, views)
+    run.finish()
+
+
+def _values(arguments: CallArguments, request: Request, out: tuple[Array, ...]) -> dict[str, Any]:
+    """What a prepared call takes: arrays, results and a seed by name."""
+    values = arguments.given
+    if is_seed(arguments.keywords.get("seed")):
+        values["seed"] = int(arguments.keywords["seed"])
+    return values | {f"out {result.name}": array for result, array in zip(request.results, out, strict=True)}
+
+
+def _prepared(
+    comm: Communicator, request: Request, arguments: CallArguments, values: Mapping[str, Any]
+) -> PreparedCall | None:
+    """The call as it was recorded, or is now; None if its arrays travel by messages."""
+    found = comm.prepared.get((request.signature, comm.window_bytes))
+    if found is not None:
+        return found
+    if not takes_copies(replace(request, keywords=arguments.features)):
+        return None
+    if comm.transport_of(arguments.arrays["q"]).window(False) is None:
+        return None
+    call = PreparedCall(values)
+    symbols = call.symbols
+    arrays = {name: symbols.get(name) for name in arguments.arrays}
+    keywords = {name: symbols.get(name, value) for name, value in arguments.keywords.items()}
+    arguments = replace(arguments, arrays=arrays, keywords=keywords)
+    request = replace(request, keywords=arguments.features)
+    out = tuple([symbols[f"out {result.name}"] for result in request.results])
+    _queue(Run(comm, request, arrays["q"], call), arguments, out, comm.number)
+    return comm.prepared.put((request.signature, comm.window_bytes), call)
 
 
 def _alone(arguments: CallArguments) -> tuple[Array, ...]:

@@ -13,12 +13,15 @@ from typing import Any
 from ..numerics.arrays import is_on_host
 from ..problem.arguments import check_int
 from ..system.locks import new_lock
+from ..system.recent import RecentlyUsed
+from .local.prepared import PreparedCall
 from .transport.launch import launch_of
 from .transport.messages import CommunicationError, Transport, all_texts
 
 __all__ = ["Communicator", "Stage", "check_communicator"]
 
 _TIMEOUT_S = 600.0
+_MOST_PREPARED = 256
 
 
 class Stage(enum.Enum):
@@ -95,6 +98,8 @@ class Communicator:
         self.captured: list[list[Any]] = []
         #: Calls on CuPy arrays that have been checked, by all that the checks depend on.
         self.requests: dict[Hashable, Any] = {}
+        #: Those that are queued as they were recorded, by the same and the size of the window whose addresses they use.
+        self.prepared: RecentlyUsed[PreparedCall] = RecentlyUsed(_MOST_PREPARED)
 
     @classmethod
     def from_mpi(

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from ..errors import UnsupportedProblemError
 from ..problem.attention import AttentionProblem
 from ..problem.options import MAX_SPLITS, CallOptions, requested_method
-from ..problem.strides import AnyStrides, contiguous_like, sharers_of
+from ..problem.strides import AnyStrides, atomics_of, contiguous_like, has_aligned_rows, sharers_of
 from .device import ARCHITECTURES, DeviceInfo
-from .estimate import Costs, backward_time, forward_splits, split_candidates
+from .estimate import Costs, OwnedTiles, backward_time, forward_splits, owner_splits, split_candidates
 from .family import Family, Kernel
 from .kept_bias import kept_bias
 from .operations import METHODS, OPERATIONS, SEVERAL
@@ -19,7 +20,7 @@ from .simt import SIMT
 from .tile import TileConfig
 from .tile_choice import choose_tile, decode_tile, default_tile, why_not_map
 
-__all__ = ["Choice", "check_on_any_gpu", "choose", "choose_with_copies", "tiles_of_bias"]
+__all__ = ["Choice", "check_on_any_gpu", "choices_with_copies", "choose", "choose_with_copies", "tiles_of_bias"]
 
 _DEFAULTS = CallOptions()
 
@@ -119,24 +120,43 @@ def choose_with_copies(
     UnsupportedProblemError
         No family, or not the requested one, takes the call.
     """
+    return choices_with_copies(call, problem, device, taken_by, options, is_launched=is_launched)[0]
+
+
+def choices_with_copies(
+    call: str,
+    problem: AttentionProblem,
+    device: DeviceInfo,
+    taken_by: _Taken,
+    options: CallOptions = _DEFAULTS,
+    *,
+    is_launched: bool = True,
+) -> list[Choice]:
+    """All choices that come into question for a call, the one with the shortest estimated time first.
+
+    Parameters and exceptions are those of `choose_with_copies`.
+    """
     if call == "forward" and options._replace(causal=False, softmax_scale=None, layout="bshd") == _DEFAULTS:
         choice = _choice_of_few_queries(problem, device, taken_by)
         if choice is not None:
-            return choice
+            return [choice]
     refusals = []
     for family in supporting_families(call, problem.dtype, device, options.family, problem.features, options.precision):
         problem, strides = taken_by(family)
         if call == "decode":
             tile = decode_tile(family, problem, device, for_any_batch=options.num_splits is not None)
-            return Choice(family, {"decode": tile})
-        dbias = None
-        if call == "backward" and options.deterministic and problem.settings.sums_dbias:
-            dbias = _owner_of_dbias(family, problem, device, strides)
-            problem = problem.with_settings(replace(problem.settings, dbias=False))
-        choices, reasons = _choices_of(family, call, problem, device, strides, options, is_launched)
+            return [Choice(family, {"decode": tile})]
+        owners = _ways_of_dbias(call, family, problem, device, strides, options, is_launched)
+        choices: list[Choice] = []
+        for owner in owners:
+            of_tiled = problem
+            if owner is not None:
+                of_tiled = problem.with_settings(replace(problem.settings, dbias=False))
+            found, reasons = _choices_of(family, call, of_tiled, device, strides, options, is_launched)
+            choices += [replace(choice, dbias=owner) for choice in found]
+            refusals += [f"family {family.public_name!r} {reason}" for reason in dict.fromkeys(reasons)]
         if choices:
-            return replace(_fastest(choices, problem, device), dbias=dbias)
-        refusals += [f"family {family.public_name!r} {reason}" for reason in dict.fromkeys(reasons)]
+            return _by_time(choices, problem, device, strides)
     refusal = "; ".join(refusals)
     raise UnsupportedProblemError(f"{'num_splits: ' if 'num_splits' in refusal else ''}{refusal}")
 
@@ -255,23 +275,66 @@ def _fallback(call: str, family: Family, problem: AttentionProblem, device: Devi
     return Choice(SIMT, {name: choose_tile(name, SIMT, problem, device) for name in operations}, method)
 
 
+def _ways_of_dbias(
+    call: str,
+    family: Family,
+    problem: AttentionProblem,
+    device: DeviceInfo,
+    strides: Mapping[str, AnyStrides],
+    options: CallOptions,
+    is_launched: bool,
+) -> list[Choice | None]:
+    """The kernels that may compute the gradient of a broadcast bias; None leaves it to the tiled kernels' atomics.
+
+    A call that need not be deterministic leaves it to them unless the costs of both are known.
+    """
+    if call != "backward" or not problem.settings.dbias or problem.settings.full_dbias:
+        return [None]
+    if options.deterministic:
+        return [_owner_of_dbias(family, problem, device, strides, is_launched)]
+    if family.costs is None or not family.costs.dbias or 0 in problem.score_shape or "dbias" not in strides:
+        return [None]
+    owner = _owner_of_dbias(family, problem, device, strides, is_launched)
+    return [None, owner] if owner.family is family else [None]
+
+
 def _owner_of_dbias(
-    family: Family, problem: AttentionProblem, device: DeviceInfo, strides: Mapping[str, AnyStrides]
+    family: Family, problem: AttentionProblem, device: DeviceInfo, strides: Mapping[str, AnyStrides], is_launched: bool
 ) -> Choice:
     """The kernel that owns tiles of a broadcast bias, beside tiled kernels of a family.
 
-    Only deterministic calls have it: on an H100, atomics of the tiled kernels took 0.42 ms where it took 1.19.
+    It is of that family or, where that has none for the problem, of the first one behind it that has.
     """
-    owner = next(one for one in FAMILIES if one.supports("dbias", problem.dtype, device, problem.features))
-    tile = choose_tile("dbias", owner, problem, device)
+    owner, tile = next(_owners_of_dbias(family, problem, device, strides, is_launched))
     tiles, splits = {"dbias": tile}, 1
     if "dbias" in strides and 0 not in problem.score_shape:
-        # So many blocks for a tile as are resident at the same time, each with sequences of its own.
-        slots = device.multiprocessors * tile.blocks_per_sm // tiles_of_bias(problem, strides, tile)
-        splits = max(1, min(slots, sharers_of(strides["dbias"], problem.score_shape[0]).num_shared))
+        splits = owner_splits(_work_of_owner(problem, device, strides, tile))
     if family.multiplies_parts:
         tiles = {"forward": choose_tile("forward", owner, problem, device), **tiles}
     return Choice(owner, tiles, num_splits={"dbias": splits} if splits > 1 else {})
+
+
+def _owners_of_dbias(
+    family: Family, problem: AttentionProblem, device: DeviceInfo, strides: Mapping[str, AnyStrides], is_launched: bool
+) -> Iterator[tuple[Family, TileConfig]]:
+    for one in FAMILIES[FAMILIES.index(family) :]:
+        if (
+            one.supports("dbias", problem.dtype, device, problem.features)
+            and _why_not(one, ("dbias",), problem, strides, is_launched) is None
+            and why_not_map(one, "dbias", problem, device) is None
+        ):
+            with contextlib.suppress(UnsupportedProblemError):
+                yield one, choose_tile("dbias", one, problem, device)
+
+
+def _work_of_owner(
+    problem: AttentionProblem, device: DeviceInfo, strides: Mapping[str, AnyStrides], tile: TileConfig
+) -> OwnedTiles:
+    """The tiles of a bias, and the steps for each."""
+    sequences, heads, rows, keys = problem.score_shape
+    shared, tiles = sharers_of(strides["dbias"], sequences).num_shared, tiles_of_bias(problem, strides, tile)
+    steps = sequences * heads * -(-rows // tile.b_r) * -(-keys // tile.b_c)
+    return OwnedTiles(device.multiprocessors * tile.blocks_per_sm, tiles, shared, steps // (tiles * shared))
 
 
 def _needs_own_lse(
@@ -304,17 +367,39 @@ def _splits(choice: Choice, problem: AttentionProblem, device: DeviceInfo, optio
     return [replace(choice, num_splits={operation: n} if n > 1 else {}) for n in numbers]
 
 
-def _fastest(choices: Sequence[Choice], problem: AttentionProblem, device: DeviceInfo) -> Choice:
-    """The choice with the shortest estimated time; without costs the first."""
+def _by_time(
+    choices: Sequence[Choice], problem: AttentionProblem, device: DeviceInfo, strides: Mapping[str, AnyStrides]
+) -> list[Choice]:
+    """The choices of a family, that with the shortest estimated time first; without costs in their order."""
     family = choices[0].family
     if len(choices) == 1 or family.costs is None:
-        return choices[0]
+        return list(choices)
     costs = family.costs
     tiles = {name: tile for choice in choices for name, tile in choice.tiles.items() if name in costs.clusters}
     blocks = {name: family.blocks_of_tile(Kernel.of(name, problem), tile) for name, tile in tiles.items()}
-    return min(
-        choices, key=lambda choice: backward_time(costs, problem, device, choice.tiles, choice.num_splits, blocks)
-    )
+
+    def time(choice: Choice) -> float:
+        tiled = backward_time(costs, problem, device, choice.tiles, choice.num_splits, blocks)
+        return tiled + _time_of_dbias(choice, problem, device, strides)
+
+    return sorted(choices, key=time)
+
+
+def _time_of_dbias(
+    choice: Choice, problem: AttentionProblem, device: DeviceInfo, strides: Mapping[str, AnyStrides]
+) -> float:
+    """The estimated time that the gradient of a broadcast bias adds to the tiled kernels, in microseconds."""
+    if "dbias" not in strides or problem.settings.full_dbias:
+        return 0.0
+    if choice.dbias is None:
+        costs = _costs(choice)
+        added = costs.add_dbias if has_aligned_rows(strides["dbias"]) else costs.add_dbias_singly
+        return added * atomics_of(strides["dbias"], problem.score_shape) / 1e6
+    tile, of_owner = choice.dbias.tiles["dbias"], choice.dbias.family.costs
+    if of_owner is None or not of_owner.dbias:
+        return 0.0  # it is not compared with atomics
+    steps = _work_of_owner(problem, device, strides, tile).time(choice.dbias.num_splits.get("dbias", 1))
+    return steps * of_owner.step_of_owner(problem, tile)
 
 
 def tiles_of_bias(problem: AttentionProblem, strides: Mapping[str, AnyStrides], tile: TileConfig) -> int:

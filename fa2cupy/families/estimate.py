@@ -13,14 +13,22 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from ..problem.attention import AttentionProblem
 from ..problem.dtypes import ITEMSIZE
 from .device import DeviceInfo
 from .tile import TileConfig
 
-__all__ = ["BlockCost", "Costs", "backward_time", "forward_splits", "split_candidates"]
+__all__ = [
+    "BlockCost",
+    "Costs",
+    "OwnedTiles",
+    "backward_time",
+    "forward_splits",
+    "owner_splits",
+    "split_candidates",
+]
 
 #: Shares have workspaces of their own in kernels without atomics. More than this many copies of O, or of dK and dV, are
 #: made only where all of them are smaller than `_SMALL_BYTES`.
@@ -28,7 +36,14 @@ _MOST_COPIES, _SMALL_BYTES = 4, 64 << 20
 #: With at least so many keys for each query, few blocks are shorter than the others, and blocks do not drift apart. The
 #: first number is for short heads, which follow each other faster: those of a block fit in half of the L2 cache.
 _EQUAL_BLOCKS_OF_SHORT_HEADS, _EQUAL_BLOCKS = 8, 2
+#: What a block that owns a tile of a bias does beside its steps takes as long as so many steps, and so does the sum of
+#: its share.
+_STEPS_BESIDE, _STEPS_OF_SHARE = 4, 6
+_MOST_WAVES = 8  # of such blocks, if they divide sequences
 _ASSIGNED_SINGLY = 8  # up to so many blocks for each slot, the schedule is simulated block by block
+
+
+_Cost = TypeVar("_Cost")
 
 
 class BlockCost(NamedTuple):
@@ -70,6 +85,13 @@ class Costs:
         Clearing and converting the workspace to which shares are added; elements of k.
     copy, copy_rows : float
         Summing the copies of shares; elements of k, for each copy.
+    dbias : mapping of int to float
+        Products of the kernel that owns tiles of a bias, by the largest head_dim to which they apply, as
+        `BlockCost.step`; empty if calls that need not be deterministic leave dbias to atomics.
+    dbias_step : float
+        What a step of that kernel takes beside its products.
+    add_dbias, add_dbias_singly : float
+        Atomic additions to a broadcast dbias, a million of them; where rows do not begin at multiples of 16 bytes.
     drift : float
         Growth of a step of ``single_pass``, for each doubling of a block's heads beyond two, if the heads do not fit
         in the L2 cache; beyond one, if one head does not. Under a causal mask blocks of different lengths drift apart
@@ -89,14 +111,28 @@ class Costs:
     add_rows: float = 0.0
     copy: float = 0.0
     copy_rows: float = 0.0
+    dbias: Mapping[int, float] = field(default_factory=dict)
+    dbias_step: float = 0.0
+    add_dbias: float = 0.0
+    add_dbias_singly: float = 0.0
     drift: float = 0.0
 
     def of_block(self, operation: str, problem: AttentionProblem, blocks_of_tile: int = 1) -> BlockCost:
         """The cost of a block of a kernel, whose structure depends on the wider head_dim."""
         if blocks_of_tile > 1:
             return self.clusters[operation]
-        rows, widest = self.blocks[operation], max(problem.head_dim, problem.columns_of("v"))
-        return rows[min((limit for limit in rows if widest <= limit), default=max(rows))]
+        return _of_widest(self.blocks[operation], problem)
+
+    def step_of_owner(self, problem: AttentionProblem, tile: TileConfig) -> float:
+        """The time of a step of a block that owns a tile of a bias."""
+        products = BlockCost(_of_widest(self.dbias, problem), 0.0)
+        return self.dbias_step + _step(products, tile, problem.mean_head_dim)
+
+
+def _of_widest(rows: Mapping[int, _Cost], problem: AttentionProblem) -> _Cost:
+    """The row of the wider head_dim."""
+    widest = max(problem.head_dim, problem.columns_of("v"))
+    return rows[min((limit for limit in rows if widest <= limit), default=max(rows))]
 
 
 def forward_splits(costs: Costs, problem: AttentionProblem, device: DeviceInfo, tile: TileConfig, most: int) -> int:
@@ -222,6 +258,38 @@ def _drift(costs: Costs, problem: AttentionProblem, device: DeviceInfo, splits: 
     if has_equal_blocks or heads <= harmless or of_head * problem.batch * problem.num_heads <= device.l2_bytes:
         return 1.0
     return 1 + costs.drift * math.log2(heads / harmless)
+
+
+class OwnedTiles(NamedTuple):
+    """The tiles of a bias that blocks own.
+
+    Attributes
+    ----------
+    slots : int
+        Blocks that are resident at the same time.
+    tiles : int
+    sequences : int
+        Those that share a tile, and that blocks can divide.
+    steps : int
+        Tiles of scores of a sequence that share it.
+    """
+
+    slots: int
+    tiles: int
+    sequences: int
+    steps: int
+
+    def time(self, splits: int) -> int:
+        """The time of the kernel in steps if so many blocks divide the sequences of a tile."""
+        waves = -(-self.tiles * splits // self.slots)
+        beside = _STEPS_BESIDE + _STEPS_OF_SHARE * (splits > 1)
+        return waves * (-(-self.sequences // splits) * self.steps + beside)
+
+
+def owner_splits(work: OwnedTiles) -> int:
+    """The number of blocks that divide the sequences that share a tile of a bias in the estimated fastest kernel."""
+    most = max(1, min(work.sequences, _MOST_WAVES * work.slots // work.tiles))
+    return min(range(1, most + 1), key=work.time)
 
 
 class _Sequences(NamedTuple):

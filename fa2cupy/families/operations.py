@@ -189,6 +189,21 @@ OPERATIONS = _Operations(
             is_common=True,
             record=Record(f"block_mask:input_bytes {QUERY_LISTS}:output_int", (), (), _OF_LISTS),
         ),
+        # The order in which blocks take tiles with such lists.
+        Operation(
+            "order_keys",
+            (),
+            num_warps=4,
+            is_common=True,
+            record=Record(f"{KEY_LISTS}:output_int", (), (), ("num_lists", "list_tiles", "list_stride")),
+        ),
+        Operation(
+            "order_queries",
+            (),
+            num_warps=4,
+            is_common=True,
+            record=Record(f"{QUERY_LISTS}:output_int", (), (), ("num_lists", "list_tiles", "list_stride")),
+        ),
         # The gradient of the sink.
         Operation(
             "dsink",

@@ -9,12 +9,12 @@ from types import MappingProxyType
 
 from ..errors import INSTALL_CUDA
 from ..problem.attention import AttentionProblem
-from ..problem.features import features_in_registers, features_of_scores
+from ..problem.features import FEATURES, changes_of_scores, features_in_registers, features_of_scores
 from ..problem.strides import AnyStrides
 from .estimate import BlockCost, Costs
 from .family import Family, Kernel, TileRow
 from .operations import OF_DIRECTION
-from .records import LENGTHS, SCALES, SCHEDULE, Record
+from .records import LENGTHS, POINTER_RECORDS, SCALES, SCHEDULE, Record
 from .tile import TileConfig
 
 __all__ = ["SM90", "Sm90"]
@@ -27,6 +27,8 @@ _H100_SHORT = "NVIDIA H100 80GB HBM3, 2026-11-28"  # biases, and sequences of 25
 _IN_REGISTERS, _IN_MANY_REGISTERS = features_in_registers(1), features_in_registers(2)
 #: The caller's functions, which the compiler evaluates for several elements side by side.
 _FUNCTIONS = ("score_mod", "mask_mod")
+#: Features of scores that a call with a bias may have beside it.
+_BESIDE_BIAS = tuple(name for name in features_of_scores(FEATURES) if name != "bias")
 #: The row applies only where blocks keep the bias.
 _KEPT_BIAS = ("kept_bias",)
 #: The same, and arrays with an element for each pair of a query and a key.
@@ -61,6 +63,7 @@ _RECORDS = {
     "backward_dkdv": Record(
         f"{_GRADIENT_MAPS} dk:output_map dv:output_map {_STATISTICS}", (), SCALES, LENGTHS + SCHEDULE
     ),
+    "dbias": POINTER_RECORDS["dbias"]._replace(pointers=f"{_GRADIENT_MAPS} {_STATISTICS}", strides=()),
     # There are no maps of tangents that the call does not have.
     "jvp": Record(
         f"{_INPUT_MAPS} {_TANGENT_MAPS} o:output_map ot:output_map lse:output_accum lset:output_accum "
@@ -119,6 +122,12 @@ _COSTS = Costs(
     add_rows=8.87,
     copy=10.32,
     copy_rows=2.989,
+    # The kernel of dbias and atomics: an H200, 2026-11-28, 4 heads of 32 with 256 to 768 rows, 12 of 64 with 1024,
+    # and 257 rows for additions one by one. Those beyond head_dim 64 are predicted.
+    dbias={32: 1.66, 64: 0.8, 128: 1.33, 256: 2.5},
+    dbias_step=0.9,
+    add_dbias=0.76,
+    add_dbias_singly=3.7,
     drift=0.165,
 )
 
@@ -127,7 +136,7 @@ class Sm90(Family):
     """Kernels for sm_90a only. The blocks of ``backward`` own key tiles; the other kernels are persistent."""
 
     name = "sm90"
-    operations = (*Family.operations, *_OF_TANGENTS)
+    operations = (*Family.operations, "dbias", *_OF_TANGENTS)
     dtypes = ("float16", "bfloat16")
     min_compute_capability = max_compute_capability = 90
     row_alignment = 16
@@ -195,6 +204,14 @@ class Sm90(Family):
             TileRow(192, TileConfig(96, 64, 12, 2), _H100),
             TileRow(256, TileConfig(64, 64, 12, 2), _H100),
         ),
+        "dbias": (
+            TileRow(64, TileConfig(64, 64, 8, 3, 2), least_saving=1.2),
+            TileRow(64, TileConfig(128, 64, 12, 3), features=_BESIDE_BIAS),
+            TileRow(64, TileConfig(128, 128, 12, 2)),
+            TileRow(128, TileConfig(128, 64, 12, 2)),
+            TileRow(192, TileConfig(64, 64, 8, 2)),
+            TileRow(256, TileConfig(64, 32, 8, 2)),
+        ),
         # For more than 128 columns of v, two warp groups have the same rows.
         **dict.fromkeys(
             _OF_JVP,
@@ -255,6 +272,8 @@ class Sm90(Family):
             return _forward_bytes(head_dim, head_dim_v, tile, array, kept_keys)
         if operation == "backward_dq":
             return _dq_bytes(head_dim, head_dim_v, tile, array)
+        if operation == "dbias":
+            return _dbias_bytes(head_dim, head_dim_v, tile, keeps_bias=changes_of_scores(features) == ("bias",))
         moved = [name in features for name in OF_DIRECTION]
         if operation in _OF_JVP:
             return _jvp_bytes(operation, head_dim, head_dim_v, tile, moved)
@@ -275,6 +294,8 @@ class Sm90(Family):
             return _why_no_forward(tile, head_dim_v)
         if operation == "backward_dq":
             return _why_no_dq(tile, head_dim)
+        if operation == "dbias":  # the accumulators of S and dP, and the sums
+            return _why_no_query_rows(tile, 0, 3 * tile.b_c // 2, 32, blocks={1: (1, 2), 2: (1,), 3: (1,)})
         if operation in _OF_JVP:
             return _why_no_jvp(operation, tile, head_dim_v)
         if operation == "dq_jvp":
@@ -473,6 +494,15 @@ def _registers(tile: TileConfig, groups: int) -> tuple[int, int]:
     at_entry = 65536 // (32 * tile.num_warps * blocks) // 8 * 8
     of_producer = 32 if groups > 2 else 24
     return at_entry, min(240, (at_entry * (groups + 1) - of_producer) // groups // 8 * 8)
+
+
+def _dbias_bytes(head_dim: int, head_dim_v: int, tile: TileConfig, *, keeps_bias: bool) -> int:
+    """Dynamic shared memory of the kernel that owns tiles of a bias, which keeps its tile if that fits."""
+    # The same as in kernels/sm90/dbias_shape.cuh.
+    most = (_SHARED_BYTES + 1024) // tile.blocks_per_sm - 1024
+    stage = (tile.b_r + tile.b_c) * sum(_row_bytes(head_dim, head_dim_v)) + 8 * tile.b_r + 32 + 2 * 8
+    needed, held = 1024 + tile.num_stages * stage, _held_bytes("bias", tile.b_r, tile.b_c)
+    return needed + held if keeps_bias and needed + held <= most else needed
 
 
 # Kernels that own keys.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import cupy
@@ -23,6 +23,7 @@ from .signatures import Items, kernels_ahead, run
 __all__ = [
     "backward",
     "backward_jvp",
+    "copied",
     "decode",
     "delta",
     "double_backward",
@@ -226,6 +227,16 @@ def _second_order(
     arguments = arguments_of(plain.call, (*names, *of_features), more)
     results = unpack_out(out, arguments.results)
     return run(arguments, (*own, *arrays, *of_features.values(), *results), options, values, keywords)
+
+
+def copied(arrays: Sequence[cupy.ndarray]) -> tuple[cupy.ndarray, ...]:
+    """Copies of arrays on their devices, by the current streams there."""
+
+    def copy(array: cupy.ndarray) -> cupy.ndarray:
+        with cupy.cuda.Device(array.data.device_id):
+            return array.copy()
+
+    return tuple(map(copy, arrays))
 
 
 def tile_states(layout: MapLayout, like: cupy.ndarray | None, keywords: Mapping[str, object]) -> cupy.ndarray:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from typing import Any
 
 import cupy
 
@@ -49,8 +50,10 @@ class CopyingCall:
         self.first_result = len(arguments.inputs)
         self.copied = [(position, name) for position, name in enumerate(arguments.names) if name in copied]
 
-    def __call__(self, arrays: tuple[cupy.ndarray | None, ...], addresses: list[int]) -> tuple[cupy.ndarray, ...]:
-        """The results, on the current stream of the device; `addresses` are those of `arrays`, 0 for None."""
+    def __call__(
+        self, arrays: tuple[cupy.ndarray | None, ...], addresses: list[int], sparse: Any = None
+    ) -> tuple[cupy.ndarray, ...]:
+        """The results: see `KernelCall`."""
         self.check_overlap(addresses)
         with cupy.cuda.Device(self.inner.ordinal):
             given = arrays[self.first_result :]
@@ -61,17 +64,21 @@ class CopyingCall:
                     [cupy.ndarray(kind.shape, kind.dtype) if array is None else array for kind, array in kinds]
                 )
             with temporaries():
-                return self._run(list(arrays), list(addresses), given)
+                return self._run(list(arrays), list(addresses), given, sparse)
 
     def _run(
-        self, taken: list[cupy.ndarray | None], addresses: list[int], given: tuple[cupy.ndarray | None, ...]
+        self,
+        taken: list[cupy.ndarray | None],
+        addresses: list[int],
+        given: tuple[cupy.ndarray | None, ...],
+        sparse: Any,
     ) -> tuple[cupy.ndarray, ...]:
         for position, name in self.copied:
             array = taken[position]
             if array is not None:
                 copy = taken[position] = self._copy(name, array) if position < self.first_result else None
                 addresses[position] = 0 if copy is None else copy.data.ptr
-        found = self.inner(tuple(taken), addresses)
+        found = self.inner(tuple(taken), addresses, sparse)
         return tuple([self._deliver(*parts) for parts in zip(self.results, found, given, strict=True)])
 
     def _copy(self, name: str, array: cupy.ndarray) -> cupy.ndarray:

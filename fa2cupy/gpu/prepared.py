@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Collection
+from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import cupy
 from cupy.cuda import runtime
 
 from ..plan.stages import Plan
+from ..plan.tile_lists import stages_of_map
 from ..problem.arguments import OverlapCheck
 from ..problem.checks import Result
 from .arguments import Arguments
 from .device_memory import allocator_of
+from .kept_lists import KeptLists
 from .launch import ABSENT, bind_plan
 
 __all__ = ["KernelCall", "overlap_check"]
@@ -74,34 +79,60 @@ class KernelCall:
             if result.name not in given
         ]
         positions = {name: position for position, name in enumerate(arguments.kernel_names)}
-        # Workspaces are parts of one allocation. Those that are cleared come last, so that one memset clears them.
-        workspaces = sorted(plan.workspaces, key=lambda workspace: workspace.name in plan.cleared)
+        # The lists of a map are the map's. Other workspaces are parts of one allocation. Those that are cleared come
+        # last, so that one memset clears them.
+        of_map, written = stages_of_map(plan) if "block_mask" in arguments.inputs else ([], set())
+        lists = {one.name: one.nbytes for one in plan.workspaces if one.name in written}
+        workspaces = [one for one in plan.workspaces if one.name not in lists]
+        workspaces.sort(key=lambda workspace: workspace.name in plan.cleared)
         self.cleared = [positions[name] - self.first_result for name in plan.cleared if name in positions]
         self.workspace_bytes = self.kept_bytes = 0
         self.offsets = []
+        num_given = len(arguments.names) + len(lists)
+        positions |= dict(zip(lists, range(len(arguments.names), num_given), strict=True))
         # A workspace replaces an absent argument of the same name: delta.
-        for position, workspace in enumerate(workspaces, start=len(arguments.names)):
+        for position, workspace in enumerate(workspaces, start=num_given):
             positions[workspace.name] = position
             self.offsets.append(self.workspace_bytes)
             self.workspace_bytes += -(-workspace.nbytes // _ALIGNMENT) * _ALIGNMENT
             if workspace.name not in plan.cleared:
                 self.kept_bytes = self.workspace_bytes
-        positions[ABSENT] = len(arguments.names) + len(workspaces)
+        positions[ABSENT] = num_given + len(workspaces)
+        others = tuple([stage for stage in plan.stages if stage not in of_map])
         with cupy.cuda.Device(ordinal):
-            self.stages = bind_plan(plan, positions)
+            self.stages = bind_plan(replace(plan, stages=others), positions)
+            self.lists = None
+            if lists:
+                bound = bind_plan(replace(plan, stages=tuple(of_map)), positions)
+                self.lists = KeptLists(of_map, bound, lists, positions[ABSENT] + 1)
 
-    def __call__(self, arrays: tuple[cupy.ndarray | None, ...], addresses: list[int]) -> tuple[cupy.ndarray, ...]:
-        """The results, on the current stream of the device; `addresses` are those of `arrays`, 0 for None."""
+    def __call__(
+        self, arrays: tuple[cupy.ndarray | None, ...], addresses: list[int], sparse: Any = None
+    ) -> tuple[cupy.ndarray, ...]:
+        """The results, on the current stream of the device.
+
+        `addresses` are those of `arrays`, 0 for None, and `sparse` is the map of the call, if it has one.
+        """
         if self.check_overlap is not None:
             self.check_overlap(addresses)
         if not hasattr(_known_threads, "have_context"):
             # The driver API needs a current context, and a new thread has none: memory from CuPy's pool creates none.
             runtime.free(0)
             _known_threads.have_context = True
+        run = self._run if self.lists is None else partial(self._run_with_lists, sparse=sparse)
         if runtime.getDevice() == self.ordinal:
-            return self._run(arrays, addresses)
+            return run(arrays, addresses)
         with cupy.cuda.Device(self.ordinal):
-            return self._run(arrays, addresses)
+            return run(arrays, addresses)
+
+    def _run_with_lists(
+        self, arrays: tuple[cupy.ndarray | None, ...], addresses: list[int], sparse: Any
+    ) -> tuple[cupy.ndarray, ...]:
+        assert self.lists is not None
+        held = self.lists.add_to(addresses, cupy.cuda.get_current_stream().ptr, sparse)
+        results = self._run(arrays, addresses)
+        del held  # freed behind the launches
+        return results
 
     def _run(self, arrays: tuple[cupy.ndarray | None, ...], addresses: list[int]) -> tuple[cupy.ndarray, ...]:
         results = list(arrays[self.first_result :])

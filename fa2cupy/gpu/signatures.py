@@ -83,7 +83,7 @@ def run(
     except TypeError:  # an option that cannot be hashed is not legal: the checks will report it
         _check_backend(arguments, arrays)
         prepared = prepare(arguments, arrays, options, {**keywords, **_programs(keywords)})
-        return prepared(arrays, addresses)
+        return prepared(arrays, addresses, keywords.get("block_mask"))
     if prepared is None:
         _check_backend(arguments, arrays)
         programs = _programs(keywords)
@@ -95,7 +95,7 @@ def run(
             prepared = _prepared.put(key_of_programs, prepared)
         if programs and states == _states(keywords):  # else functions have changed meanwhile, or have no state
             _prepared.put(key, prepared)
-    return prepared(arrays, addresses)
+    return prepared(arrays, addresses, keywords.get("block_mask"))
 
 
 def kernels_ahead(

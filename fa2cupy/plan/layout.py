@@ -22,6 +22,7 @@ from .schedule import (
     COLUMNS_BY_QUERIES,
     COLUMNS_WITH_DQ,
     groups_per_section,
+    orders_tiles,
     series_values,
     shares_per_section,
 )
@@ -137,11 +138,13 @@ class StageLayout:
         values |= {"share_elements": share_elements} | ({"num_splits": num_splits} if num_splits > 1 else {})
         if "block_mask" in self.used_features:
             values |= list_layout(self.problem, "queries", tile).strides
-        blocks = tiles_of_bias(self.problem, self.strides, tile) * num_splits
-        return self.stage("dbias", tile, blocks, (), is_split=num_splits > 1, **values)
+        blocks, is_split = tiles_of_bias(self.problem, self.strides, tile) * num_splits, num_splits > 1
+        record = param_layout("dbias", self.family, self.problem.dtype, is_split=is_split)
+        maps = tuple(self._map(name, tile.b_r, tile.b_c) for name in record.maps)
+        return self.stage("dbias", tile, blocks, maps, is_split=is_split, **values)
 
     def lists(self, tiles: Mapping[str, TileConfig]) -> tuple[list[Stage], list[Workspace]]:
-        """The kernels that write the lists of a call's tiled kernels, given by their tiles, and the workspaces.
+        """The kernels that write and order the lists of tiled kernels, given by their tiles, and the workspaces.
 
         Kernels that own tiles of the same side have the same tile.
         """
@@ -151,11 +154,13 @@ class StageLayout:
         layouts: dict[str, ListLayout] = {}
         sides = {"keys" if self.family.owns(tiled) == "keys" else "queries": tile for tiled, tile in tiles.items()}
         for side, tile in sides.items():
-            operation, _ = LIST_OPERATIONS[side]
+            writes, orders, _ = LIST_OPERATIONS[side]
             lists = layouts[side] = list_layout(self.problem, side, tile)
-            own = TileConfig(tile.b_r, tile.b_c, LIST_WARPS)
+            own, blocks = TileConfig(tile.b_r, tile.b_c, LIST_WARPS), -(-lists.num_lists // LIST_WARPS)
             values = list_values(self.problem, lists)
-            stages.append(self.stage(operation, own, -(-lists.num_lists // LIST_WARPS), (), is_split=False, **values))
+            stages.append(self.stage(writes, own, blocks, (), is_split=False, **values))
+            if orders_tiles(self.problem):
+                stages.append(self.stage(orders, TileConfig(1, 1, LIST_WARPS), blocks, (), is_split=False, **values))
         return stages, list_workspaces(layouts)
 
     def stage(

@@ -14,14 +14,16 @@ __all__ = [
     "COLUMNS_BY_QUERIES",
     "COLUMNS_WITH_DQ",
     "groups_per_section",
+    "orders_tiles",
     "series_values",
     "shares_per_section",
 ]
 
-# Columns (heads times head_dim) of a section for each multiprocessor, with a causal mask. With fewer heads in a
+# Columns (heads times head_dim) of a section for each multiprocessor, where tiles differ. With fewer heads in a
 # section, more blocks read the same rows at about the same time, so that the L2 cache serves them. These values were
-# the fastest on an H100 from seqlen 512 to 16384, also where the rows of a section exceed the L2 cache. Kernels that
-# add to dQ both read and write it, and are fastest with far smaller sections.
+# the fastest with a causal mask on an H100 from seqlen 512 to 16384, also where the rows of a section exceed the L2
+# cache; other maps were not swept. Kernels that add to dQ both read and write it, and are fastest with far smaller
+# sections.
 COLUMNS_BY_QUERIES, COLUMNS_BY_KEYS, COLUMNS_WITH_DQ = 32, 16, 4
 # Shares of key tiles that are scheduled together, for each K/V head: more of them work on more query heads at a time.
 _SHARES = 8
@@ -30,6 +32,16 @@ _SHARES = 8
 _LONGEST_SERIES, _START_OF_SERIES, _LEAST_SERIES = 64, 0.5, 4
 # Up to so many blocks for each multiprocessor are one section: each of several would end with idle multiprocessors.
 _BLOCKS_OF_ONE_SECTION = 2
+
+
+def orders_tiles(problem: AttentionProblem) -> bool:
+    """True if the tiles of a head are scheduled in the order of their lists' lengths, the longest first."""
+    return problem.settings.block_mask is not None and not problem.is_packed
+
+
+def _tiles_differ(problem: AttentionProblem) -> bool:
+    """True if some tiles take longer than others, and come first."""
+    return problem.causal or orders_tiles(problem)
 
 
 def groups_per_section(
@@ -45,8 +57,8 @@ def groups_per_section(
     least, most : int
         Approximate limits of the number, if there are so many groups.
     """
-    # Without a causal mask all tiles take equally long, and one head after the other reads the least memory.
-    if not problem.causal:
+    # Where all tiles take equally long, one head after the other reads the least memory.
+    if not _tiles_differ(problem):
         return 1
     groups = max(1, problem.batch * problem.num_heads_kv)
     fitting = columns * device.multiprocessors // max(1, problem.mean_head_dim)
@@ -66,7 +78,7 @@ def shares_per_section(
     If groups are fewer than `most`, it is at most that, as a power of two.
     """
     heads = problem.batch * problem.num_heads_kv * num_splits
-    if problem.causal and heads * num_tiles <= _BLOCKS_OF_ONE_SECTION * device.multiprocessors:
+    if _tiles_differ(problem) and heads * num_tiles <= _BLOCKS_OF_ONE_SECTION * device.multiprocessors:
         return heads
     shares = _SHARES if most is None else min(_SHARES, 1 << (most.bit_length() - 1))  # a power of two
     return min(groups * num_splits, max(groups, shares))

@@ -11,7 +11,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from ..families.choice import Choice, choose
+from ..families.choice import Choice, choices_with_copies, choose
 from ..families.device import DeviceInfo
 from ..families.family import Kernel
 from ..families.kept_bias import kept_biases
@@ -103,16 +103,30 @@ def _choices(
     call: str, problem: AttentionProblem, device: DeviceInfo, strides: dict[str, AnyStrides], options: CallOptions
 ) -> Iterator[Choice]:
     """What is chosen for calls with a problem's features, which also depends on how many sequences share a bias."""
+    if call == "backward" and problem.settings.sums_dbias:
+        yield from _choices_of_dbias(problem, device, strides, options)
+        return
     choice = choose(call, problem, device, strides, options, is_launched=False)
     yield choice
     if call == "forward":
         for kept in kept_biases(choice.family, problem, device, options):
             yield Choice(choice.family, {call: kept.tile}, kept_keys=kept.keys)
-    elif options.method == "two_pass" and problem.settings.sums_dbias and not problem.settings.dscore_args:
-        owned = choose(call, problem, device, strides, options._replace(deterministic=True), is_launched=False)
-        yield owned
-        if owned.dbias is not None:
-            yield dataclasses.replace(owned, dbias=dataclasses.replace(owned.dbias, num_splits={"dbias": 2}))
+
+
+def _choices_of_dbias(
+    problem: AttentionProblem, device: DeviceInfo, strides: dict[str, AnyStrides], options: CallOptions
+) -> Iterator[Choice]:
+    """All that may be chosen for backwards that sum the gradient of a bias."""
+    ways = [options]
+    if options.method == "two_pass" and not problem.settings.dscore_args:
+        ways.append(options._replace(deterministic=True))
+    for way in ways:
+        for found in choices_with_copies(
+            "backward", problem, device, lambda family: (family.padded(problem), strides), way, is_launched=False
+        ):
+            yield found
+            if found.dbias is not None:
+                yield dataclasses.replace(found, dbias=dataclasses.replace(found.dbias, num_splits={"dbias": 2}))
 
 
 def layout_of_kernel(
@@ -251,15 +265,15 @@ def _problems(
 def _of_lengths(
     call: str, device: DeviceInfo, problems: Iterable[tuple[AttentionProblem, dict[str, AnyStrides]]]
 ) -> Iterator[tuple[AttentionProblem, dict[str, AnyStrides]]]:
-    """The problems, and the same of other lengths where forwards have other tiles for them."""
+    """The problems, and the same of other lengths where forwards, or kernels of dbias, have other tiles for them."""
     for problem, strides in problems:
         yield problem, strides
-        if call != "forward" or problem.is_packed or problem.settings.block_mask is not None:
+        operation = "dbias" if problem.settings.sums_dbias else call
+        if operation == "backward" or problem.is_packed or problem.settings.block_mask is not None:
             continue
         for family in supporting_families(call, problem.dtype, device, None, problem.features):
-            for row, following in itertools.pairwise(family.tiles[call]):
-                if row.least_saving:
-                    tile = following.tile
+            for row, following in itertools.pairwise(family.tiles.get(operation, ())):
+                for tile in (row.tile, following.tile) if row.least_saving else ():
                     yield dataclasses.replace(problem, seqlen_q=tile.b_r, seqlen_k=tile.b_c), strides
 
 

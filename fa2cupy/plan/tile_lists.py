@@ -9,16 +9,28 @@ from ..families.tile import TileConfig
 from ..problem.attention import AttentionProblem
 from ..problem.block_mask import KEY_LISTS, LIST_STRIDES, QUERY_LISTS, MapLayout
 from ..problem.dtypes import ITEMSIZE
-from .stages import Workspace
+from .stages import Plan, Stage, Workspace
 
-__all__ = ["LIST_OPERATIONS", "LIST_WARPS", "ListLayout", "list_layout", "list_values", "list_workspaces"]
+__all__ = [
+    "LIST_OPERATIONS",
+    "LIST_WARPS",
+    "ListLayout",
+    "list_layout",
+    "list_values",
+    "list_workspaces",
+    "stages_of_map",
+]
 
-#: By the side that a kernel's blocks own: the operation that writes its lists, and their workspace.
-LIST_OPERATIONS = {"queries": ("list_keys", KEY_LISTS), "keys": ("list_queries", QUERY_LISTS)}
-#: Warps of a block that writes lists, one each.
+#: By the side that a kernel's blocks own: the operations that write its lists and order them, and their workspace.
+LIST_OPERATIONS = {
+    "queries": ("list_keys", "order_keys", KEY_LISTS),
+    "keys": ("list_queries", "order_queries", QUERY_LISTS),
+}
+#: Warps of a block that writes or orders lists, one each.
 LIST_WARPS = 4
-#: Numbers of a list besides its tiles: how many are in its first part, and in all, and the tile after the last.
-_BESIDES_TILES = 3
+#: Numbers of a list besides its tiles: how many are in its first part, and in all, a scheduled tile, and the tile after
+#: the last.
+_BESIDES_TILES = 4
 #: An entry has 24 bits for the tile and 7 for the head of the group.
 _MAX_GROUP, _MAX_TILES = 2**7, 2**24
 
@@ -112,7 +124,18 @@ def list_values(problem: AttentionProblem, lists: ListLayout) -> dict[str, int]:
 
 def list_workspaces(lists: dict[str, ListLayout]) -> list[Workspace]:
     """The workspaces of both sides: records have pointers to both, and a kernel reads one."""
-    return [Workspace(name, lists[side].nbytes if side in lists else 0) for side, (_, name) in LIST_OPERATIONS.items()]
+    return [Workspace(name, lists[side].nbytes if side in lists else 0) for side, (*_, name) in LIST_OPERATIONS.items()]
+
+
+def stages_of_map(plan: Plan) -> tuple[list[Stage], set[str]]:
+    """The stages of a plan that write and order lists which follow from the map alone, and their workspaces.
+
+    Lists of packed sequences, the only feature of these stages, follow from their ends, too.
+    """
+    operations = {operation: name for *both, name in LIST_OPERATIONS.values() for operation in both}
+    stages = [one for one in plan.stages if one.spec.operation in operations and not one.spec.features]
+    names = [(operations[stage.spec.operation], stage.renamed) for stage in stages]
+    return stages, {renamed.get(name) or name for name, renamed in names}
 
 
 def _map_of(problem: AttentionProblem) -> MapLayout:

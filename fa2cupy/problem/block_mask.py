@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import sys
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,6 +28,7 @@ __all__ = [
     "check_length",
     "check_map",
     "check_tile",
+    "function_of_map",
 ]
 
 #: States of a tile: all keys are hidden from its queries, some are, or none is.
@@ -109,8 +111,13 @@ class BlockMask:
     Attributes
     ----------
     states : ndarray of uint8
-        For each tile 0 (empty), 1 (mixed) or 2 (full).
+        For each tile 0 (empty), 1 (mixed) or 2 (full). Do not write into it: calls keep what follows from it.
     layout : MapLayout
+    arguments : tuple of ndarray
+        The map's own copies of the arrays of its function.
+    kept : dict or None
+        What calls on the GPU make of the states and keep with the map: see ``gpu/kept_lists.py``. None if each launch
+        of a CUDA graph writes the states anew.
 
     Examples
     --------
@@ -121,6 +128,10 @@ class BlockMask:
      #
       #
     """
+
+    arguments: tuple[Array, ...] = ()
+    _copied: tuple[Array, ...] = ()
+    kept: dict[int, Any] | None = None
 
     def __init__(self, tiles: AnyArray, seqlen_q: int, seqlen_k: int, tile: tuple[int, int] = DEFAULT_TILE):
         array_backend({"tiles": tiles})
@@ -140,14 +151,27 @@ class BlockMask:
     def _set(self, states: Array, seqlen_q: int, seqlen_k: int, tile: tuple[int, int], program: Program | None) -> None:
         self.states = states
         self.layout = MapLayout(states.shape, seqlen_q, seqlen_k, tile, program)
+        self.kept = None if _is_captured(states) else {}
 
     @classmethod
     def of_states(
-        cls, states: Array, seqlen_q: int, seqlen_k: int, tile: tuple[int, int], program: Program | None
+        cls,
+        states: Array,
+        seqlen_q: int,
+        seqlen_k: int,
+        tile: tuple[int, int],
+        program: Program | None,
+        arguments: Sequence[Array] = (),
+        copied: Sequence[Array] = (),
     ) -> BlockMask:
-        """A map from the states of its tiles, an array of uint8 of its shape in C order, and its function, if any."""
+        """A map from the states of its tiles, an array of uint8 of its shape in C order, and its function, if any.
+
+        `arguments` are the arrays of the function, and `copied` those of the caller that they are copies of. The map
+        keeps these too, so that no other array can have their addresses.
+        """
         made = cls.__new__(cls)
         made._set(states, seqlen_q, seqlen_k, tile, program)
+        made.arguments, made._copied = tuple(arguments), tuple(copied or arguments)
         return made
 
     @property
@@ -198,6 +222,33 @@ class BlockMask:
         """The states of the tiles of one sequence and some heads: 0 empty, 1 mixed, 2 full."""
         own = self.states[0 if len(self.states) == 1 else number]
         return own[[0] * (heads.stop - heads.start)] if len(own) == 1 else own[heads]
+
+    def function_for(self, keywords: Mapping[str, Any]) -> dict[str, Any]:
+        """`mask_mod` and `mask_args` of a call with the map: its own arrays, and its function unless one is given.
+
+        Parameters
+        ----------
+        keywords : mapping
+            Those of the call.
+
+        Raises
+        ------
+        ValueError
+            `mask_args` has other arrays than those that the map was made from.
+        """
+        given = keywords.get("mask_args", ())
+        if self.program is None or not isinstance(given, tuple | list) or len(given) not in (0, len(self.arguments)):
+            return {}  # further checks name what does not fit
+        for number, array in enumerate(given):
+            if not (array is self.arguments[number] or _same_memory(array, self._copied[number])):
+                name = f"mask_args[{number}]"
+                array_backend({"block_mask": self.states, name: array})
+                raise ValueError(
+                    f"{name}: block_mask was made from another array, of which it has a copy; pass that one, or no "
+                    "mask_args, or make a map of this one by fa2cupy.block_mask"
+                )
+        function = keywords.get("mask_mod")
+        return {"mask_mod": self.program if function is None else function, "mask_args": self.arguments}
 
     def _on_host(self) -> np.ndarray:
         return self.states if isinstance(self.states, np.ndarray) else self.states.get()
@@ -251,6 +302,31 @@ class BlockMask:
 explains_absence(BlockMask.__init__)
 
 
+def function_of_map(keywords: Mapping[str, Any]) -> dict[str, Any]:
+    """What the keywords of a call become by its map: see `BlockMask.function_for`."""
+    given = keywords["block_mask"]
+    return given.function_for(keywords) if isinstance(given, BlockMask) else {}
+
+
+def _is_captured(array: Any) -> bool:
+    """True if a CUDA graph captures the current work on the array's device."""
+    if isinstance(array, np.ndarray):
+        return False
+    with array.device:
+        stream = sys.modules["cupy"].cuda.get_current_stream()
+    return stream.ptr not in (0, 1) and stream.is_capturing()  # graphs cannot capture these
+
+
+def _same_memory(array: Any, other: Array) -> bool:
+    """True if both are one array, or views of the same elements."""
+    return array is other or (type(array) is type(other) and _memory(array) == _memory(other))
+
+
+def _memory(array: Any) -> tuple[object, ...]:
+    address = array.ctypes.data if isinstance(array, np.ndarray) else array.data.ptr
+    return address, array.shape, array.strides, array.dtype
+
+
 def check_block_mask(keywords: Mapping[str, Any], problem: object) -> dict[str, Any]:
     """``block_mask=``: a map, or the layout of one."""
     given = keywords.get("block_mask")
@@ -275,8 +351,6 @@ def check_map(given: MapLayout, score_shape: tuple[int, int, int, int], mask_mod
     for axis, own, full in (("batch", given.shape[0], batch), ("heads", given.shape[1], heads)):
         if own not in (1, full):
             raise ValueError(f"block_mask: expected a map for {axis} of {full}, or of 1 for all, got one for {own}")
-    if given.program is not None and mask_mod is None:
-        raise ValueError("block_mask: the map was made from a function; pass it as mask_mod, with its mask_args")
     if given.program is not None and given.program != mask_mod:
         raise ValueError("block_mask: the map was made from another function than mask_mod")
 

@@ -48,7 +48,15 @@ from typing import Any, NamedTuple, TypedDict
 
 from ..functions.tracing import BoundFunction
 from .array_types import AnyArray, Array
-from .block_mask import KEY_LISTS, LIST_STRIDES, QUERY_LISTS, BlockMask, MapLayout, check_block_mask
+from .block_mask import (
+    KEY_LISTS,
+    LIST_STRIDES,
+    QUERY_LISTS,
+    BlockMask,
+    MapLayout,
+    check_block_mask,
+    function_of_map,
+)
 from .feature_checks import (
     OFFSETS,
     Problem,
@@ -79,6 +87,8 @@ __all__ = [
     "FeatureKeywords",
     "FeatureSettings",
     "Sizes",
+    "changes_of_scores",
+    "complete",
     "feature_arrays",
     "features_in_registers",
     "features_of_scores",
@@ -281,6 +291,8 @@ class Feature:
     check : callable
         Takes the keywords and the problem; returns fields of `FeatureSettings`, and raises TypeError or ValueError for
         arguments that do not fit.
+    completion : callable
+        Takes the keywords, this feature's among them; returns those that it adds or replaces before any check.
     arrays : dict of FeatureArray
         Pointers of the record.
     values : dict of str
@@ -292,8 +304,8 @@ class Feature:
     registers : int
         Demand for registers in the inner loop of a backward: 0 none, 1 some, 2 many.
     acts_on : str or None
-        ``"scores"`` if kernels change, hide or drop single scores for it, ``"tiles"`` if they choose what tiles of
-        scores there are, None if neither.
+        ``"scores"`` if kernels change, hide or drop single scores for it, ``"keys"`` if they hide whole keys,
+        ``"tiles"`` if they choose what tiles of scores there are, None if nothing of these.
     may_hide_rows : bool
         True if the values of its arrays or functions may hide all keys of a row.
     in_decode : bool
@@ -313,6 +325,7 @@ class Feature:
     flag: str
     is_used: Callable[[FeatureSettings], bool]
     check: Callable[[Mapping[str, Any], Problem], dict[str, Any]] = _nothing
+    completion: Callable[[Mapping[str, Any]], dict[str, Any]] = _nothing
     arrays: Mapping[str, FeatureArray] = field(default_factory=dict)
     values: Mapping[str, str] = field(default_factory=dict)
     numbers: Callable[[FeatureSettings, Sizes], dict[str, int | float]] = _nothing
@@ -483,7 +496,7 @@ FEATURES = {
         "kKeyPadding",
         _has("key_padding_mask"),
         arrays={"key_padding_mask": FeatureArray("input_bool", check_key_padding, (_KEYS,))},
-        acts_on="scores",
+        acts_on="keys",
         may_hide_rows=True,
         example={"key_padding_mask": (1, EXAMPLE_ROWS)},
         aliases={
@@ -509,6 +522,7 @@ FEATURES = {
         "kBlockMask",
         lambda settings: settings.block_mask is not None,
         check=check_block_mask,
+        completion=function_of_map,
         arrays=dict.fromkeys((KEY_LISTS, QUERY_LISTS), FeatureArray("input_int", axes=None)),
         values=dict.fromkeys(LIST_STRIDES, "int"),
         acts_on="tiles",
@@ -579,8 +593,17 @@ NO_SETTINGS = FeatureSettings()
 
 #: The arrays of all features, by name.
 ARRAYS = {name: array for feature in FEATURES.values() for name, array in feature.arrays.items()}
+#: What keywords add to calls that have them.
+_COMPLETIONS = {name: row.completion for name, row in FEATURES.items() if row.completion is not _nothing}
 #: The keywords that are arrays.
 ARRAY_KEYWORDS = tuple(name for name in ARRAYS if name in FeatureKeywords.__annotations__)
+
+
+def complete(keywords: dict[str, Any]) -> None:
+    """Adds to the keywords of a call what some of them imply: see `Feature.completion`."""
+    for name, completion in _COMPLETIONS.items():
+        if name in keywords:
+            keywords.update(completion(keywords))
 
 
 def feature_arrays(keywords: Mapping[str, Any]) -> dict[str, Array]:
@@ -596,3 +619,9 @@ def features_in_registers(least: int) -> tuple[str, ...]:
 def features_of_scores(features: Iterable[str]) -> tuple[str, ...]:
     """Those of the features for which kernels change, hide or drop single scores."""
     return tuple(name for name in features if FEATURES[name].acts_on == "scores")
+
+
+def changes_of_scores(features: Iterable[str]) -> tuple[str, ...]:
+    """The same without those that only hide keys, by an array."""
+    kinds = {name: {array.kind for array in FEATURES[name].arrays.values()} for name in features_of_scores(features)}
+    return tuple(name for name, found in kinds.items() if found != {"input_bool"})

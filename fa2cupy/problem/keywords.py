@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple, TypedDict, TypeVar
 
-from .features import FEATURES, KEYWORD_DEFAULTS, FeatureKeywords
+from .features import FEATURES, KEYWORD_DEFAULTS, FeatureKeywords, complete
 from .options import CallOptions, ScoreOptions, call_options, hashable_config, kept_options
 
 __all__ = ["NoKeywords", "ScoreKeywords", "check_keywords", "options_of", "similar", "takes"]
@@ -109,12 +109,14 @@ def takes(table: Any) -> Callable[[_Function], _Function]:
 def options_of(function: str, keywords: Any) -> CallOptions:
     """Checks the ``**keywords`` of a call of a function, by its public name, and takes its options out of them.
 
-    The keywords of features are left.
+    The keywords of features are left, and completed.
 
     Raises
     ------
     TypeError
         One of them is no keyword of the function.
+    ValueError
+        A map is not one of the arrays of the call.
     """
     if not keywords:
         return _NO_OPTIONS
@@ -134,6 +136,7 @@ def options_of(function: str, keywords: Any) -> CallOptions:
             given[name] = keywords.pop(name)
     if "config" in given:
         given["config"] = hashable_config(given["config"])
+    complete(keywords)
     return call_options(**given)
 
 

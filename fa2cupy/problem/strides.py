@@ -24,12 +24,14 @@ __all__ = [
     "Strides",
     "argument_layouts",
     "array_layout",
+    "atomics_of",
     "batch_terms",
     "contiguous_layout",
     "contiguous_like",
     "contiguous_score_strides",
     "feature_strides",
     "flat_stride",
+    "has_aligned_rows",
     "is_full",
     "num_terms",
     "recorded_strides",
@@ -168,6 +170,21 @@ def contiguous_like(strides: ScoreStrides, score_shape: tuple[int, ...]) -> tupl
     found = [step if stride else 0 for step, (_, stride) in zip(own, axes, strict=False)]
     terms = batch_terms([length for length, _ in axes[:-3]], found[:-3])
     return _with_terms(terms, *found[-3:]), math.prod(length for length, stride in axes if stride)
+
+
+def atomics_of(strides: ScoreStrides, score_shape: tuple[int, ...]) -> int:
+    """The scores whose gradients are added atomically to an array that is repeated over some of their axes.
+
+    Warps sum those of a row or of a column first, which leaves few.
+    """
+    _, row, column = _within(strides)
+    return math.prod(score_shape) if row and column else 0
+
+
+def has_aligned_rows(strides: ScoreStrides) -> bool:
+    """True if neighbouring keys are neighbours in memory, and rows begin at multiples of four elements."""
+    _, row, column = _within(strides)
+    return column == 1 and row % 4 == 0
 
 
 def _within(strides: ScoreStrides) -> tuple[int, ...]:

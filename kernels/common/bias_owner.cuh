@@ -13,6 +13,7 @@
 // own, of dbias's shape in C order, to which dbias_strides then belong; sum_dbias.cuh adds up the arrays.
 #pragma once
 #include "common/dbias.cuh"
+#include "common/score_tile.cuh"
 #include "common/sequence.cuh"
 #include "common/shares.cuh"
 #include "common/tile_lists.cuh"
@@ -38,44 +39,53 @@ struct BiasStep {
     bool masked;  // it has pairs that are not visible
 };
 
+// The threads of a block all of whose warps have sums.
+template <class Spec>
+struct AllThreads {
+    static constexpr int kWarps = Spec::kWarps;
+    __device__ __forceinline__ static int32 index() { return threadIdx.x; }
+    __device__ __forceinline__ static int32 number() { return blockDim.x; }
+    __device__ __forceinline__ static void sync() { __syncthreads(); }
+};
+
+// The tile of the bias that a block owns.
 template <class Spec, class Record>
-class BiasOwner {
+class OwnedTile {
+  protected:
     static constexpr int kBr = Spec::kBr, kBc = Spec::kBc;
 
   public:
-    __device__ __forceinline__ explicit BiasOwner(const Record& params) : params_(params) {
+    __device__ __forceinline__ explicit OwnedTile(const Record& params) : params_(params) {
         int32 block = blockIdx.x;
         const ScoreStrides& strides = params.dbias_strides.inside();
-        end_ = params.shared_sequences;
-        if constexpr (Spec::kSplit) {
-            const int32 share = Shared::take(block, 1, params.num_splits).begin;
-            const StepRange own = steps_of_share(end_, params.num_splits, share);
-            sharer_ = own.begin;
-            end_ = own.end;
-        }
+        if constexpr (Spec::kSplit) share_ = Shared::take(block, 1, params.num_splits).begin;
         keys_ = Shared::take(block, strides.column, ceil_div(params.bias_columns, kBc));
         queries_ = Shared::take(block, strides.row, ceil_div(params.bias_rows, kBr));
         heads_ = Shared::take(block, strides.head, params.num_heads);
         first_ = static_cast<int32>(params.owned_strides.offset(block, 0, 0, 0));
-        head_ = heads_.begin;
-        query_tile_ = queries_.begin;
-        enter();
-        skip_empty();
     }
 
-    __device__ __forceinline__ bool has_step() const { return sharer_ < end_; }
-    __device__ __forceinline__ BiasStep step() const {
-        const bool masked = position_ >= tiles_.full_end || (tiles_.kLeftLimit && position_ < tiles_.full_begin);
-        return {batch_, head_, query_tile_, tiles_.at(position_), masked};
-    }
-    __device__ __forceinline__ void advance() {
-        ++position_;
-        skip_empty();
+    // Copies the bias of a warp's rows, from `warp_row` on, to `smem` (bias_tile.cuh). The array has the rows and keys of
+    // the bias, which may be more than those of a sequence.
+    template <class Tile>
+    __device__ __forceinline__ void load_bias(uint32 smem, int32 warp_row, int32 lane) const {
+        struct {
+            decltype(Record::bias) bias;
+            const decltype(Record::bias_strides)& bias_strides;
+            int32 seqlen_q, seqlen_k;
+        } const array{params_.bias, params_.bias_strides, params_.bias_rows, params_.bias_columns};
+        const ScoreTile own{first_, heads_.begin, {queries_.begin * kBr + warp_row, keys_.begin * kBc, lane}};
+        if (Tile::takes(params_))
+            Tile::load(smem, array, own);
+        else
+            Tile::load_elements(smem, array, own);
+        Tile::wait(smem, lane);
     }
 
     // Stores the sums of the block. A warp has kM fragments, one below the other from row `warp_row` of the tile on.
-    // `scratch` is shared memory of kBc elements for each warp, which no warp reads any more behind a barrier.
-    template <class Fragment, class Real, int kM>
+    // `scratch` is shared memory of kBc elements for each warp, which no warp reads any more behind a barrier. `Threads`
+    // are those that have sums.
+    template <class Threads = AllThreads<Spec>, class Fragment, class Real, int kM>
     __device__ __forceinline__ void store(const Fragment (&sums)[kM], Real* scratch, int32 warp_row, int32 warp,
                                           int32 lane) const {
         constexpr int kLanes = Fragment::kLanesPerRow, kStep = Fragment::kLaneStep;
@@ -107,7 +117,7 @@ class BiasOwner {
             }
             return;
         }
-        __syncthreads();  // no warp reads operands any more
+        Threads::sync();  // no warp reads operands any more
 #pragma unroll
         for (int j = 0; j < Fragment::kCols; ++j) {
             Real of_column = 0;
@@ -118,15 +128,15 @@ class BiasOwner {
             of_column = column_sum<kLanes, kStep>(of_column);
             if (lane % kStep == 0 && lane < kStep * kLanes) scratch[warp * kBc + Fragment::col(j, lane)] = of_column;
         }
-        __syncthreads();  // the sums of all warps are there
-        for (int32 key = threadIdx.x; key < kBc; key += blockDim.x) {
+        Threads::sync();  // the sums of all warps are there
+        for (int32 key = Threads::index(); key < kBc; key += Threads::number()) {
             Real sum = 0;
 #pragma unroll
-            for (int w = 0; w < Spec::kWarps; ++w) sum += scratch[w * kBc + key];
+            for (int w = 0; w < Threads::kWarps; ++w) sum += scratch[w * kBc + key];
             if (!sums_keys && key < keys) store_rounded(first + key * strides.column, sum);
             scratch[key] = sum;
         }
-        __syncthreads();  // those of all keys are there
+        Threads::sync();  // those of all keys are there
         if (!sums_keys || warp != 0) return;
         Real all = 0;
         for (int32 key = lane; key < kBc; key += 32) all += scratch[key];
@@ -142,6 +152,43 @@ class BiasOwner {
         else
             return params_.dbias;
     }
+
+  protected:
+    const Record& params_;
+    Shared keys_, queries_, heads_;
+    int32 first_, share_ = 0;
+};
+
+// The tiles of scores that share it, in the order in which the block visits them.
+template <class Spec, class Record>
+class BiasOwner : public OwnedTile<Spec, Record> {
+    using Base = OwnedTile<Spec, Record>;
+    using Base::first_, Base::heads_, Base::kBc, Base::kBr, Base::keys_, Base::params_, Base::queries_, Base::share_;
+
+  public:
+    __device__ __forceinline__ explicit BiasOwner(const Record& params) : Base(params), end_(params.shared_sequences) {
+        if constexpr (Spec::kSplit) {
+            const StepRange own = steps_of_share(end_, params.num_splits, share_);
+            sharer_ = own.begin;
+            end_ = own.end;
+        }
+        head_ = heads_.begin;
+        query_tile_ = queries_.begin;
+        enter();
+        skip_empty();
+    }
+
+    __device__ __forceinline__ bool has_step() const { return sharer_ < end_; }
+    __device__ __forceinline__ BiasStep step() const {
+        const bool masked = position_ >= tiles_.full_end || (tiles_.kLeftLimit && position_ < tiles_.full_begin);
+        return {batch_, head_, query_tile_, tiles_.at(position_), masked};
+    }
+    __device__ __forceinline__ void advance() {
+        ++position_;
+        skip_empty();
+    }
+
+  private:
     // Goes on to the next query tile, head or sequence until there is a key tile, or no sequence is left.
     __device__ __forceinline__ void skip_empty() {
         while (has_step() && position_ >= tiles_.end) {
@@ -181,9 +228,7 @@ class BiasOwner {
         }
     }
 
-    const Record& params_;
-    Shared keys_, queries_, heads_;
-    int32 first_, sharer_ = 0, end_, batch_, head_, query_tile_, position_;
+    int32 sharer_ = 0, end_, batch_, head_, query_tile_, position_;
     KeyTiles<Spec> tiles_;
 };
 

@@ -51,8 +51,8 @@ struct ListTiles {
         const int32 in_both = in_first + in_second;
         if (lane == 0) {
             list[0] = in_first;
-            list[1] = in_both;
-            list[kListCounts + in_both] = ceil_div(kOfKeys ? seqlen_q : seqlen_k, kOfKeys ? Spec::kBr : Spec::kBc);
+            list[kListLength] = in_both;
+            list[kListHead + in_both] = ceil_div(kOfKeys ? seqlen_q : seqlen_k, kOfKeys ? Spec::kBr : Spec::kBc);
         }
         int32 next[2] = {0, in_first};  // places of the two kinds
         for (int32 first = 0; first < candidates; first += 32) {
@@ -61,8 +61,7 @@ struct ListTiles {
             for (int kind = 0; kind < 2; ++kind) {
                 const bool is_own = state == (kind == 0 ? kFirstKind : kMixed + kFull - kFirstKind);
                 const uint32 lanes = __ballot_sync(kFullWarp, is_own);
-                if (is_own)
-                    list[kListCounts + next[kind] + __popc(lanes & ((1u << lane) - 1))] = entry_of(first + lane);
+                if (is_own) list[kListHead + next[kind] + __popc(lanes & ((1u << lane) - 1))] = entry_of(first + lane);
                 next[kind] += __popc(lanes);
             }
         }

@@ -67,10 +67,8 @@ struct MaskTile {
         uint32 bits = 0;
 #pragma unroll
         for (int w = 3; w >= 0; --w) {
-            // The sum carries into a byte's top bit if one of its other bits is set. The product gathers the four top
-            // bits in its own.
-            const uint32 x = bytes.reg[w], top = (((x & 0x7f7f7f7f) + 0x7f7f7f7f) | x) & 0x80808080;
-            bits = __funnelshift_l(top * 0x00204081, bits, 4);
+            // The product gathers the four top bits in its own.
+            bits = __funnelshift_l(tops_of_nonzero_bytes(bytes.reg[w]) * 0x00204081, bits, 4);
         }
         return static_cast<uint16>(bits);
     }

@@ -44,6 +44,11 @@ __device__ __forceinline__ uint64 multiply_wide(uint32 a, uint32 b) {
     return y;
 }
 
+// The top bit of each byte that is not zero: the sum carries into it if another bit of the byte is set.
+__device__ __forceinline__ uint32 tops_of_nonzero_bytes(uint32 x) {
+    return (((x & 0x7f7f7f7f) + 0x7f7f7f7f) | x) & 0x80808080;
+}
+
 // Natural numbers of 1 / log2(e) of the largest float and more have no float in base 2. `in_base2` brings finite ones to
 // kLargestBase2, because only -inf hides a key, and `natural_of` brings that back to the largest float.
 inline constexpr float kLargestBase2 = 3.4e38f, kLargestFloat = 0x1.fffffep127f;

@@ -45,7 +45,7 @@ struct OutputShares {
     // hold it throughout the kernel.
     template <class Record>
     __device__ __forceinline__ static float* of_block(const Record& params) {
-        const auto where = tile_of_block<Spec::kCausal>(params.schedule(), blockIdx.x);
+        const auto where = tile_in_order<Spec, false>(params, blockIdx.x);
         const int64 head = static_cast<int64>(where.batch) * params.scheduled_heads + where.head;
         return params.shares + (head * params.num_tiles + where.tile) * kTileElements;
     }

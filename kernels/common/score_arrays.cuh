@@ -16,27 +16,37 @@ struct ArrayTerm {
     bool visible = true;
 };
 
+// Keys past the end are clamped to this one; the results there are not used. A packed sequence may have no key.
+template <class Spec, class Record>
+__device__ __forceinline__ int32 last_key_of(const Record& params) {
+    return Spec::kVarlen ? max_of(params.seqlen_k - 1, 0) : params.seqlen_k - 1;
+}
+
+// Features of scores that do more than hide keys by an array.
+template <class Spec>
+inline constexpr int kChangesOfScores = Spec::kScoreFeatures - Spec::kMask;
+
 // kInMemory: whether the arrays are read here, in global memory. Otherwise the warp holds one in shared memory
 // (held_array.cuh), and `hide_by_arrays` (scores.cuh) reads the others of a kernel that keeps the bias.
 template <class Spec, class Record, bool kInMemory = true>
 class ScoreArrays {
     static constexpr bool kReadsBias = kInMemory && Spec::kBias, kReadsMask = kInMemory && Spec::kMask;
-    static constexpr bool kReadsPadding = kInMemory && Spec::kKeyPadding;
 
   public:
-    static constexpr bool kReads = kReadsBias || kReadsMask || kReadsPadding;
+    static constexpr bool kReadsPairs = kReadsBias || kReadsMask;
     using Term = ArrayTerm<typename ElementTraits<typename Spec::Element>::Accum>;
 
     __device__ __forceinline__ ScoreArrays(const Record& params, const ScoreTile& tile)
         : params_(params), batch_(tile.batch), head_(tile.head) {}
 
-    // Rows and keys past the end are clamped to the last one; the results there are not used.
+    // Rows past the end are clamped to the last one. kPadding: whether the key padding mask counts, too. Accumulators of
+    // tensor cores read it as a whole (key_padding.cuh).
+    template <bool kPadding = Spec::kKeyPadding>
     __device__ __forceinline__ Term at(int32 query, int32 key) const {
         Term term;
-        if constexpr (kReads) {
-            // A packed sequence may have no key.
-            const int32 last_key = Spec::kVarlen ? max_of(params_.seqlen_k - 1, 0) : params_.seqlen_k - 1;
-            const int32 row = existing(query), column = min_of(key, last_key);
+        constexpr bool kReadsPadding = kInMemory && kPadding;
+        if constexpr (kReadsPairs || kReadsPadding) {
+            const int32 row = existing(query), column = min_of(key, last_key_of<Spec>(params_));
             if constexpr (kReadsBias) term.bias = to_accum(*bias(row, column));
             if constexpr (kReadsMask) term.visible = *mask(row, column);
             if constexpr (kReadsPadding) term.visible = term.visible && *padding(column);
@@ -46,8 +56,7 @@ class ScoreArrays {
 
     // The tangent of the bias, in the same way.
     __device__ __forceinline__ auto bias_tangent_at(int32 query, int32 key) const {
-        const int32 last_key = Spec::kVarlen ? max_of(params_.seqlen_k - 1, 0) : params_.seqlen_k - 1;
-        const int32 row = existing(query), column = min_of(key, last_key);
+        const int32 row = existing(query), column = min_of(key, last_key_of<Spec>(params_));
         return to_accum(params_.bias_tangent[params_.bias_tangent_strides.offset(batch_, head_, row, column)]);
     }
 
@@ -57,21 +66,20 @@ class ScoreArrays {
     // the same row.
     template <int kLastKey>
     __device__ __forceinline__ bool is_regular(int32 query, int32 key) const {
-        if constexpr (!kReads) return false;
+        if constexpr (!kReadsPairs) return false;
         bool yes = key + kLastKey < params_.seqlen_k;
         const int32 row = existing(query);
         if constexpr (kReadsBias) yes = yes && params_.bias_strides.column == 1 && is_even(bias(row, key));
         if constexpr (kReadsMask) yes = yes && params_.mask_strides.column == 1 && is_even(mask(row, key));
-        if constexpr (kReadsPadding) yes = yes && params_.key_padding_mask_strides.column == 1 && is_even(padding(key));
         return __all_sync(kFullWarp, yes);
     }
 
-    // The terms of keys key + keys and key + keys + 1.
+    // The terms of keys key + keys and key + keys + 1, without the key padding mask.
     template <bool kRegular>
     __device__ __forceinline__ void pair_at(int32 query, int32 key, int32 keys, Term (&terms)[2]) const {
         if constexpr (!kRegular) {
 #pragma unroll
-            for (int e = 0; e < 2; ++e) terms[e] = at(query, key + keys + e);
+            for (int e = 0; e < 2; ++e) terms[e] = at<false>(query, key + keys + e);
         } else {
             terms[0] = terms[1] = {};  // NVRTC 12.9 omits the member initialisers in arrays of arrays
             const int32 row = existing(query);
@@ -81,7 +89,6 @@ class ScoreArrays {
                 for (int e = 0; e < 2; ++e) terms[e].bias = to_accum(two.item[e]);
             }
             if constexpr (kReadsMask) hide(terms, read_two(mask(row, key) + keys));
-            if constexpr (kReadsPadding) hide(terms, read_two(padding(key) + keys));
         }
     }
 

@@ -1,6 +1,7 @@
 // How the forward uses score_mod.cuh: it turns products into scores, applies dropout to P, and finishes rows.
 #pragma once
 #include "common/held_array.cuh"
+#include "common/key_padding.cuh"
 #include "common/score_mod.cuh"
 
 namespace fa2::common {
@@ -42,12 +43,12 @@ __device__ __forceinline__ void hide_fragment(QuadFragment<kN8>& x, const Arrays
                 if (!term[e].visible) x.value[n][2 * i + e] = -infinity<float>();
         }
 }
-// Hides keys by the masks of a kernel that keeps the bias. They have a loop of their own, because loads are not moved
-// across those of the kept bias, and would be waited for one after the other.
+// Hides keys by the mask of a kernel that keeps the bias. It has a loop of its own, because loads are not moved across
+// those of the kept bias, and would be waited for one after the other.
 template <class Spec, int kN8, class Record>
 __device__ __forceinline__ void hide_by_arrays(QuadFragment<kN8>& x, const Record& params, const ScoreTile& tile) {
     using Arrays = ScoreArrays<WithoutBias<Spec>, Record>;
-    if constexpr (Spec::kKeepsBias && Arrays::kReads) {
+    if constexpr (Spec::kKeepsBias && Arrays::kReadsPairs) {
         using Fragment = QuadFragment<kN8>;
         const auto [first_query, first_key, lane] = tile.position;
         const int32 query = first_query + Fragment::row(0, lane), key = first_key + Fragment::col(0, lane);
@@ -60,13 +61,13 @@ __device__ __forceinline__ void hide_by_arrays(QuadFragment<kN8>& x, const Recor
 }
 
 // Turns products into scores, which `score_scale` must still multiply. `distances`: the terms of the caller's function
-// that depend on the distance. `terms`: the HeadTerms, if already loaded. `held`: the score array that the warp holds, or
-// ArraysInMemory (held_array.cuh).
+// that depend on the distance. `padding`: the KeyPadding of the tile. `terms`: the HeadTerms, if already loaded. `held`:
+// the score array that the warp holds, or ArraysInMemory (held_array.cuh).
 template <class Spec, int kN8, class Record, class Held, class... Terms>
 __device__ __forceinline__ void modify_scores_with(const Held& held, QuadFragment<kN8>& scores, const Record& params,
                                                    const ScoreTile& tile,
                                                    const QuadDistances<kN8, false, float>& distances,
-                                                   const Terms&... terms) {
+                                                   const KeyPadding<Spec, kN8, false>& padding, const Terms&... terms) {
     if constexpr (kModifiesScores<Spec>) {
         using Fragment = QuadFragment<kN8>;
         const auto [first_query, first_key, lane] = tile.position;
@@ -79,12 +80,14 @@ __device__ __forceinline__ void modify_scores_with(const Held& held, QuadFragmen
         else
             score_fragment<false>(scores, mod, first, held);
         hide_by_arrays<Spec>(scores, params, tile);
+        padding.hide(scores);
     }
 }
 template <class Spec, int kN8, class Record, class... Terms>
 __device__ __forceinline__ void modify_scores(QuadFragment<kN8>& scores, const Record& params, const ScoreTile& tile,
                                               const Terms&... terms) {
-    modify_scores_with<Spec>(ArraysInMemory{}, scores, params, tile, {score_args_of(params), tile}, terms...);
+    modify_scores_with<Spec>(ArraysInMemory{}, scores, params, tile, {score_args_of(params), tile}, {params, tile},
+                             terms...);
 }
 // The same for other fragments, one element at a time.
 template <class Spec, class Fragment, class Record, class... Terms>

@@ -9,7 +9,7 @@
 // The offsets are in device memory, so the host cannot check them. They are clamped to the arrays, so that nothing is
 // read or written out of bounds; decreasing offsets give undefined results.
 #pragma once
-#include "common/schedule.cuh"
+#include "common/tile_lists.cuh"
 #include "common/params.cuh.j2"
 
 namespace fa2::common {
@@ -90,7 +90,7 @@ __device__ __forceinline__ void enter_sequence_of(TileCoordinates& where, const 
 // The tile at a position in the schedule, for a kernel whose blocks own query tiles or (kByKeys) key tiles.
 template <class Spec, bool kByKeys, class Record>
 __device__ __forceinline__ TileCoordinates scheduled_tile(const Record& params, int32 index) {
-    auto where = tile_of_block<(Spec::kCausal && !kByKeys)>(params.schedule(), index);
+    auto where = tile_in_order<Spec, kByKeys>(params, index);
     if constexpr (Spec::kVarlen)
         enter_sequence_of<kByKeys ? Spec::kBc : Spec::kBr>(where, packed_axis<kByKeys>(params));
     return where;

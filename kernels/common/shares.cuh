@@ -14,7 +14,7 @@
 #include "common/fragment.cuh"
 #include "common/math.cuh"
 #include "common/ptx.cuh"
-#include "common/schedule.cuh"
+#include "common/tile_lists.cuh"
 
 namespace fa2::common {
 
@@ -59,9 +59,9 @@ struct ShareWorkspace {
     static constexpr int kTileElements = Dk::kElements + Dv::kElements;
 
     // The first element of the block's share.
-    template <class Record>
+    template <class Spec, class Record>
     __device__ __forceinline__ static float* of_block(const Record& params, int32 block = blockIdx.x) {
-        const auto where = tile_of_block<false>(params.schedule(), block);
+        const auto where = tile_in_order<Spec, true>(params, block);
         int64 copy = static_cast<int64>(where.batch) * params.scheduled_heads + where.head;
         if constexpr (kAdds) copy /= params.num_splits;
         return params.shares + (copy * params.num_tiles + where.tile) * kTileElements;

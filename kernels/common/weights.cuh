@@ -1,6 +1,7 @@
 // How the backward uses score_mod.cuh: it computes P from products, and the weights w of dS = w (dP - delta).
 #pragma once
 #include "common/held_array.cuh"
+#include "common/key_padding.cuh"
 #include "common/score_mod.cuh"
 
 namespace fa2::common {
@@ -29,11 +30,12 @@ __device__ __forceinline__ Real marked(Real weight, bool keep) {
 }
 
 // Computes P and weights from capped products, for `take_weights`. kByFunction: the caller's mask function hides keys.
+// `visible`: the keys that the padding leaves (key_padding.cuh).
 template <bool kTransposed, bool kRegular, bool kByFunction, class Spec, int kN8, class P, class Mod, class Mask,
-          class Lse, class Held, class Walk>
+          class Lse, class Held, class Walk, class Visible>
 __device__ __forceinline__ void weigh(QuadFragment<kN8>& x, P& p, bool masked, const Mod& mod, const Mask& mask,
                                       const typename Mod::Position& first, float scale, Lse lse, const Held& held,
-                                      Walk walk) {
+                                      Walk walk, const Visible& visible) {
     // True if weights are P with a sign. P after dropout is then their positive part, which costs rounding nothing.
     constexpr bool kWeightIsP = Spec::kDropout && !Spec::kScoreMod && (Spec::kDbias || !Spec::kSoftcap);
 #pragma unroll
@@ -60,7 +62,8 @@ __device__ __forceinline__ void weigh(QuadFragment<kN8>& x, P& p, bool masked, c
                 const int a = w / 2, b = w % 2;  // element w of the four is 8 a queries and 8 b keys further on
                 const int i = kTransposed ? b : a, n8 = 2 * s + (kTransposed ? a : b), j = 2 * n8 + e;
                 auto term = terms[a][b][e];
-                if constexpr (kTransposed) term = mod.at(first.query + queries + 8 * a, first.key + 8 * b);
+                if constexpr (kTransposed)
+                    term = mod.template at<false>(first.query + queries + 8 * a, first.key + 8 * b);
                 held.set(term, elements, n8 % 2 * 2 + i, e);
                 float slope = 1;
                 if constexpr (Spec::kScoreMod)
@@ -68,6 +71,7 @@ __device__ __forceinline__ void weigh(QuadFragment<kN8>& x, P& p, bool masked, c
                         mod.called(x(i, j), first, queries + 8 * a, keys + 8 * b, of_distance[n8 % 2].row[i], slope));
                 const float score = mod.score(x(i, j), first, queries + 8 * a, keys + 8 * b, term);
                 bool hidden = masked && mask.hides(first.query + queries + 8 * a, first.key + keys + 8 * b);
+                hidden = hidden || !visible.at(n8, i, e);
                 if constexpr (kByFunction)
                     hidden = hidden || mod.hides(first.query + queries + 8 * a, first.key + keys + 8 * b);
                 const float probability = hidden ? 0.0f : exponential<Spec>(score, scale, lse(i, j));
@@ -105,13 +109,16 @@ __device__ __forceinline__ void take_weights_with(const Held& held, QuadFragment
                                     first_key + (kTransposed ? Fragment::row(0, lane) : Fragment::col(0, lane)));
     const float scale = score_scale<Spec>(params);
     const DistanceWalk<kN8, kTransposed, float> walk(distances);
+    const KeyPadding<Spec, kN8, kTransposed> padding(params, tile);
+    const auto visible = padding.visible();
     if constexpr (!Spec::kScoreMod) mod.cap(x);  // otherwise the function comes first
     if (kMasksByFunction<Spec> && masked)
-        weigh<kTransposed, false, kMasksByFunction<Spec>, Spec>(x, p, true, mod, mask, first, scale, lse, held, walk);
+        weigh<kTransposed, false, kMasksByFunction<Spec>, Spec>(x, p, true, mod, mask, first, scale, lse, held, walk,
+                                                                visible);
     else if (!kTransposed && mod.template is_regular<8 * (kN8 - 1) + 1>(first.query, first.key))
-        weigh<kTransposed, true, false, Spec>(x, p, masked, mod, mask, first, scale, lse, held, walk);
+        weigh<kTransposed, true, false, Spec>(x, p, masked, mod, mask, first, scale, lse, held, walk, visible);
     else
-        weigh<kTransposed, false, false, Spec>(x, p, masked, mod, mask, first, scale, lse, held, walk);
+        weigh<kTransposed, false, false, Spec>(x, p, masked, mod, mask, first, scale, lse, held, walk, visible);
 }
 template <bool kTransposed, class Spec, int kN8, class P, class Record, class Lse, class... Terms>
 __device__ __forceinline__ void take_weights(QuadFragment<kN8>& x, P& p, bool masked, const Record& params,

@@ -394,7 +394,7 @@ struct BackwardDkdv {
     __device__ void put_share(const Gradient<kProbability> (&gradient)[kM16]) const {
         using Shares = common::ShareWorkspace<kBc, kHeadDim, kHeadDimV, kWithDq>;
         using Own = common::AccumulatorTile<kBc, kResultDim<kProbability>>;
-        float* own = Shares::of_block(params) + kProbability * Shares::Dk::kElements;
+        float* own = Shares::template of_block<Spec>(params) + kProbability * Shares::Dk::kElements;
 #pragma unroll
         for (int m = 0; m < kM16; ++m) Shares::template put<Own>(own, gradient[m], pair * kM16 + m, lane);
     }

@@ -92,7 +92,7 @@ struct BackwardDkdv {
             const auto own = key_tile<Spec>(params);
             if (params.seqlen_q > 0 && own.has(own.first_step(), params)) return false;
             using Shares = typename Shape::Shares;
-            Shares::put_zeros(Shares::of_block(params, tile_index<Spec>()));
+            Shares::put_zeros(Shares::template of_block<Spec>(params, tile_index<Spec>()));
             return true;
         }
         if constexpr (common::kListsTiles<Spec>) return key_tile<Spec>(params).tiles.end == 0;

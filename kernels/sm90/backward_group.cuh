@@ -317,7 +317,7 @@ class BackwardGroup : protected KeyGroup<Spec, Shape, BackwardMemory<Shape>> {
     __device__ __forceinline__ void put_share(const QuadFragment<kN8>& x, const Record& params, int32 row16) const {
         using Shares = typename Shape::Shares;
         using Own = common::AccumulatorTile<Spec::kBc, 8 * kN8>;
-        float* share = Shares::of_block(params, tile_index<Spec>()) + kIsDv * Shares::Dk::kElements;
+        float* share = Shares::template of_block<Spec>(params, tile_index<Spec>()) + kIsDv * Shares::Dk::kElements;
         Shares::template put<Own>(share, x, row16 + rank_ * (kBc / 16), lane_);
     }
 

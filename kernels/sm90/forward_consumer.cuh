@@ -13,8 +13,8 @@
 // computes exponentials.
 //
 // If Q has a second buffer, the pipeline continues across the end of a query tile: the first scores of the next tile
-// overlap with the last P V of this one. There is no vote on these exponentials, nor on those of masked key tiles; a
-// store of their sum, which no thread reads, keeps them before the second wait (kPinExponentials).
+// overlap with the last P V of this one. There is no vote on these exponentials; a store of their sum, which no thread
+// reads, keeps them before the second wait (kPinExponentials).
 #pragma once
 #include "common/mask.cuh"
 #include "common/online_softmax.cuh"
@@ -26,12 +26,15 @@
 
 namespace fa2::sm90 {
 
-// HeadTerms and NextDistances are base classes so that they take no space when empty (empty-base optimisation).
+// The terms of heads, distances and keys are base classes so that they take no space when empty (empty-base
+// optimisation).
 template <class Spec>
 class ForwardConsumer : common::HeadTerms<Spec>,
                         common::NextDistances<Spec::kBc / 8>,
+                        common::KeyPadding<Spec, Spec::kBc / 8, false>,
                         QueryTileConsumer<Spec, ForwardShape<Spec>, ForwardMemory<ForwardShape<Spec>>> {
     using Terms = common::HeadTerms<Spec>;
+    using Padding = common::KeyPadding<Spec, Spec::kBc / 8, false>;
     using Shape = ForwardShape<Spec>;
     using Memory = ForwardMemory<Shape>;
     using Base = QueryTileConsumer<Spec, Shape, Memory>;
@@ -75,29 +78,22 @@ class ForwardConsumer : common::HeadTerms<Spec>,
         output_.fill(0.0f);
         while (true) {
             int32 block = keys.end - 2;
-            if constexpr (kRightLimit) {
+            if constexpr (common::kListsTiles<Spec>) {
 #pragma unroll 1
-                for (; block >= keys.full_end; --block) masked_step(tile, keys, block, p);
+                for (; block >= keys.full_end; --block) masked_listed_step(tile, block, p);
             }
-            if constexpr (kTwoP) {
 #pragma unroll 1
-                for (; block > (kLeftLimit ? keys.full_begin : 0); block -= 2) {
-                    step(tile, block, p, other_p, false);
-                    step(tile, block - 1, other_p, p, block - 1 == (kLeftLimit ? keys.begin : 0));
-                }
-                if (block == (kLeftLimit ? keys.full_begin : 0)) {
-                    step(tile, block, p, other_p, block == (kLeftLimit ? keys.begin : 0));
-                    p = other_p;
+            while (block >= (kLeftLimit ? keys.begin : 0)) {
+                step(tile, keys, block, p, kTwoP ? other_p : p);
+                --block;
+                if constexpr (kTwoP) {
+                    if (block < (kLeftLimit ? keys.begin : 0)) {
+                        p = other_p;
+                        break;
+                    }
+                    step(tile, keys, block, other_p, p);
                     --block;
                 }
-            } else {
-#pragma unroll 1
-                for (; block >= (kLeftLimit ? keys.full_begin : 0); --block)
-                    step(tile, block, p, p, block == (kLeftLimit ? keys.begin : 0));
-            }
-            if constexpr (kLeftLimit) {
-#pragma unroll 1
-                for (; block >= (kLeftLimit ? keys.begin : 0); --block) masked_step(tile, keys, block, p);
             }
 
             const uint32 buffer = queries_.slot();
@@ -142,15 +138,19 @@ class ForwardConsumer : common::HeadTerms<Spec>,
   private:
     // ---------------------------------------------------------------------------------------------------------- steps
 
-    // From P of the present key tile to P of the next one, `block`, which needs no mask.
-    __device__ __forceinline__ void step(const TileInSlot& tile, int32 block, Probabilities& present,
-                                         Probabilities& next, bool is_last) {
+    // From P of the present key tile to P of the next one, `block`. Key tiles that need the mask are few, so there the
+    // shift is always updated to the row maximum, by the code for rows whose shift cannot be kept.
+    __device__ __forceinline__ void step(const TileInSlot& tile, const GroupKeys& keys, int32 block,
+                                         Probabilities& present, Probabilities& next) {
+        const bool masked = kRightLimit && !common::kListsTiles<Spec> && needs_mask(keys, block);
+        const bool is_last = block == (kLeftLimit ? keys.begin : 0);
         issue_both(present, tile, block);
-        if constexpr (!common::kCapsLate<Spec>) modify(tile, block, is_last);
+        if (!common::kCapsLate<Spec> || masked) modify(tile, block, is_last);
         if (is_last) release_query();
+        if (masked) mask(scores_, tile, block);
         float rescale[2];
         if constexpr (!kTwoP) wait_for_output();
-        const bool kept = exponentials(next, rescale);
+        const bool kept = exponentials(next, masked, rescale);
         drop(tile, block, next);
         if constexpr (kTwoP) {
             wait_for_output();
@@ -159,32 +159,11 @@ class ForwardConsumer : common::HeadTerms<Spec>,
         if (__builtin_expect(!kept, 0)) multiply_output(rescale);
     }
 
-    // The same for a key tile that needs the mask. These are few, so the shift is always updated to the row maximum,
-    // without an attempt to keep it.
-    __device__ __forceinline__ void masked_step(const TileInSlot& tile, const GroupKeys& keys, int32 block,
-                                                Probabilities& p) {
-        if constexpr (common::kListsTiles<Spec>) {
-            masked_listed_step(tile, block, p);
-            return;
-        }
-        issue_both(p, tile, block);
-        if (block == (kLeftLimit ? keys.begin : 0)) release_query();
-        modify(tile, block, block == (kLeftLimit ? keys.begin : 0));
-        mask(scores_, tile, block);
-        float rescale[2];
-        softmax_.update_raw(scores_, common::score_scale<Spec>(params_), rescale);
-        pin_exponentials(softmax_);
-        wait_for_output();
-        multiply_output(rescale);
-        p.set(scores_);
-        drop(tile, block, p);
-    }
-
-    // The same under a sparse map, where the tiles that need the mask may be most of all.
+    // The same for a key tile of a sparse map that needs the mask. Most of all may.
     __device__ __forceinline__ void masked_listed_step(const TileInSlot& tile, int32 block, Probabilities& p) {
         start_both(p);
         const TileMask of_tile(params_, score_tile(tile, block));
-        load_distances(tile, block);
+        load_ahead(tile, block);
         wait_for_scores();
         if (block == 0) release_query();
         modify(tile, block, block == 0);
@@ -202,13 +181,15 @@ class ForwardConsumer : common::HeadTerms<Spec>,
     }
 
     // True if the row shift was kept; else O must be multiplied by `rescale`.
-    __device__ __forceinline__ bool exponentials(Probabilities& p, float (&rescale)[2]) {
-        bool kept;
-        if constexpr (common::kCapsLate<Spec>)
-            kept = common::try_capped<Spec, 2>(softmax_, scores_, params_, p);
-        else
-            kept = softmax_.template try_row_shift<2>(scores_, common::score_scale<Spec>(params_), p);
-        if (__builtin_expect(kept, 1)) return true;
+    __device__ __forceinline__ bool exponentials(Probabilities& p, bool masked, float (&rescale)[2]) {
+        if (__builtin_expect(!masked, 1)) {
+            bool kept;
+            if constexpr (common::kCapsLate<Spec>)
+                kept = common::try_capped<Spec, 2>(softmax_, scores_, params_, p);
+            else
+                kept = softmax_.template try_row_shift<2>(scores_, common::score_scale<Spec>(params_), p);
+            if (__builtin_expect(kept, 1)) return true;
+        }
         softmax_.update_raw(scores_, common::score_scale<Spec>(params_), rescale);
         p.set(scores_);
         return false;
@@ -220,7 +201,7 @@ class ForwardConsumer : common::HeadTerms<Spec>,
         mbarrier_wait(memory_.full_query(queries_.slot()), queries_.parity());
         mbarrier_wait(memory_.full_key(keys_.slot()), keys_.parity());
         issue_scores();
-        load_distances(tile, keys.end - 1);
+        load_ahead(tile, keys.end - 1);
         wgmma_wait<0>();
         pin(scores_);
         release_key();
@@ -231,11 +212,13 @@ class ForwardConsumer : common::HeadTerms<Spec>,
         const int32 block = keys.end - 1;
         if (block == (kLeftLimit ? keys.begin : 0)) release_query();
         modify(tile, block, block == (kLeftLimit ? keys.begin : 0));
-        if (block >= keys.full_end || (kLeftLimit && block < (kLeftLimit ? keys.full_begin : 0)))
-            mask(scores_, tile, block);
+        if (needs_mask(keys, block)) mask(scores_, tile, block);
         float rescale[2];
         softmax.reset();
         softmax.update_raw(scores_, common::score_scale<Spec>(params_), rescale);
+    }
+    __device__ __forceinline__ static bool needs_mask(const GroupKeys& keys, int32 block) {
+        return block >= keys.full_end || (kLeftLimit && block < (kLeftLimit ? keys.full_begin : 0));
     }
     __device__ __forceinline__ void take_first(const TileInSlot& tile, const GroupKeys& keys, Probabilities& p) {
         p.set(scores_);
@@ -249,14 +232,18 @@ class ForwardConsumer : common::HeadTerms<Spec>,
     __device__ __forceinline__ void modify(const TileInSlot& tile, int32 block, bool is_last) {
         if constexpr (common::kModifiesScores<Spec>) Base::with_array(*this, tile, block, false, is_last);
     }
-    // Evaluates the terms of the caller's function that depend on the distance, while the scores are in flight.
-    __device__ __forceinline__ void load_distances(const TileInSlot& tile, int32 block) {
+    // Loads the padding, and evaluates the terms of the caller's function that depend on the distance, while the scores
+    // are in flight.
+    __device__ __forceinline__ void load_ahead(const TileInSlot& tile, int32 block) {
         if constexpr (common::kHasDistanceTerms) this->terms = Base::distances_of(tile, block);
+        if constexpr (!__is_empty(Padding))
+            static_cast<Padding&>(*this) = {record_of<Spec>(params_, tile), score_tile(tile, block)};
     }
     template <class Held>
     __device__ __forceinline__ void use_array(const Held& held, const TileInSlot& tile, int32 block, bool) {
         common::modify_scores_with<Spec>(held, scores_, record_of<Spec>(params_, tile), score_tile(tile, block),
-                                         this->distances(), static_cast<const Terms&>(*this));
+                                         this->distances(), static_cast<const Padding&>(*this),
+                                         static_cast<const Terms&>(*this));
     }
     __device__ __forceinline__ void drop(const TileInSlot& tile, int32 block, Probabilities& p) const {
         if constexpr (common::kDrops<Spec>) common::drop<Spec>(p, params_, score_tile(tile, block));
@@ -300,7 +287,7 @@ class ForwardConsumer : common::HeadTerms<Spec>,
     // On return the scores of key tile `block` are complete; the output is still in flight.
     __device__ __forceinline__ void issue_both(const Probabilities& p, const TileInSlot& tile, int32 block) {
         start_both(p);
-        load_distances(tile, block);
+        load_ahead(tile, block);
         wait_for_scores();
     }
     __device__ __forceinline__ void start_both(const Probabilities& p) {

@@ -165,7 +165,8 @@ __device__ __forceinline__ void publish_tile(const Memory& memory, RingPosition<
 
 // The key tiles of a warp group: it skips `skipped` tiles from `end` on, then processes [begin, end). Those of
 // [full_begin, full_end) need no mask. Those of a share are counted from its first, so that loops end at the constant
-// 0, which takes no register.
+// 0, which takes no register; `full_end` and `full_begin` of a share may be below 0, but not under a sparse map, where a
+// loop ends at `full_end`.
 struct GroupKeys {
     int32 skipped, end, full_end, full_begin, begin;
 };
@@ -177,19 +178,20 @@ template <class Spec>
 __device__ __forceinline__ GroupKeys keys_of_group(const Params& params, const TileInSlot& tile, int32 group,
                                                    int32 most_skipped) {
     const int32 first = Spec::kSplit ? tile.first_key_tile() : 0;
-    const auto from_first = [&](int32 key_tile) { return Spec::kSplit ? max_of(key_tile - first, 0) : key_tile; };
-    if constexpr (!common::kRightLimit<Spec> || common::kListsTiles<Spec>)
-        return {0, tile.key_tiles() - first, from_first(tile.full_key_tiles()), 0, 0};
+    if constexpr (!common::kRightLimit<Spec> || common::kListsTiles<Spec>) {
+        const int32 full_end = tile.full_key_tiles() - first;
+        return {0, tile.key_tiles() - first, Spec::kSplit ? max_of(full_end, 0) : full_end, 0, 0};
+    }
     const int32 group_tile = tile.first_row() / kGroupRows + group;
     const auto& record = record_of<Spec>(params, tile);
     const auto own = common::key_tiles_of<Spec::kCausal, kGroupRows, Spec::kBc>(
         group_tile, record.seqlen_q, record.seqlen_k, common::window_of<Spec>(params));
     const int32 all = tile.key_tiles() - first;
-    int32 skipped = min_of(all - max_of(from_first(own.end), 1), most_skipped);
+    int32 skipped = min_of(all - max_of(own.end - first, 1), most_skipped);
     if constexpr (Spec::kSplit) skipped = max_of(skipped, 0);  // the group's keys may go on behind the share
     int32 begin = 0;
     if constexpr (common::kLeftLimit<Spec> && !Spec::kSplit) begin = tile.first_key_tile();
-    return {skipped, all - skipped, from_first(own.full_end), from_first(own.full_begin), begin};
+    return {skipped, all - skipped, own.full_end - first, own.full_begin - first, begin};
 }
 
 // Called once per block, after its last draw. The last block resets the counter for the next launch; its plain stores

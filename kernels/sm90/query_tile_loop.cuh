@@ -17,6 +17,7 @@
 // that it has not released. No deadlock is possible: a group consumes K and V strictly in the order in which they are
 // loaded, including key tiles that it skips, so that no group can wait for a tile whose load another group prevents.
 #pragma once
+#include "sm90/multiply_panels.cuh"
 #include "sm90/query_tile_consumer.cuh"
 
 namespace fa2::sm90 {
@@ -114,11 +115,7 @@ class QueryTileLoop : protected QueryTileConsumer<Spec, Shape_, QueryTileMemory<
     // Issues a product of operands given by descriptors, without fence and commit. kAdds: x += the product.
     template <int kColumns, bool kAdds>
     __device__ __forceinline__ static void issue_rows(Scores& x, uint64 rows, uint64 keys) {
-        if constexpr (!kAdds) wgmma_first_scores(x, rows, keys);
-#pragma unroll
-        for (int s = kAdds ? 0 : 1; s < kColumns / 16; ++s)
-            wgmma_scores(x, rows + along_columns<Shape::kQueryPanelBytes>(s),
-                         keys + along_columns<Shape::kKeyPanelBytes>(s), true);
+        multiply_panels<kColumns, Shape::kQueryPanelBytes, Shape::kKeyPanelBytes, kAdds>(x, rows, keys);
     }
 
     __device__ __forceinline__ Own& own() { return static_cast<Own&>(*this); }

@@ -217,6 +217,29 @@ class Gpu:
         stop.synchronize()
         return self.xp.cuda.get_elapsed_time(start, stop) / repeats
 
+    def elapsed_host_ms(self, call: Callable[[], object], repeats: int) -> float:
+        """Returns the mean milliseconds of `repeats` calls by the host's clock, from an idle GPU to an idle GPU."""
+        self.synchronize()
+        start = time.perf_counter()
+        for _ in range(repeats):
+            call()
+        self.synchronize()
+        return (time.perf_counter() - start) / repeats * 1e3
+
+    def captured(self, call: Callable[[], tuple]) -> Callable[[], tuple]:
+        """Returns the launch of a CUDA graph of a call that has been made before; it returns the call's results."""
+        self.synchronize()  # the stream of the capture waits for no other one
+        with self.xp.cuda.Stream(non_blocking=True) as stream:
+            stream.begin_capture()
+            results = call()
+            graph = stream.end_capture()
+
+        def launch() -> tuple:
+            graph.launch(self.xp.cuda.get_current_stream())
+            return results
+
+        return launch
+
     def peak_bytes(self, call: Callable[[], object]) -> int:
         """Returns the peak bytes of CuPy's pool in a call, its results included."""
         pool = self.xp.get_default_memory_pool()
@@ -374,23 +397,34 @@ def taking_turns(calls: Sequence[Callable[[], tuple]]) -> Callable[[], tuple]:
 MOST_QUEUED = 200
 
 
-def milliseconds(gpu: Gpu, call: Callable[[], object], budget_ms: float) -> float:
-    """Returns the mean time of a call over about `budget_ms`; first calls (compilation, handles) must be done."""
-    repeats = min(MOST_QUEUED, max(1, round(budget_ms / max(gpu.elapsed_ms(call, 1), 1e-3))))
+def milliseconds(
+    gpu: Gpu, call: Callable[[], object], budget_ms: float, elapsed: Callable[..., float] | None = None
+) -> float:
+    """Returns the mean time of a call over about `budget_ms`; first calls (compilation, handles) must be done.
+
+    `elapsed` is the clock, by default `Gpu.elapsed_ms`.
+    """
+    elapsed = elapsed or gpu.elapsed_ms
+    repeats = min(MOST_QUEUED, max(1, round(budget_ms / max(elapsed(call, 1), 1e-3))))
     # After an idle GPU or a lighter kernel, a kernel starts at a higher clock than it can sustain.
-    gpu.elapsed_ms(call, -(-repeats // 3))
-    return gpu.elapsed_ms(call, repeats)
+    elapsed(call, -(-repeats // 3))
+    return elapsed(call, repeats)
 
 
 def time_in_rounds(
-    gpu: Gpu, candidates: Sequence[Candidate], rounds: int, budget_ms: float, rng: random.Random
+    gpu: Gpu,
+    candidates: Sequence[Candidate],
+    rounds: int,
+    budget_ms: float,
+    rng: random.Random,
+    elapsed: Callable[..., float] | None = None,
 ) -> dict[str, list[float]]:
     """Returns the milliseconds of each candidate by round. Clocks drift, so they take turns, in shuffled order."""
     times: dict[str, list[float]] = {candidate.name: [] for candidate in candidates}
     for _ in range(rounds):
         for candidate in rng.sample(candidates, len(candidates)):
             with candidate.mode():
-                times[candidate.name].append(milliseconds(gpu, candidate.call, budget_ms))
+                times[candidate.name].append(milliseconds(gpu, candidate.call, budget_ms, elapsed))
     return times
 
 

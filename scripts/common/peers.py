@@ -110,6 +110,10 @@ class Fa2cupy:
         """Returns the peak bytes that a call allocates, its results included."""
         return self.gpu.peak_bytes(call)
 
+    def captured(self, call: Callable[[], tuple]) -> Callable[[], tuple]:
+        """Returns the launch of a CUDA graph of a call that has been made before; it returns the call's results."""
+        return self.gpu.captured(call)
+
     def tile(self, problem: Problem, operation: str) -> str:
         """Returns the tiles of a call as text, after the method if the operation does not name it."""
         if operation == TRAINING:
@@ -206,6 +210,18 @@ class TorchPeer(_Peer):
         cuda.reset_peak_memory_stats()
         call()
         return cuda.max_memory_allocated() - before
+
+    def captured(self, call: Callable[[], tuple]) -> Callable[[], tuple]:
+        """Does the same as `Fa2cupy.captured`."""
+        graph = self.torch.cuda.CUDAGraph()
+        with self.torch.cuda.graph(graph):
+            results = call()
+
+        def launch() -> tuple:
+            graph.replay()
+            return results
+
+        return launch
 
     def release(self) -> None:
         """Gives unused memory back to the driver."""

@@ -48,6 +48,8 @@ DEVICES = tuple(
 _MOST_BYTES = 1 << 14
 _WAIT_S = 20.0
 _MAP_BYTES = 128
+#: Addresses from this bit on stand for arrays that prepared calls will get.
+_NO_MEMORY = 56
 
 # ------------------------------------------------------------------------------------------------------------- streams
 
@@ -279,7 +281,7 @@ def _call(name: str, function: Callable[..., Any], *arguments: Any, **keywords: 
     operands = [_plain(one) for one in arguments]
     with np.errstate(all="ignore"):
         found = function(*operands, **{key: _plain(one) for key, one in keywords.items()})
-    if isinstance(found, np.ndarray) and recorder.block_at(found.ctypes.data) is not None:
+    if isinstance(found, np.ndarray) and (recorder.block_at(found.ctypes.data) or found.ctypes.data >> _NO_MEMORY):
         return _view(found)
     return _new(name, np.asarray(found), *operands) if isinstance(found, np.ndarray | np.generic) else found
 

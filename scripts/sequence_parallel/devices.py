@@ -99,18 +99,9 @@ class GpuDevice:
 
         return max(0, self.gpu.peak_bytes(counted) - results[0])
 
-    def captured(self, call: Callable[[], tuple]) -> Callable[[], None]:
+    def captured(self, call: Callable[[], tuple]) -> Callable[[], tuple]:
         """Returns the launch of a CUDA graph of a call that has been made before."""
-        self.gpu.synchronize()  # the stream of the capture waits for no other one
-        with self.xp.cuda.Stream(non_blocking=True) as stream:
-            stream.begin_capture()
-            results = call()
-            graph = stream.end_capture()
-
-        def launch(_: tuple = results) -> None:  # keeps the results, which the graph writes
-            graph.launch(self.xp.cuda.get_current_stream())
-
-        return launch
+        return self.gpu.captured(call)
 
     def release(self) -> None:
         """Gives unused memory of the pool back."""

@@ -237,14 +237,6 @@ MUTANTS = (
         HOPPER_MANY_SHARES,
     ),
     Mutant(
-        "sm90: masked key tiles before the share",
-        "forward",
-        "max_of(key_tile - first, 0)",
-        "key_tile - first",
-        "race",
-        HOPPER_MANY_SHARES,
-    ),
-    Mutant(
         "sm90: masked by the positions of another share",
         "forward",
         "if constexpr (Spec::kSplit) block += tile.first_key_tile();\n            common::mask_scores",

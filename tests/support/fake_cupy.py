@@ -43,13 +43,14 @@ class FakeArray(np.ndarray):
         if isinstance(source, FakeArray):
             self.device_id = source.device_id
 
-    def __new__(cls, shape, dtype, memptr=None):
+    def __new__(cls, shape, dtype, memptr=None, strides=None):
         """Allocates like CuPy, or takes the memory at a pointer."""
         if memptr is None:
             return _aligned(shape, dtype)
         nbytes = int(np.prod(shape)) * np.dtype(dtype).itemsize
         buffer = (ctypes.c_char * nbytes).from_address(memptr.ptr)
-        return np.frombuffer(buffer, np.uint8).view(dtype).reshape(shape).view(cls)
+        array = np.frombuffer(buffer, np.uint8).view(dtype).reshape(shape)
+        return np.lib.stride_tricks.as_strided(array, shape, strides).view(cls)
 
     def copy(self, order: str = "C"):
         """Copies like CuPy, into memory of the current allocator."""
@@ -94,6 +95,25 @@ def _using_allocator(name: str) -> Iterator[None]:
         _allocators.pop()
 
 
+class FakeStream:
+    """The part of a stream of CuPy that the package uses. Events of `waited` are those that it waits for."""
+
+    def __init__(self, ptr: int, waited: list):
+        self.ptr, self.wait_event = ptr, waited.append
+
+
+class FakeEvent:
+    """The part of ``cupy.cuda.Event`` that the package uses. It is `done` unless a test says otherwise."""
+
+    done = True
+
+    def __init__(self, *, disable_timing: bool):
+        assert disable_timing
+
+    def record(self) -> None:
+        """Records nothing: kernels have run when a launch returns."""
+
+
 class FakeCupy(types.SimpleNamespace):
     """The functions of CuPy that fa2cupy.gpu calls.
 
@@ -107,13 +127,16 @@ class FakeCupy(types.SimpleNamespace):
         Allocations other than arrays.
     launches : list of (device, stream)
         Device and stream of each launched kernel.
+    waited : list of FakeEvent
+        Events that streams have been told to wait for.
     """
 
     def __init__(self) -> None:
-        super().__init__(ndarray=FakeArray, stream=0, capturing=set(), workspaces=[], launches=[])
+        super().__init__(ndarray=FakeArray, stream=0, capturing=set(), workspaces=[], launches=[], waited=[])
         self.cuda = types.SimpleNamespace(
             Device=current_device,
-            get_current_stream=lambda: types.SimpleNamespace(ptr=self.stream + _devices[-1]),
+            Event=FakeEvent,
+            get_current_stream=lambda: FakeStream(self.stream + _devices[-1], self.waited),
             alloc=lambda nbytes: self._alloc(nbytes, _allocators[-1]),
             malloc_async=lambda nbytes: self._alloc(nbytes, "graph"),
             using_allocator=lambda allocator: _using_allocator(

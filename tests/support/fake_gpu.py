@@ -18,9 +18,10 @@ from support.launch_record import Launch
 from fa2cupy import sparse
 from fa2cupy.cpu import calls as cpu_calls
 from fa2cupy.families.device import DeviceInfo
-from fa2cupy.gpu import calls, copies, device_memory, prepare, prepared, signatures
+from fa2cupy.gpu import calls, copies, device_memory, kept_lists, prepare, prepared, signatures
 from fa2cupy.gpu.launch import ABSENT
 from fa2cupy.plan.stages import Plan, Stage
+from fa2cupy.problem.features import complete
 from fa2cupy.problem.options import CallOptions, call_options, hashable_config
 from fa2cupy.problem.tangents import Tangents
 from fa2cupy.system.recent import RecentlyUsed
@@ -83,6 +84,8 @@ _OPTIONS = {"scale": "softmax_scale", **{name: name for name in CallOptions._fie
 
 def _options(keywords: dict) -> CallOptions:
     """Takes the options out of the keywords of a call; those of features are left."""
+    if "block_mask" in keywords:
+        complete(keywords)
     given = {_OPTIONS[name]: keywords.pop(name) for name in tuple(keywords) if name in _OPTIONS}
     return call_options(**given | {"config": hashable_config(given.get("config"))})
 
@@ -114,7 +117,7 @@ def fake_gpu(
         return tuple(map(bound, plan.stages))
 
     cupy = FakeCupy()
-    for module in (calls, copies, device_memory, prepare, prepared):
+    for module in (calls, copies, device_memory, kept_lists, prepare, prepared):
         monkeypatch.setattr(module, "cupy", cupy)
     monkeypatch.setattr(device_memory, "runtime", types.SimpleNamespace(streamIsCapturing=cupy.is_capturing))
     runtime = types.SimpleNamespace(

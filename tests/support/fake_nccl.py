@@ -20,6 +20,8 @@ from fa2cupy.distributed.call import requests
 from fa2cupy.distributed.call import run as run_module
 from fa2cupy.distributed.local import copies as copies_of_ranks
 from fa2cupy.distributed.local import lanes
+from fa2cupy.distributed.local import prepared as prepared_of_ranks
+from fa2cupy.distributed.local.matrices import Matrix
 from fa2cupy.distributed.movers import resources
 from fa2cupy.distributed.transport import device_window
 from fa2cupy.distributed.transport.nccl import NcclTransport
@@ -150,6 +152,15 @@ def copy_matrices(matrices) -> None:
             ctypes.memmove(to, of, one.width)
 
 
+def copies_of_record(word: int, values: tuple[int, ...]) -> list[Matrix]:
+    """Returns the matrices of the values of a kernel's record."""
+    places = [values[first : first + 7] for first in range(1, len(values), 7)]
+    return [
+        Matrix(to, to_pitch, of, of_pitch, words_of_row * word, words // words_of_row)
+        for to, to_pitch, of, of_pitch, _, words_of_row, words in places
+    ]
+
+
 class FakeSharing:
     """CUDA IPC, pitched copies and signals of streams, between ranks that are threads of one process.
 
@@ -220,9 +231,12 @@ class FakeSharing:
     def memcpyAsync(self, target, source, nbytes, kind, stream):
         ctypes.memmove(target, source, nbytes)
 
-    def copy_matrices(self, matrices):
-        self.log += [("copy by kernel", self.current().ptr)] * len(matrices)
+    def copy_matrices(self, matrices, stream=None):
+        self.log += [("copy by kernel", stream or self.current().ptr)] * len(matrices)
         copy_matrices(matrices)
+
+    def launch_of(self, word, slices, record):
+        return lambda stream, *values: self.copy_matrices(copies_of_record(word, values), stream)
 
     def cuStreamWriteValue32(self, stream, address, value, flags):
         self.log.append(("write", stream))
@@ -259,6 +273,7 @@ def fake_sharing(monkeypatch, cupy: StreamsCupy):
         patch.setitem(sys.modules, "cuda.bindings", bindings)
         patch.setattr(NcclTransport, "window", WINDOW)
         patch.setattr(copies_of_ranks, "copy_matrices", sharing.copy_matrices)
+        patch.setattr(prepared_of_ranks, "launch_of", sharing.launch_of)
         yield sharing
 
 

@@ -35,6 +35,11 @@ class FakeGpu:
         call()
         return 2.0
 
+    elapsed_host_ms = elapsed_ms
+
+    def captured(self, call):
+        return call
+
     def peak_bytes(self, call):
         return sum(array.nbytes for array in call()) + 100
 

@@ -60,7 +60,8 @@ class Launch:
         for name, tensor in self.maps.items():
             row, head, batch = (0, 0, 0) if tensor is None else (stride // 2 for stride in tensor.strides[:3])
             self.values[f"{name}_strides"] = (batch, row, head)
-        per_batch = self.values.get("num_tiles", 1) * self.values.get("scheduled_heads", self.values["num_heads"])
+        heads = self.values.get("scheduled_heads") or self.values.get("num_heads", 1)
+        per_batch = self.values.get("num_tiles", 1) * heads
         if self.spec.operation == "merge_forward":  # blocks of 16 rows
             per_batch *= self.spec.tile.b_r // 16
         self.packed = "cu_seqlens" in self.spec.features

@@ -15,6 +15,7 @@ from support.feature_cases import extras, gradient_names
 
 import fa2cupy
 import fa2cupy.distributed as dist
+from fa2cupy.distributed.local.lanes import Lane
 from fa2cupy.distributed.movers import resources
 from fa2cupy.distributed.transport.threads import ThreadTransport
 from fa2cupy.distributed.transport.windows import IS_READY, MOST_STEPS, READY, Signal, Window
@@ -82,7 +83,7 @@ class Mark(threading.Event):
     error: BaseException | None = None
 
 
-class SlowLane:
+class SlowLane(Lane):
     """A lane as a thread with a queue: work starts late, so that a missing wait is a race, as on a GPU.
 
     Parameters
@@ -117,6 +118,9 @@ class SlowLane:
             function(*args)
 
         self._queue.put(late)
+
+    def on_stream(self, function, *args) -> None:
+        self(function, 0, *args)
 
     def record(self) -> Mark:
         mark = Mark()
@@ -197,7 +201,10 @@ class ThreadWindow(Window):
         super().__init__(rank, size)
         self._shared = shared
 
-    def send(self, copies) -> None:
+    def send(self, lane, copies) -> None:
+        lane(self._send, copies)
+
+    def _send(self, copies) -> None:
         for target, target_start, source, source_start, shape in copies:
             to, of = (
                 tuple(slice(first, first + n) for first, n in zip(start, shape, strict=True))
@@ -222,13 +229,13 @@ class ThreadWindow(Window):
         nbytes = int(np.prod(shape)) * np.dtype(dtype).itemsize
         return self._shared.memory[peer][offset : offset + nbytes].view(dtype).reshape(shape)
 
-    def _write(self, word: int, number: int) -> None:
+    def _write(self, stream: int, word: int, number: int) -> None:
         with self._shared.changed:
             for peer in self.others:
                 self._shared.numbers[peer, word, self.rank] = number
             self._shared.changed.notify_all()
 
-    def _wait(self, word: int, number: int) -> None:
+    def _wait(self, stream: int, word: int, number: int) -> None:
         own, others = self._shared.numbers[self.rank, word], list(self.others)
         with self._shared.changed:
             if not self._shared.changed.wait_for(lambda: (own[others] == number).all(), self.timeout):

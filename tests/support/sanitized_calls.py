@@ -39,13 +39,13 @@ KINDS = (
     ("bfloat16", 160),
     ("float16", 256),
     ("float32", 64),
-    ("bfloat16", 192, 128),
     ("float16", 40, 72),
     ("float32", 72, 40),
 )
 #: Features that are compiled into the same kernels, and the (dtype, head_dim) that these are called on.
 FEATURES = (("window", "softcap", "alibi by batch", "sink"), ("mask of rows", "padding", "dropout"), ("bias of heads",))
 FEATURE_KINDS = (("float16", 64), ("bfloat16", 128), ("float16", 256), ("float32", 64))
+#: What clusters compute.
 PAIR = ("bfloat16", 192, 128)
 #: head_dim, or head_dim and that of v, of float64, and of tangents: one and two warps for the gradients of a key in
 # float64, wide, a pair. A head_dim that is padded comes besides.
@@ -57,9 +57,15 @@ def columns_of(head_dim: int, head_dim_v: int | None = None) -> dict[str, int | 
     return {"head_dim": head_dim, "head_dim_v": head_dim_v}
 
 
-def plain() -> None:
+def pairs() -> None:
+    """Calls what clusters compute, plain and with features."""
+    plain((PAIR,))
+    with_features((PAIR,))
+
+
+def plain(kinds: tuple = KINDS) -> None:
     """Calls forward, delta and both backward methods: ragged tiles, a diagonal, grouped heads, rows that see no key."""
-    for dtype, *columns in KINDS:
+    for dtype, *columns in kinds:
         for causal, (seqlen_q, seqlen_k) in ((False, (70, 150)), (True, (150, 130))):
             sizes = {
                 "seqlen_q": seqlen_q,
@@ -144,14 +150,20 @@ def check_parts(q, k, v, do, options: dict) -> None:
             fa2cupy.backward(q, k, v, o, lse, do, family=family, method=method, **options)
 
 
-def with_settings() -> None:
+def with_features(kinds: tuple) -> None:
     """Calls every feature, with its gradient if it has one."""
     sizes = {"batch": 2, "num_heads": 2, "seqlen_q": 150, "seqlen_k": 130}
-    for (dtype, *columns), names in itertools.product((*FEATURE_KINDS, PAIR), FEATURES):
+    for (dtype, *columns), names in itertools.product(kinds, FEATURES):
         q, k, v, do = make_inputs(dtype, **sizes, num_heads_kv=1, **columns_of(*columns), xp=cupy)
         given = {key: value for name in names for key, value in options_of(name, dtype, sizes).items()}
         options = {key: cupy.asarray(x) if isinstance(x, np.ndarray) else x for key, x in given.items()}
         check_calls(q, k, v, do, dtype, options)
+
+
+def with_settings() -> None:
+    """Calls every feature, and biases that leading axes share."""
+    with_features(FEATURE_KINDS)
+    sizes = {"batch": 2, "num_heads": 2, "seqlen_q": 150, "seqlen_k": 130}
     for dtype, head_dim in FEATURE_KINDS[::3]:  # two leading axes, each of which one of the arrays has
         made = make_inputs(dtype, **sizes | {"batch": 6}, num_heads_kv=1, head_dim=head_dim, xp=cupy)
         q, k, v, do = (x.reshape(2, 3, *x.shape[1:]) for x in made)
@@ -257,7 +269,8 @@ def forward_by_threads(q, k, v, dtype: str, options: dict, family: str | None = 
 
 
 PARTS = {
-    "plain": plain, "features": with_settings, "functions": with_functions, "packed": packed, "sparse": sparse,
+    "plain": plain, "features": with_settings, "pairs": pairs, "functions": with_functions,
+    "packed": packed, "sparse": sparse,
     "float32-59": functools.partial(of_parts, 59), "float32-128": functools.partial(of_parts, 128),
     "float32-250": functools.partial(of_parts, 250), "float32-96-64": functools.partial(of_parts, 96, 64),
     "float64": of_float64, "decode": decoding,

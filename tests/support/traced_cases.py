@@ -29,15 +29,16 @@ def on_gpu(options: dict, copied: Callable = place) -> dict:
     """Returns keywords with arrays and maps on the simulated GPU, or on the one that `copied` copies them to."""
 
     def moved(value):
-        if isinstance(value, BlockMask):
-            made = BlockMask.__new__(BlockMask)
-            made.states, made.layout = copied(value.states), value.layout
-            return made
         if isinstance(value, tuple) and value and isinstance(value[0], np.ndarray):
             return tuple(map(copied, value))
         return copied(value) if isinstance(value, np.ndarray) else value
 
-    return {name: moved(value) for name, value in options.items()}
+    found = {name: moved(value) for name, value in options.items()}
+    if isinstance(found.get("block_mask"), BlockMask):
+        own = found["block_mask"]
+        arrays, given = map(copied, own.arguments), found.get("mask_args", ())
+        found["block_mask"] = BlockMask.of_states(copied(own.states), *own.layout[1:], arrays, given)
+    return found
 
 
 def bounded(score, b, h, q, k):
@@ -60,6 +61,7 @@ def ready_made(batch: int, heads: int, seqlen_q: int, seqlen_k: int, wide: str =
         "sliding_window": Case("mask_mod", mods.sliding_window(9, 4, diagonal), (), {"window": (9, 4)}),
         "dilated_window": Case("mask_mod", mods.dilated_window(20, 3)),
         "neighborhood_2d": Case("mask_mod", mods.neighborhood_2d(7, 2)),
+        "neighborhood": Case("mask_mod", mods.neighborhood((3, 5, 6), (2, 3, 5))),
         "prefix_lm": Case("mask_mod", mods.prefix_lm, (rng.integers(0, longest, batch),)),
         "document": Case("mask_mod", mods.document, (np.sort(rng.integers(0, 4, (batch, longest)), axis=1),)),
         "softcap": Case("score_mod", mods.softcap(0.8), (), {"softcap": 0.8}),

@@ -92,6 +92,7 @@ def options(slopes: AnyArray) -> list[FeatureKeywords]:
 
 def all_mods() -> list[Callable[..., Any]]:
     made = [mods.causal(), mods.sliding_window(16), mods.dilated_window(16, 2), mods.neighborhood_2d(8, 2)]
+    made.append(mods.neighborhood((8, 8), (3, 3)))
     scores = [mods.softcap(30.0), mods.alibi(), mods.t5_relative(32, 128, bidirectional=False)]
     return [*made, *scores, mods.prefix_lm, mods.document]
 

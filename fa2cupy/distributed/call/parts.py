@@ -116,28 +116,21 @@ def _window(problem: AttentionProblem, part: Part) -> tuple[int | None, int | No
 
 
 def _place_functions(keywords: dict[str, Any], part: Part, place: Array | None) -> None:
-    sparse = keywords.get("block_mask")
-    if isinstance(sparse, BlockMask) and sparse.shape[1] > 1:
-        sparse = BlockMask.of_states(
-            sparse.states[:, part.heads].copy(),
-            sparse.layout.seqlen_q,
-            sparse.layout.seqlen_k,
-            sparse.tile,
-            sparse.program,
-        )
     for role in ("score_mod", "mask_mod"):
         if place is None or role not in keywords:
             continue
         args = role.replace("mod", "args")
         keywords[role] = _placed(role, keywords[role])
         keywords[args] = (*keywords.get(args, ()), place)
+    sparse = keywords.get("block_mask")
     if isinstance(sparse, BlockMask):
+        states = sparse.states[:, part.heads].copy() if sparse.shape[1] > 1 else sparse.states
         program = sparse.program
         if program is not None and place is not None:
             program = program_of("mask_mod", keywords["mask_mod"], keywords["mask_args"])
-        layout = sparse.layout
-        sparse = BlockMask.of_states(sparse.states, layout.seqlen_q, layout.seqlen_k, sparse.tile, program)
-        keywords["block_mask"] = sparse
+        lengths, arrays = sparse.layout[1:3], keywords.get("mask_args", ())
+        made = keywords["block_mask"] = BlockMask.of_states(states, *lengths, sparse.tile, program, arrays)
+        made.kept = None  # it is one of this call
 
 
 def _placed(role: str, function: Callable[..., Any]) -> Callable[..., Any]:

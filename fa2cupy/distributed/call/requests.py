@@ -113,11 +113,13 @@ class Request:
     options : CallOptions
         Those of the calls of parts.
     keywords : dict
-        The keywords of features that are not None, and tangents of features.
+        The keywords of features that are not None, and tangents of features; empty in the request of a signature.
     query_groups : tuple of slice
         The query heads of each group of a forward of ``"heads"``, if they are not those of `groups`.
     number : int
         Stands for all that the ranks agree on, from 1 to 2**32 - 1.
+    signature : hashable
+        What another call must have in common with this one to be queued like it; None if it is checked anew.
     """
 
     problem: AttentionProblem
@@ -131,6 +133,7 @@ class Request:
     keywords: Mapping[str, Any]
     query_groups: tuple[slice, ...] = ()
     number: int = 1
+    signature: Hashable = None
 
     @property
     def with_rows(self) -> int:
@@ -155,7 +158,7 @@ def checked(comm: Communicator, arguments: CallArguments) -> Request:
                 arguments, known.results, unpack_out(arguments.out, tuple(one.name for one in known.results))
             )
         comm.stage = Stage.TOGETHER
-        return replace(known, keywords=arguments.features)
+        return known
     array_backend(arguments.given, rows=ARRAYS)
     request = _request(comm, arguments)
     description = _description(arguments) | {"ranks_per_host": str(comm.ranks_per_host)}
@@ -163,12 +166,12 @@ def checked(comm: Communicator, arguments: CallArguments) -> Request:
     if signature is not None:
         if len(comm.requests) >= _MAX_REQUESTS:
             comm.requests.clear()
-        comm.requests[signature] = replace(request, keywords={})
+        request = comm.requests[signature] = replace(request, keywords={}, signature=signature)
     return request
 
 
 def _signature(arguments: CallArguments) -> Hashable:
-    """All that the checks of a call depend on, but for overlaps; None for calls that are checked each time.
+    """All that a call depends on, but for overlaps; None for calls that are checked each time.
 
     These are calls on NumPy arrays, whose ranks wait for each other anyway, and those with functions or sparse maps.
     """
@@ -190,9 +193,13 @@ def _signature(arguments: CallArguments) -> Hashable:
 
 
 def _kind(value: Any) -> Hashable:
-    """What the checks of an argument depend on. Texts distinguish True, 1 and 1.0, which are equal."""
+    """What a call depends on in an argument. Texts distinguish True, 1 and 1.0, which are equal."""
+    if value is None:
+        return None
     if hasattr(value, "dtype") and not isinstance(value, np.generic):
-        return type(value), value.shape, value.dtype
+        memory = value.data
+        place = () if is_on_host(value) else (memory.device_id, memory.ptr & 15)
+        return type(value), value.shape, value.dtype, value.strides, *place
     return repr(value)
 
 

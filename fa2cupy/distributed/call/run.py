@@ -10,6 +10,7 @@ from ...backends import backend_of
 from ...problem.array_types import Array
 from ..communicator import Communicator
 from ..local.lanes import Lane
+from ..local.prepared import PreparedCall
 from ..movers.by_copies import ByCopies
 from ..movers.by_messages import ByMessages
 from ..movers.move import Mover
@@ -39,8 +40,8 @@ class Run(Resources):
     multiprocessors, and NCCL's blocks wait until it ends.
     """
 
-    def __init__(self, comm: Communicator, request: Request, array: Array):
-        super().__init__(comm, array, request.number)
+    def __init__(self, comm: Communicator, request: Request, array: Array, prepared: PreparedCall | None = None):
+        super().__init__(comm, array, request.number, prepared)
         self.ranks_per_host = comm.ranks_per_host
         self.request = request
         self.options = request.options._replace(layout="bshd")

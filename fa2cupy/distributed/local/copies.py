@@ -11,7 +11,7 @@ from ...problem.array_types import Array
 from .copy_kernel import copy_matrices
 from .matrices import Matrix, is_few, matrices_of
 
-__all__ = ["Copy", "copy", "copy_parts", "matrices_with_addresses", "part_of", "word_layout"]
+__all__ = ["Copy", "copy", "copy_parts", "divided", "matrices_with_addresses", "part_of", "word_layout"]
 
 #: A copy of a part of an array to a part of another one, of one dtype and number of axes: (target, the first element
 #: of its part, source, the first element of its part, shape of both parts).
@@ -31,16 +31,25 @@ def copy(target: Array, source: Array) -> None:
 
 def copy_parts(copies: Sequence[Copy]) -> None:
     """Makes copies between arrays of one library. On a GPU, one kernel makes all those that are a few matrices each."""
+    matrices, others = divided(copies)
+    for target, source in others:
+        copy(target, source)
+    if matrices:
+        copy_matrices(matrices)
+
+
+def divided(copies: Sequence[Copy]) -> tuple[list[Matrix], list[tuple[Array, Array]]]:
+    """The matrices of those copies that one kernel makes, and targets and sources of the others."""
     on_host = bool(copies) and is_on_host(copies[0][0])
     together: list[Copy] = []
+    others: list[tuple[Array, Array]] = []
     for one in copies:
         target, target_start, source, source_start, shape = one
         if not on_host and is_few(shape, target.strides, target.itemsize, source.strides):
             together.append(one)
         elif 0 not in shape:
-            copy(part_of(target, target_start, shape), part_of(source, source_start, shape))
-    if together:
-        copy_matrices(matrices_with_addresses(together))
+            others.append((part_of(target, target_start, shape), part_of(source, source_start, shape)))
+    return matrices_with_addresses(together), others
 
 
 def part_of(array: Array, start: tuple[int, ...], shape: tuple[int, ...]) -> Array:

@@ -7,21 +7,35 @@ from collections.abc import Iterator, Sequence
 
 from ...families.device import DeviceInfo
 from ...plan.ranks import LONGEST_WORD, WORDS_OF_BLOCK, copy_spec
-from .kernels import launch
+from .kernels import Launch, launch
 from .matrices import Matrix
 
-__all__ = ["copy_matrices", "launches_of"]
+__all__ = ["copy_matrices", "form_of", "launch_of", "launches_of"]
 
 #: A launch takes at most so many matrices (a record has at most 4 KiB), and a matrix has fewer words than this.
 _MOST_MATRICES, _MOST_WORDS = 64, 1 << 31
+_HEAD, _MATRIX = "<q", "5q2I"
 _BLOCKS_PER_MULTIPROCESSOR = 8
 
 
 def copy_matrices(matrices: Sequence[Matrix]) -> None:
     """Queues copies on CuPy's current stream; the places of the matrices are addresses."""
-    most = _BLOCKS_PER_MULTIPROCESSOR * DeviceInfo.current().multiprocessors
     for word, slices, record in launches_of(matrices):
-        launch(copy_spec, (word,), min(slices, most), record)
+        launch(copy_spec, (word,), _blocks_of(slices), record)
+
+
+def launch_of(word: int, slices: int, record: bytes) -> Launch:
+    """One of `launches_of`, to be repeated with the values of other records."""
+    return Launch(copy_spec, (word,), _blocks_of(slices), form_of(record))
+
+
+def _blocks_of(slices: int) -> int:
+    return min(slices, _BLOCKS_PER_MULTIPROCESSOR * DeviceInfo.current().multiprocessors)
+
+
+def form_of(record: bytes) -> str:
+    """The form of the front of a record, as for `struct`: the number of matrices, and seven values for each."""
+    return _HEAD + _MATRIX * (len(record) // struct.calcsize("=" + _MATRIX))
 
 
 def launches_of(matrices: Sequence[Matrix]) -> Iterator[tuple[int, int, bytes]]:
@@ -40,7 +54,7 @@ def launches_of(matrices: Sequence[Matrix]) -> Iterator[tuple[int, int, bytes]]:
             words = words_of_row * height
             slices += -(-words // WORDS_OF_BLOCK)
             values += (target, target_pitch, source, source_pitch, slices, words_of_row, words)
-        yield word, slices, struct.pack("<q" + "5q2I" * len(some), len(some), *values)
+        yield word, slices, struct.pack(_HEAD + _MATRIX * len(some), len(some), *values)
 
 
 def _of_some_words(matrix: Matrix, word: int) -> Iterator[Matrix]:

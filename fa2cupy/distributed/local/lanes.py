@@ -1,8 +1,11 @@
 """Lanes: where the work of a call is queued.
 
     lane(function, *args)       queues a call
+    lane.on_stream(function, *args)   the same of a function whose first argument is the address of a stream
     lane.record()               an event that is reached when all that was queued before is done
     lane.wait(event)            what is queued after it waits for the event
+    lane.record_for(use)        calls ``use(event)`` with such an event
+    lane.wait_for(event_of)     waits for the event that ``event_of()`` returns, if it is not None
     lane.join()                 returns when the host may read what the lane has written
 
 A call has seven lanes: the caller's, four others for computing, one for messages, and one for copies on its rank. On a
@@ -21,17 +24,32 @@ from typing import Any, Protocol
 from ...numerics.arrays import is_on_host
 from ...problem.array_types import Array
 
-__all__ = ["HostLane", "Lane", "StreamLane", "device_lanes", "host_lanes", "is_captured"]
+__all__ = ["NUM_LANES", "HostLane", "Lane", "StreamLane", "device_lanes", "device_streams", "host_lanes", "is_captured"]
 
 #: CUDA clamps a priority to the highest one of the device. Streams that compute have a lower one than messages.
 _HIGHEST_PRIORITY, _PRIORITIES_OF_GROUPS = -5, (-4, -3, -2)
+#: The caller's, a second one for computing, those of messages and of copies, and three more for computing.
+NUM_LANES = 4 + len(_PRIORITIES_OF_GROUPS)
 
 
 class Lane(Protocol):
     """See the docstring of the module."""
 
+    def record_for(self, use: Callable[[Any], None]) -> None:
+        """Calls the function with a new event."""
+        use(self.record())
+
+    def wait_for(self, event_of: Callable[[], Any]) -> None:
+        """Lets what is queued after it wait for an event, if there is one."""
+        event = event_of()
+        if event is not None:
+            self.wait(event)
+
     def __call__(self, function: Callable[..., Any], *args: Any) -> None:
         """Queues a call."""
+
+    def on_stream(self, function: Callable[..., Any], *args: Any) -> None:
+        """Queues a call of a function that takes the address of a stream before `args`; 0 where there is none."""
 
     def record(self) -> Any:
         """An event that is reached when all that was queued before is done."""
@@ -43,12 +61,16 @@ class Lane(Protocol):
         """Returns when the host may read what the lane has written."""
 
 
-class HostLane:
+class HostLane(Lane):
     """A lane that does its work at once."""
 
     def __call__(self, function: Callable[..., Any], *args: Any) -> None:
         """Calls the function."""
         function(*args)
+
+    def on_stream(self, function: Callable[..., Any], *args: Any) -> None:
+        """Calls the function."""
+        function(0, *args)
 
     def record(self) -> None:
         """Nothing: all is done."""
@@ -60,7 +82,7 @@ class HostLane:
         """Nothing: all is done."""
 
 
-class StreamLane:
+class StreamLane(Lane):
     """A lane on a CUDA stream.
 
     Parameters
@@ -82,6 +104,10 @@ class StreamLane:
         """Calls the function with the stream as CuPy's current one."""
         with self._stream, self._memory():
             function(*args)
+
+    def on_stream(self, function: Callable[..., Any], *args: Any) -> None:
+        """Calls the function with the address of the stream, which is not made the current one."""
+        function(self._stream.ptr, *args)
 
     def record(self) -> Any:
         """An event on the stream."""
@@ -110,16 +136,22 @@ def is_captured(array: Array) -> bool:
 
 def host_lanes(rank: int) -> tuple[Lane, ...]:
     """The lanes of a call on NumPy arrays."""
-    return (HostLane(),) * (4 + len(_PRIORITIES_OF_GROUPS))
+    return (HostLane(),) * NUM_LANES
 
 
 def device_lanes(array: Any, is_captured: bool) -> tuple[list[Lane], Any]:
     """The lanes of a call on CuPy arrays, and the stream that its memory is allocated on."""
+    streams, arena = device_streams(array)
+    return [StreamLane(stream, is_captured) for stream in streams], arena
+
+
+def device_streams(array: Any) -> tuple[list[Any], Any]:
+    """The streams of these lanes, and the one that memory is allocated on."""
     import cupy
 
     current = cupy.cuda.get_current_stream()
     streams, arena = _streams(array.data.device_id, threading.get_ident(), current.ptr)
-    return [StreamLane(stream, is_captured) for stream in (current, *streams)], arena
+    return [current, *streams], arena
 
 
 @functools.lru_cache(maxsize=None)

@@ -8,6 +8,7 @@ where nothing is computed.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -65,12 +66,13 @@ class ByCopies(Mover):
 
     def put(self, kind: Signal, step: int, moves: Moves, late: Late | None = None, is_idle: bool = False) -> None:
         """See `Mover`."""
-        comm, send = self.own.comm, copy_parts if is_idle else self.window.send
-        comm(send, self._to_others(step, moves))
+        comm = self.own.comm
+        send = functools.partial(comm, copy_parts) if is_idle else functools.partial(self.window.send, comm)
+        send(self._to_others(step, moves))
         if late is not None:
             later, written = late
             comm.wait(written)
-            comm(send, self._to_others(step, later))
+            send(self._to_others(step, later))
         self.window.signal(comm, kind, step)
 
     def sent(self) -> Any:

@@ -11,6 +11,7 @@ from ...numerics.arrays import array_module, is_on_host
 from ...problem.array_types import Array
 from ..communicator import Communicator
 from ..local.lanes import Lane, device_lanes, host_lanes, is_captured
+from ..local.prepared import PreparedCall
 from ..transport.messages import Messages, head_of, without_text
 from ..transport.windows import Window
 
@@ -27,6 +28,8 @@ class Resources:
         An array of the call.
     call : int
         Stands for all that the ranks have agreed on, from 1 to 2**32 - 1.
+    prepared : PreparedCall, optional
+        What records the call, which is not queued yet.
 
     Attributes
     ----------
@@ -43,16 +46,19 @@ class Resources:
         True if a CUDA graph captures the call.
     """
 
-    def __init__(self, comm: Communicator, array: Array, call: int):
+    def __init__(self, comm: Communicator, array: Array, call: int, prepared: PreparedCall | None = None):
         self.rank, self.size, self.call = comm.rank, comm.size, call
         self.xp = array_module(array)
         self._transport = comm.transport_of(array)
         self._peers: Sequence[int] = range(comm.size)
         self._held: list[Array] = []
         self._arena: Any = None
+        self._prepared = prepared
         self.is_captured = is_captured(array)
-        if is_on_host(array):
-            lanes: Sequence[Lane] = host_lanes(comm.rank)
+        if prepared is not None:
+            lanes: Sequence[Lane] = prepared.lanes
+        elif is_on_host(array):
+            lanes = host_lanes(comm.rank)
         else:
             lanes, self._arena = device_lanes(array, self.is_captured)
         self.main, self.side, self.comm, self.back, *first = lanes
@@ -83,6 +89,8 @@ class Resources:
         while its kernels still use them, and CuPy's pool would hand them out to a lane that does not wait for these
         kernels. The pool keeps memory by stream, and nothing else allocates on the arena's stream.
         """
+        if self._prepared is not None:
+            return self._prepared.empty(shape, dtype)
         if self._arena is None:
             array = host_memory(shape, dtype)
         else:

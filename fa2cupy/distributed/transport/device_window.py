@@ -20,7 +20,8 @@ import numpy as np
 
 from ...problem.array_types import Array
 from ..local.copies import Copy, matrices_with_addresses
-from ..local.matrices import is_few
+from ..local.lanes import Lane
+from ..local.matrices import Matrix, is_few
 from .messages import CommunicationError
 from .shared_memory import SharedMemory
 from .windows import FAILED, IS_READY, READY, Signal, Window, word_of
@@ -77,9 +78,6 @@ class DeviceWindow(Window):
             self._data.release()
         self._data.allocate(nbytes)
 
-    def _keep(self) -> None:
-        self._is_kept = True
-
     def _array(self, peer: int, offset: int, shape: tuple[int, ...], dtype: np.dtype) -> Array:
         return self._cupy.ndarray(shape, dtype, self._data.pointers[peer] + offset)
 
@@ -88,10 +86,13 @@ class DeviceWindow(Window):
 
     # -- copies
 
-    def send(self, copies: Sequence[Copy]) -> None:
-        """Queues copies to other GPUs on the current stream. A copy engine makes them."""
-        stream, memcpy = self._cupy.cuda.get_current_stream().ptr, self._runtime.memcpy2DAsync
-        for to, to_pitch, of, of_pitch, width, height in matrices_with_addresses(copies):
+    def send(self, lane: Lane, copies: Sequence[Copy]) -> None:
+        """Queues copies to other GPUs. A copy engine makes them."""
+        lane.on_stream(self._send, matrices_with_addresses(copies))
+
+    def _send(self, stream: int, matrices: Sequence[Matrix]) -> None:
+        memcpy = self._runtime.memcpy2DAsync
+        for to, to_pitch, of, of_pitch, width, height in matrices:
             memcpy(to, to_pitch, of, of_pitch, width, height, _COPY_DEFAULT, stream)
 
     def can_copy(self, array: Array) -> bool:
@@ -100,20 +101,17 @@ class DeviceWindow(Window):
 
     # -- signals
 
-    def _write(self, word: int, number: int) -> None:
-        stream = self._cupy.cuda.get_current_stream().ptr
+    def _write(self, stream: int, word: int, number: int) -> None:
         for peer in self.others:
             self._queue(self._driver.cuStreamWriteValue32, stream, self._address(peer, word, self.rank), number, 0)
 
-    def _wait(self, word: int, number: int) -> None:
-        stream = self._cupy.cuda.get_current_stream().ptr
+    def _wait(self, stream: int, word: int, number: int) -> None:
         for peer in self.others:
             address = self._address(self.rank, word, peer)
             self._queue(self._driver.cuStreamWaitValue32, stream, address, number, _WAIT_UNTIL_EQUAL)
             self._queue(self._driver.cuStreamWriteValue32, stream, address, 0, 0)
 
-    def _stay(self) -> None:
-        stream = self._cupy.cuda.get_current_stream().ptr
+    def _stay(self, stream: int) -> None:
         for peer in self.others:
             address = self._address(self.rank, FAILED, peer)
             self._queue(self._driver.cuStreamWaitValue32, stream, address, 0, _WAIT_UNTIL_EQUAL)
@@ -146,16 +144,20 @@ class DeviceWindow(Window):
 
     # -- failures
 
-    def _begun(self, steps: int) -> None:
-        if self._is_captured:
-            return
-        while self._unfinished and self._unfinished[0].is_done():
-            self._unfinished.pop(0)
-        self._unfinished.append(_Queued(self._call, steps))
+    def _begin(self, steps: int, call: int, is_captured: bool) -> Any:
+        self._check()
+        if is_captured:
+            self._is_kept = True  # a graph uses the memory as long as it is there
+        else:
+            while self._unfinished and self._unfinished[0].is_done():
+                self._unfinished.pop(0)
+            self._unfinished.append(_Queued(call, steps))
+        return super()._begin(steps, call, is_captured)
 
-    def _ended(self) -> None:
+    def _end(self, event: Any) -> None:
+        super()._end(event)
         if not self._is_captured:
-            self._unfinished[-1].end = self._last
+            self._unfinished[-1].end = event
 
     def release(self) -> None:
         """Ends all waits of this rank after a failure, also those of later calls.

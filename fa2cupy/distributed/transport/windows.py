@@ -5,7 +5,7 @@
     window.enter(lane)                          lets what is queued after it wait until it may write to the others
     window.signal(lane, kind, step)             tells all other ranks that the lane has come so far
     window.wait(lane, kind, step)               lets what is queued after it wait for the signals of all other ranks
-    lane(window.send, copies)                   copies of parts of arrays to other ranks, which need no multiprocessor
+    window.send(lane, copies)                   copies of parts of arrays to other ranks, which need no multiprocessor
     window.end(lane, *lanes)                    at the end: the first lane waits for the others that used the window
 
 Ranks write to each other's windows and never read them: a rank whose call has ended can end itself.
@@ -14,6 +14,7 @@ Ranks write to each other's windows and never read them: a rank whose call has e
 from __future__ import annotations
 
 import enum
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -132,13 +133,8 @@ class Window:
             self._arrays.clear()
             self._grow(nbytes, self._last)
             self.nbytes = nbytes
-        if is_captured:
-            self._keep()
-        elif self._last is not None:
-            lane.wait(self._last)
         self._used, self._call = 0, call
-        self._is_captured = is_captured
-        self._begun(steps)
+        lane.wait_for(functools.partial(self._begin, steps, call, is_captured))
 
     def arrays(self, shape: tuple[int, ...], dtype: np.dtype) -> list[Array]:
         """The next array of the call, in the windows of all ranks, by rank."""
@@ -152,31 +148,29 @@ class Window:
 
     def signal(self, lane: Lane, kind: Signal, step: int = 0) -> None:
         """Queues a signal to all other ranks."""
-        lane(self._write, word_of(kind, step), self._call)
+        lane.on_stream(self._write, word_of(kind, step), self._call)
 
     def wait(self, lane: Lane, kind: Signal, step: int = 0) -> None:
         """Lets what is queued on the lane after it wait for a signal of all other ranks."""
-        lane(self._wait, word_of(kind, step), self._call)
+        lane.on_stream(self._wait, word_of(kind, step), self._call)
 
     def enter(self, lane: Lane) -> None:
         """Lets what is queued on the lane after it wait until the windows of all other ranks may be written."""
-        lane(self._wait, READY, IS_READY)
+        lane.on_stream(self._wait, READY, IS_READY)
 
     def end(self, lane: Lane, *others: Lane) -> None:
         """Notes that the call has queued all its work with the window, on these lanes, and tells the other ranks."""
         for other in others:
             lane.wait(other.record())
-        lane(self._stay)
-        if not self._is_captured:
-            self._last = lane.record()
-        lane(self._write, READY, IS_READY)
-        self._ended()
+        lane.on_stream(self._stay)
+        lane.record_for(self._end)
+        lane.on_stream(self._write, READY, IS_READY)
+
+    def send(self, lane: Lane, copies: Sequence[Copy]) -> None:
+        """Queues copies to other ranks one after the other."""
+        raise NotImplementedError
 
     # -- by kind of memory
-
-    def send(self, copies: Sequence[Copy]) -> None:
-        """Makes copies to other ranks one after the other, on the current lane."""
-        raise NotImplementedError
 
     def can_copy(self, array: Array) -> bool:
         """True if copies of parts of this layout are fast."""
@@ -194,22 +188,23 @@ class Window:
         """An array in the window of a rank."""
         raise NotImplementedError
 
-    def _keep(self) -> None:
-        """Keeps the memory of the window as long as it is there: graphs use it."""
+    def _begin(self, steps: int, call: int, is_captured: bool) -> Any:
+        """Notes that a call begins; returns the event that its work waits for, or None."""
+        self._is_captured = is_captured
+        return None if is_captured else self._last
 
-    def _begun(self, steps: int) -> None:
-        """Notes that a call queues its work from now on."""
+    def _end(self, event: Any) -> None:
+        """Notes that the call has queued all its work, at this event."""
+        if not self._is_captured:
+            self._last = event
 
-    def _ended(self) -> None:
-        """Notes that a call has queued all its work."""
+    def _stay(self, stream: int) -> None:
+        """Waits on a stream if another rank has failed, until this one fails, too: results may be wrong."""
 
-    def _stay(self) -> None:
-        """Waits on the current lane if another rank has failed, until this one fails, too: results may be wrong."""
-
-    def _write(self, word: int, number: int) -> None:
-        """Writes a number to a word of each other rank, on the current lane."""
+    def _write(self, stream: int, word: int, number: int) -> None:
+        """Writes a number to a word of each other rank, on a stream."""
         raise NotImplementedError
 
-    def _wait(self, word: int, number: int) -> None:
-        """Waits on the current lane until all other ranks have written a number, and writes 0."""
+    def _wait(self, stream: int, word: int, number: int) -> None:
+        """Waits on a stream until all other ranks have written a number, and writes 0."""
         raise NotImplementedError
