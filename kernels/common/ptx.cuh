@@ -28,6 +28,7 @@ __device__ __forceinline__ uint32 in_block(uint32 rank, uint32 address) {
     asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
     return there;
 }
+
 // ------------------------------------------------------------------------------------------------------ shared memory
 
 __device__ __forceinline__ uint32 shared_address(const void* p) {
