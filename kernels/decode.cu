@@ -3,7 +3,7 @@
 #include "decode/decode.cuh"
 #include "{{ family }}/decode.cuh"
 
-extern "C" __global__ void __launch_bounds__(32 * fa2::Spec::kWarps, fa2::Spec::kBlocksPerSm)
+extern "C" __global__ void __launch_bounds__(32 * fa2::Spec::kWarps, fa2::Spec::kBlocksPerSm) {{ cluster }}
 {{ symbol }}(const fa2::Params params) {
     extern __shared__ __align__(128) char smem[];
     fa2::decode::Decode<fa2::Spec, fa2::{{ family }}::DecodeWarp<fa2::Spec>>::run(params, smem);

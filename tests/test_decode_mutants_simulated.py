@@ -31,7 +31,9 @@ CATCHES = mutant.CATCHES | {
 
 #: Devices: one with blocks that have parts of several jobs, one with enough blocks for two levels of merges.
 FEW = dataclasses.replace(DeviceInfo.named("sm_90"), multiprocessors=2)
-MANY = dataclasses.replace(FEW, multiprocessors=23)
+MANY = dataclasses.replace(DeviceInfo.named("sm_80"), multiprocessors=23)
+#: One with three clusters for a job.
+CLUSTERS = dataclasses.replace(FEW, multiprocessors=34)
 
 PAGED = Case("float16", (40, 90, 17), page_size=16, num_new=1)
 MANY_SEQUENCES = Case("float16", (40, 90, 17, 33), page_size=16)  # a warp has 32 of its keys
@@ -39,6 +41,8 @@ DENSE = Case("float16", (200, 90), num_new=1)
 LONG = Case("float16", (22 * 128 - 3,), heads=(2, 1), head_dim=128)
 TWO_JOBS = Case("float32", (41 * 32 - 3, 4 * 32 - 5), heads=(1, 1), head_dim=160)
 SIXTEEN = Case("float16", (70,), heads=(16, 1))
+ONE_CLUSTER = Case("float16", (700,), heads=(8, 1), head_dim=16, num_new=1)
+TWO_CLUSTERS = dataclasses.replace(ONE_CLUSTER, lengths=(2000,))
 TOO_LONG = dataclasses.replace(DENSE, lengths=(91, 90), capacity=92)
 PAIR = dataclasses.replace(PAGED, head_dim=40, head_dim_v=72)
 PAIR_IEEE = dataclasses.replace(PAIR, dtype="float32")
@@ -81,7 +85,7 @@ class Mutant:
 
 SINK = (("sink", True),)
 CLOSE, FAR = tuple(WINDOWS[2].items()), tuple(WINDOWS[3].items())
-HIGHEST = "highest = maximum(highest, lse[i]);"
+HIGHEST = "highest = maximum(highest, statistic[i].shift);"
 ARRIVAL = "atom.add.acq_rel.gpu"
 SINK_OF_RESULTS = "sink = is_result ? sink_of(row) : -common::infinity<Accum>();"
 MUTANTS = (
@@ -113,22 +117,25 @@ MUTANTS = (
            "const int32 room = params.seqlen_k;", "uninitialised", TOO_LONG, lengths=(1000, 90)),
     Mutant("new rows one place late", "place_of(params, job.batch, job.cached + row)",
            "place_of(params, job.batch, job.cached + row + 1)", "cache", dataclasses.replace(DENSE, capacity=300)),
-    Mutant("new rows by every block", "segment.end == job.steps) append_rows", "true) append_rows", "blocks", DENSE),
-    Mutant("parts of equal weight", "weight = exp_accurate(lse[i] - shift);", "weight = 1;", "numbers"),
-    Mutant("weights without their sum", "total += weight;", "total = 1;", "numbers"),
-    Mutant("lse without the shift", "row.lse = shift + log(total);", "row.lse = log(total);", "numbers"),
+    Mutant("new rows by every block", "segment.begin < segment.end && segment.end == job.steps)",
+           "true)", "blocks", DENSE),
+    Mutant("parts of equal weight", "weight = kExp(statistic[i].shift - shift);", "weight = 1;", "numbers"),
+    Mutant("weights without their sum", "row.statistic.sum = fma(weight, statistic[i].sum, row.statistic.sum);",
+           "row.statistic.sum = 1;", "numbers"),
+    Mutant("lse without the shift", "Units::natural(merged.statistic.shift) + log", "log", "numbers"),
     Mutant("the sink in every part", SINK_OF_RESULTS, "sink = sink_of(row);", "numbers",
            LONG, SINK, device=MANY),
     Mutant("the sink in parts of blocks", SINK_OF_RESULTS, "sink = sink_of(row);", "numbers",
            DENSE, SINK),
-    Mutant("O of warps that have not left it", "__syncthreads();  // lse of all warps", "__syncwarp();  //", "race"),
+    Mutant("O of warps that have not left it", "__syncthreads();  // statistics of all warps",
+           "__syncwarp();  //", "race"),
     Mutant("nothing is released", ARRIVAL, "atom.add.acquire.gpu", "blocks"),
     Mutant("nothing is acquired", ARRIVAL, "atom.add.release.gpu", "blocks"),
     Mutant("arrival ahead of the other warps", "__syncthreads();  // all threads have written their items",
            "__syncwarp();  //", "blocks", Case("float16", (300,), heads=(8, 1), head_dim=64)),
     Mutant("a counter that stays", "if (last) *counter = 0;", "", "counter"),
     Mutant("no merge at all", "arrive(counter) == expected - 1;", "arrive(counter) == expected;", "unwritten"),
-    Mutant("groups of other sizes", "3 * (blocks.first + s * size) + 2 :", "3 * (blocks.first + s) + 2 :",
+    Mutant("groups of other sizes", "(of_groups ? 3 * size : 3) * kPartialElements", "3 * kPartialElements",
            "uninitialised", LONG, device=MANY),
     Mutant("a group of one block", "return (count - 1) % size == 0 ? size + 1 : size;", "return size;", "unwritten",
            TWO_JOBS, device=dataclasses.replace(FEW, multiprocessors=24)),
@@ -145,6 +152,23 @@ MUTANTS = (
            Case("float16", (90,), seqlen_q=3)),
     Mutant("a slope for all heads", "slopes.slope[first_row + i]", "slopes.slope[first_row]", "numbers", SIXTEEN,
            (("alibi_slopes", "head"),)),
+    # Clusters
+    Mutant("shares that are still sent", "wait();\n        const auto statistics",
+           "__syncthreads();\n        const auto statistics", "uninitialised", ONE_CLUSTER, device=CLUSTERS),
+    Mutant("shares of all blocks in one place", "rank * kShare + item / kCluster", "item / kCluster", "race",
+           ONE_CLUSTER, device=CLUSTERS),
+    Mutant("statistics of all blocks in one place", "rank * Spec::kBr + row", "row", "race",
+           ONE_CLUSTER, device=CLUSTERS),
+    Mutant("one block's steps for all", "begin = block * stretch + min_of(block, longer)",
+           "begin = min_of(block, longer)", "numbers", dataclasses.replace(TWO_CLUSTERS, num_new=0), device=CLUSTERS),
+    Mutant("new rows by blocks without steps", "segment.begin < segment.end && segment.end == job.steps",
+           "segment.end == job.steps", "blocks", ONE_CLUSTER, device=CLUSTERS),
+    Mutant("the first of two clusters alone", "const bool is_result = clusters == 1;", "const bool is_result = true;",
+           "blocks", TWO_CLUSTERS, device=CLUSTERS),
+    Mutant("one counter for all shares", "partials.params.arrivals + first, clusters",
+           "partials.params.arrivals + first - rank, clusters", "blocks", TWO_CLUSTERS, device=CLUSTERS),
+    Mutant("a share of another cluster", "share_at(first + s * kCluster) + kVector * i",
+           "share_at(first) + kVector * i", "numbers", TWO_CLUSTERS, device=CLUSTERS),
     # Borders of tiles and of warps' keys
     Mutant("the last key that a window shows", "first_key + keys > first;", "first_key + keys > first + 1;", "numbers",
            BORDERS, CLOSE),
@@ -187,7 +211,7 @@ MUTANTS = (
     # Parts that are far larger than others
     *(
         Mutant(f"weights beside those of the {place} part, {whose}", HIGHEST,
-               f"highest = maximum(highest, lse[{index}]);", "numbers", case, device=MANY)
+               f"highest = maximum(highest, statistic[{index}].shift);", "numbers", case, device=MANY)
         for whose, case, last in (("warps", DOMINANT_WARP, 7), ("blocks", DOMINANT_BLOCK, 3))
         for place, index in (("first", "0"), ("last", f"{last} < kAtOnce ? {last} : 0"))
     ),

@@ -148,6 +148,9 @@ def test_results_may_not_overlap_parts():
         fa2cupy.merge(o_parts, np.ones((2, 3)), out=(o_parts[0], None))
 
 
+HIGHEST = "highest = maximum(highest, statistic[i].shift);"
+
+
 @pytest.mark.simulated
 class TestKernel:
     @pytest.mark.parametrize(
@@ -177,9 +180,9 @@ class TestKernel:
     @pytest.mark.parametrize(
         ("old", "new"),
         [
-            ("highest = maximum(highest, lse[i]);", "highest = maximum(highest, lse[0]);"),
-            ("highest = maximum(highest, lse[i]);", "if (i + 1 < kAtOnce) highest = maximum(highest, lse[i]);"),
-            ("highest = maximum(highest, lse_of(s));", ";"),
+            (HIGHEST, HIGHEST.replace("[i]", "[0]")),
+            (HIGHEST, "if (i + 1 < kAtOnce) " + HIGHEST),
+            ("highest = maximum(highest, statistic_of(s).shift);", ";"),
             ("s = kAtOnce; s < num_parts; ++s", "s = kAtOnce; s < num_parts - 1; ++s"),
             ("int32 s = kAtOnce; s < num_parts", "int32 s = kAtOnce + 1; s < num_parts"),
             ("        read(first);\n", ""),

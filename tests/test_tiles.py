@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import math
 import re
 import warnings
 
@@ -25,7 +26,8 @@ from fa2cupy.families.tile_choice import choose_tile as choose_tile_of
 from fa2cupy.jit.compiler import compile_source
 from fa2cupy.jit.source import render_kernel
 from fa2cupy.jit.spec import KernelSpec
-from fa2cupy.problem.attention import AttentionProblem
+from fa2cupy.plan.decode import plan_decode
+from fa2cupy.problem.attention import AttentionProblem, CacheShape
 from fa2cupy.problem.block_mask import MapLayout
 from fa2cupy.problem.features import NO_SETTINGS, FeatureSettings
 from fa2cupy.problem.function_checks import bound_function
@@ -52,9 +54,16 @@ KERNELS = [
 
 
 def problem(
-    dtype: str = "float16", head_dim: int = 64, causal: bool = False, batch: int = 1, head_dim_v: int | None = None
+    dtype: str = "float16",
+    head_dim: int = 64,
+    causal: bool = False,
+    batch: int = 1,
+    head_dim_v: int | None = None,
+    num_heads: int = 4,
 ) -> AttentionProblem:
-    return AttentionProblem(dtype, batch, 256, 256, 4, 4, head_dim, causal, 0.125, "bshd", 4, head_dim_v)
+    return AttentionProblem(
+        dtype, batch, 256, 256, num_heads, num_heads, head_dim, causal, 0.125, "bshd", 4, head_dim_v
+    )
 
 
 def choose_tile(operation: str, family: str, call: AttentionProblem, device: DeviceInfo, config=None) -> TileConfig:
@@ -142,6 +151,7 @@ def test_padding_covers_head_dim_and_adds_less_than_a_warp(family):
         ("backward_dq", "simt", TileConfig(128, 64, 4), "registers"),
         ("backward_dkdv", "simt", TileConfig(30, 32, 4), "b_r=30"),
         ("backward_dq", "simt", TileConfig(32, 32, 4, 2), "num_stages=2"),
+        ("forward", "sm80", TileConfig(64, 64, 4, cluster=2), "cluster=2"),
     ],
 )
 def test_an_illegal_tile_is_refused_with_the_field_or_resource_that_does_not_fit(operation, family, tile, reason):
@@ -473,8 +483,8 @@ def chosen_rows() -> set[int]:
     return found
 
 
-def rows_of_some_forwards() -> set[int]:
-    """Returns the positions of the tiles of forwards on the H100 whose blocks keep the bias, or of other lengths."""
+def rows_of_some_sizes() -> set[int]:
+    """Returns the positions of the tiles on the H100 of blocks that keep the bias, and of some lengths or jobs."""
     found = set()
     for position, (family, operation, entry) in enumerate(ROWS):
         if "kept_bias" in entry.features:
@@ -489,11 +499,18 @@ def rows_of_some_forwards() -> set[int]:
                 call = dataclasses.replace(problem(head_dim=entry.head_dim), seqlen_q=tile.b_r, seqlen_k=tile.b_c)
                 assert choose_tile_of(operation, family, call.with_settings(settings), H100) == tile
                 found.add(number)
+        elif entry.most_jobs < math.inf:
+            jobs = int(entry.most_jobs * H100.multiprocessors)
+            keys = int(min(entry.most_keys, 1 << 20) * H100.multiprocessors / jobs)
+            call = problem(head_dim=entry.head_dim, num_heads=jobs)
+            call = dataclasses.replace(call, seqlen_q=1, seqlen_k=keys)
+            assert choose_tile_of(operation, family, call, H100) == entry.tile
+            found.add(position)
     return found
 
 
 def test_calls_on_every_gpu_have_a_legal_default_tile_and_every_row_serves_one():
-    chosen = chosen_rows() | rows_of_some_forwards()
+    chosen = chosen_rows() | rows_of_some_sizes()
     assert [row for position, row in enumerate(ROWS) if position not in chosen] == []
 
 
@@ -524,6 +541,35 @@ def test_rows_of_pairs_serve_no_equal_head_dims(monkeypatch):
 def test_measured_rows_name_the_gpu_and_the_date():
     for *_, row in ROWS:
         assert not row.measured or re.fullmatch(r".+, \d{4}-\d{2}-\d{2}", row.measured), row
+
+
+@pytest.mark.parametrize(
+    ("jobs", "head_dim", "keys", "wanted"),
+    [
+        (1, 64, 1024, (8, 128, 8)),
+        (1, 128, 16384, (8, 64, 112)),
+        (1, 64, 131072, (8, 128, 112)),
+        (1, 128, 1 << 20, (1, 128, 132)),
+        (8, 64, 1024, (8, 128, 64)),
+        (8, 64, 16384, (2, 128, 128)),
+        (8, 128, 16384, (8, 128, 64)),
+        (14, 128, 2048, (8, 128, 112)),
+        (16, 64, 1024, (2, 128, 128)),
+        (17, 64, 1024, (1, 128, 132)),
+    ],
+)
+def test_clusters_of_decode_suit_jobs_and_keys_and_are_resident(jobs, head_dim, keys, wanted):
+    call = AttentionProblem("float16", jobs, 1, keys, 4, 1, head_dim, False, 0.125, "bshd", 4)
+    call = dataclasses.replace(call, cache=CacheShape(jobs, keys, 1, 0))
+    strides = dict.fromkeys(("q", "k_cache", "v_cache", "k", "v", "o"), (8, 8, 8))
+    (stage,) = plan_decode(call, H100, strides, choose("decode", call, H100, strides)).stages
+    tile = stage.spec.tile
+    assert (tile.cluster, tile.b_c, stage.blocks) == wanted
+    assert tile.cluster == 1 or stage.blocks // tile.cluster <= H100.resident_clusters(tile.cluster)
+    older = choose("decode", call, DeviceInfo.named("sm_80"), strides).tiles["decode"]
+    assert older.cluster == 1
+    fixed = choose("decode", call, H100, strides, CallOptions(num_splits=1)).tiles["decode"]
+    assert fixed.cluster == 1
 
 
 # ---------------------------------------------------------------------------------- which tile, family and method it is

@@ -93,6 +93,15 @@ class DeviceInfo:
             raise UnsupportedProblemError(f"arch: {arch!r} is not known; known are {known}{_meant(arch)}")
         return ARCHITECTURES[name]
 
+    def resident_clusters(self, size: int) -> int:
+        """Clusters of this size that are resident at a time, of blocks that each take a multiprocessor.
+
+        A cluster lies within a group of multiprocessors (a GPC), of which some remain over. According to
+        ``cuOccupancyMaxActiveClusters`` an H200, with 132 multiprocessors, holds 15 clusters of 8 blocks, 30 of 4, and
+        66 of 2; groups of other GPUs of the kind may be smaller.
+        """
+        return (self.multiprocessors * 7 // 8 if size > 2 else self.multiprocessors) // size
+
     def resident_blocks(self, threads: int, registers: int, shared_memory: int) -> int:
         """Blocks that a multiprocessor holds, as the CUDA C++ Programming Guide computes them (compute capabilities).
 

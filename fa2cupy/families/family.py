@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -72,6 +73,11 @@ class TileRow:
         The row applies only to calls of ``decode`` with at least so many jobs for each multiprocessor. A block waits
         between two of them, and others on the multiprocessor go on meanwhile. Few jobs are cut into as many parts as
         there are blocks: one large block on each multiprocessor leaves the fewest parts to merge.
+    most_jobs : float
+        The row applies only to calls of ``decode`` with at most so many jobs for each multiprocessor.
+    most_keys : float
+        The row applies only to calls of ``decode`` whose jobs have at most so many keys for each multiprocessor. These
+        are all rows of the cache, since the tile must not depend on lengths.
     head_dim_v : int or None
         The largest of v, padded; None is that of q. Rows that have one stand behind those that serve equal head
         dimensions up to it.
@@ -85,10 +91,8 @@ class TileRow:
     least_jobs: float = 0
     head_dim_v: int | None = None
     least_saving: float = 0
-
-    def jobs_on(self, device: DeviceInfo) -> float:
-        """The least jobs of a call of ``decode`` on a device."""
-        return self.least_jobs * device.multiprocessors
+    most_jobs: float = math.inf
+    most_keys: float = math.inf
 
 
 class Family(ABC):
@@ -289,6 +293,8 @@ class Family(ABC):
             return reason
         if tile.num_threads > 1024:
             return f"num_warps={tile.num_warps} is more than the 32 of a block"
+        if tile.cluster > 1 and (self.blocks_of_tile(kernel, tile) != tile.cluster or device.compute_capability < 90):
+            return f"cluster={tile.cluster}: {kernel.operation} has no such clusters on {device.name}"
         needed = self.shared_memory_bytes(kernel, tile)
         if needed > device.shared_memory_per_block:
             available = device.shared_memory_per_block

@@ -250,7 +250,7 @@ class Simt(Family):
         own, other = (getattr(tile, name) for name in _OWN_AND_OTHER[operation])
         if operation == "decode":
             rows = 2 * own * row + tile.num_stages * other * (row + row_v)
-            return rows + tile.num_warps * own * (16 + 8 + 1) * element
+            return rows + tile.num_warps * own * (16 + 8 + 2) * element
         posted = 0 if operation == "dbias" else own * (other + 8 + other % 16) * element
         moved, twice = (_MOVED[operation], 2) if operation in _MOVED else (operation, 1)
         own_v = 0 if moved == "forward" else own

@@ -12,6 +12,7 @@ from .tile import TileConfig
 __all__ = ["SM80", "Sm80"]
 
 _H100, _H200 = "NVIDIA H100 80GB HBM3, 2026-11-21", "NVIDIA H200, 2026-11-24"
+_H200_LATER = "NVIDIA H200, 2026-11-28"
 _H100_LATER, _H100_LAST = "NVIDIA H100 80GB HBM3, 2026-11-25", "NVIDIA H100 80GB HBM3, 2026-11-27"
 #: Fitted like those of sm90. Only the number of splits follows from them.
 _COSTS = Costs(
@@ -68,6 +69,14 @@ class Sm80(Family):
         ),
         # Their b_r is the most rows of a tile. Copies of 48 KiB or more are under way on a multiprocessor.
         "decode": (
+            # Clusters merge the parts of few jobs. Those of 8 leave multiprocessors idle, which long caches need, and
+            # narrow rows sooner: their blocks have half as many bytes under way.
+            TileRow(128, TileConfig(32, 128, 8, 3, cluster=8), _H200_LATER, most_jobs=1 / 64, most_keys=16),
+            TileRow(128, TileConfig(32, 64, 4, 3, cluster=8), _H200_LATER, most_jobs=1 / 64, most_keys=125),
+            TileRow(64, TileConfig(32, 128, 8, 3, cluster=8), _H200_LATER, most_jobs=7 / 64, most_keys=250),
+            TileRow(64, TileConfig(32, 128, 8, 3, cluster=2), _H200_LATER, least_jobs=1 / 32, most_jobs=1 / 8),
+            TileRow(128, TileConfig(32, 128, 8, 3, cluster=8), _H200_LATER, most_jobs=7 / 64, most_keys=1000),
+            TileRow(128, TileConfig(32, 128, 8, 3, cluster=2), _H200_LATER, least_jobs=1 / 32, most_jobs=1 / 8),
             TileRow(64, TileConfig(32, 128, 4, 2, 3), _H100_LATER, least_jobs=2),
             TileRow(64, TileConfig(32, 64, 4, 4, 2), least_jobs=2),
             TileRow(128, TileConfig(32, 64, 4, 3, 2), _H200, least_jobs=2),
@@ -194,11 +203,17 @@ class Sm80(Family):
         if operation == "decode":
             keys = b_c // tile.num_warps
             slot = max(keys * both, 2 * 16 * row_v)  # K and V, or 16 rows of O
-            return 2 * b_r * row + tile.num_stages * tile.num_warps * slot + 4 * tile.num_warps * b_r
+            share = tile.cluster * (8 * b_r + 16 * -(-b_r * -(-head_dim_v // 4) // tile.cluster))
+            queries = 1 if tile.cluster > 1 else 2
+            own = queries * b_r * row + tile.num_stages * tile.num_warps * slot + 8 * tile.num_warps * b_r
+            return own + (share if tile.cluster > 1 else 0)
         if operation == "dkdv_jvp":
             return 2 * (b_c * both + tile.num_stages * b_r * both) + 2 * 16 * b_r
         by_keys = b_c * both + tile.num_stages * b_r * both + scores + 4 * b_r * 4
         return {"backward": by_keys + 2 * scores, "backward_dkdv": by_keys}[operation]
+
+    def blocks_of_tile(self, kernel: Kernel, tile: TileConfig) -> int:
+        return tile.cluster if kernel.operation == "decode" else 1
 
     def why_not_shape(self, kernel: Kernel, tile: TileConfig) -> str | None:
         operation, _, head_dim, head_dim_v, _ = kernel

@@ -28,11 +28,13 @@ class TileConfig:
         Tiles of the inner loop that shared memory holds at a time: with 2, one is copied while another is used.
     blocks_per_sm : int, optional
         Resident thread blocks on a multiprocessor for which the compiler limits registers.
+    cluster : int, optional
+        Blocks that divide the keys of a tile of ``decode`` and merge their results through shared memory.
 
     Examples
     --------
     >>> TileConfig(128, 64, num_warps=4, num_stages=2)
-    TileConfig(b_r=128, b_c=64, num_warps=4, num_stages=2, blocks_per_sm=1)
+    TileConfig(b_r=128, b_c=64, num_warps=4, num_stages=2, blocks_per_sm=1, cluster=1)
     """
 
     b_r: int
@@ -40,9 +42,10 @@ class TileConfig:
     num_warps: int
     num_stages: int = 1
     blocks_per_sm: int = 1
+    cluster: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("b_r", "b_c", "num_warps", "num_stages", "blocks_per_sm"):
+        for name in ("b_r", "b_c", "num_warps", "num_stages", "blocks_per_sm", "cluster"):
             value = getattr(self, name)
             if isinstance(value, Absent):
                 raise TypeError(value.text({}))
@@ -57,7 +60,8 @@ class TileConfig:
 
     def __str__(self) -> str:
         blocks = f", {self.blocks_per_sm} blocks/SM" if self.blocks_per_sm > 1 else ""
-        return f"{self.b_r}x{self.b_c}, {self.num_warps} warps, {self.num_stages} stages{blocks}"
+        cluster = f", clusters of {self.cluster}" if self.cluster > 1 else ""
+        return f"{self.b_r}x{self.b_c}, {self.num_warps} warps, {self.num_stages} stages{blocks}{cluster}"
 
 
 explains_absence(TileConfig.__init__)

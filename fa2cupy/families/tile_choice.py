@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
@@ -109,7 +110,7 @@ def default_tile(
         and (row.dtypes is None or problem.dtype in row.dtypes)
         and (not row.features or not used.isdisjoint(row.features))
         and (not row.least_saving or saves(row, family.tiles[operation], problem))
-        and (not row.least_jobs or (not for_any_batch and _jobs(problem, row.tile) >= row.jobs_on(device)))
+        and _suits_jobs(row, problem, device, for_any_batch=for_any_batch)
         and family.takes(kernel, row.tile, device)
     )
     if problem.settings.block_mask is not None:
@@ -138,8 +139,12 @@ def decode_tile(
     """
     tile = default_tile(family, "decode", problem, device, for_any_batch=for_any_batch)
     kernel, rows = Kernel.of("decode", problem), problem.heads_per_group * problem.seqlen_q
-    while rows <= tile.b_r // 2 and family.why_illegal(kernel, replace(tile, b_r=tile.b_r // 2), device) is None:
-        tile = replace(tile, b_r=tile.b_r // 2)
+    # Clusters that are left over take half of the rows, which their blocks merge in half the time.
+    clusters = device.resident_clusters(tile.cluster) if tile.cluster > 1 else 0
+    while family.why_illegal(kernel, half := replace(tile, b_r=tile.b_r // 2), device) is None:
+        if rows > half.b_r and _jobs(problem, half) > clusters:
+            break
+        tile = half
     return tile
 
 
@@ -220,6 +225,16 @@ def saves(row: TileRow, rows: Sequence[TileRow], problem: AttentionProblem) -> b
         return -(-problem.seqlen_q // tile.b_r) * tile.b_r * -(-problem.seqlen_k // tile.b_c) * tile.b_c
 
     return scores(rows[rows.index(row) + 1].tile) >= row.least_saving * scores(row.tile)
+
+
+def _suits_jobs(row: TileRow, problem: AttentionProblem, device: DeviceInfo, *, for_any_batch: bool) -> bool:
+    """True if a call of ``decode`` has as many jobs and keys as the row is for."""
+    if not row.least_jobs and row.most_jobs == math.inf:
+        return True
+    if for_any_batch:
+        return False
+    jobs = _jobs(problem, row.tile) / device.multiprocessors
+    return row.least_jobs <= jobs <= row.most_jobs and jobs * problem.seqlen_k <= row.most_keys
 
 
 def _jobs(problem: AttentionProblem, tile: TileConfig) -> int:

@@ -88,6 +88,7 @@ def render_kernel(spec: KernelSpec) -> KernelSource:
         "blocks_per_sm": spec.tile.blocks_per_sm,
         "least_warps": spec.family.least_warps if spec.family else 0,
         "kept_keys": spec.kept_keys,
+        "blocks_of_tile": spec.blocks_of_tile,
         "cluster": f"__cluster_dims__({spec.blocks_of_tile}, 1, 1)" if spec.blocks_of_tile > 1 else "",
         "shared_bytes": spec.shared_memory_bytes,
         "fields": layout.fields,

@@ -112,6 +112,7 @@ class KernelSpec:
         name += "" if self.head_dim_v is None else f"v{self.head_dim_v}"
         name += f"_r{self.tile.b_r}_c{self.tile.b_c}_w{self.tile.num_warps}_s{self.tile.num_stages}"
         name += f"_b{self.tile.blocks_per_sm}" if self.tile.blocks_per_sm > 1 else ""
+        name += f"_k{self.tile.cluster}" if self.tile.cluster > 1 else ""
         return "_".join((name, *self._variants))
 
     @property

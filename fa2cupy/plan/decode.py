@@ -59,6 +59,10 @@ def plan_decode(
             f"{_MOST_STEPS}; take fewer sequences or queries for a call"
         )
     blocks = min(steps, device.multiprocessors * tile.blocks_per_sm, _MOST_BLOCKS)
+    if tile.cluster > 1 and steps:
+        jobs = problem.batch * problem.num_heads_kv * row_tiles
+        clusters = min(steps // tile.cluster, device.resident_clusters(tile.cluster))
+        blocks = jobs * tile.cluster * max(1, clusters // jobs)
     stage = layout.stage(
         "decode",
         tile,
@@ -71,7 +75,7 @@ def plan_decode(
     if not cuts_jobs:
         stage = replace(stage, renamed={ARRIVALS: None})
     columns = choice.family.padded_head_dim(problem.columns_of("o"))
-    partial = tile.b_r * (columns + 1) * ITEMSIZE[problem.accumulator_dtype]
+    partial = tile.b_r * (columns + 2) * ITEMSIZE[problem.accumulator_dtype]
     return Plan((stage,) if blocks else (), (Workspace(PARTIALS, _PARTIALS_OF_BLOCK * blocks * partial),))
 
 

@@ -162,16 +162,21 @@ def decode_specs(
 ) -> list[KernelSpec]:
     """The kernels of `fa2cupy.decode`, for all numbers of rows that query heads of a group and queries can make.
 
-    They differ also between few sequences and many. `features` are those that `decode` takes, all combined. Forwards
+    They differ also between few sequences and many, and short and long ones. `features` are those that `decode` takes,
+    all combined. Forwards
     with few queries have the same kernels.
     """
     specs: dict[KernelSpec, None] = {}
     family = choose_family("decode", dtype, device)
-    jobs = {1, *(math.ceil(row.jobs_on(device)) for row in family.tiles["decode"] if row.least_jobs)}
-    for batch, rows in itertools.product(sorted(jobs), (1, 2, 4, 8, 16, 32)):
+    tiles = family.tiles["decode"]
+    jobs = {1, *(math.ceil(row.least_jobs * device.multiprocessors) for row in tiles if row.least_jobs)}
+    jobs |= {int(row.most_jobs * device.multiprocessors) + 1 for row in tiles if row.most_jobs < math.inf}
+    keys = {0, *(row.most_keys for row in tiles if row.most_keys < math.inf)}
+    for batch, most_keys, rows in itertools.product(sorted(jobs), sorted(keys), (1, 2, 4, 8, 16, 32)):
+        length = max(_ROWS, int(most_keys * device.multiprocessors / batch) + 1)
         (keywords,) = _examples(features, dtype, {})
-        q, k_cache = _array((batch, rows, 1, head_dim), dtype), _array((batch, _ROWS, 1, head_dim), dtype)
-        v_cache = _array((batch, _ROWS, 1, head_dim_v or head_dim), dtype)
+        q, k_cache = _array((batch, rows, 1, head_dim), dtype), _array((batch, length, 1, head_dim), dtype)
+        v_cache = _array((batch, length, 1, head_dim_v or head_dim), dtype)
         arrays = {"q": q, "k_cache": k_cache, "v_cache": v_cache, "cache_seqlens": np.zeros(batch, "int32")}
         absent = dict.fromkeys(("k", "v", "block_table"))
         problem = check_decode({**arrays, **absent}, CallOptions(causal), keywords).problem

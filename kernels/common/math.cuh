@@ -69,7 +69,19 @@ __device__ __forceinline__ float exp2_approx(float x) {
     return y;
 }
 
-// e^x by the same unit, with a relative error of 2^-22 + 2^-24 |x|.
+// Quotients and square roots by the same unit, with a relative error of 2^-22.
+__device__ __forceinline__ float divide_approx(float x, float y) {
+    float quotient;
+    asm("div.approx.ftz.f32 %0, %1, %2;" : "=f"(quotient) : "f"(x), "f"(y));
+    return quotient;
+}
+__device__ __forceinline__ float sqrt_approx(float x) {
+    float root;
+    asm("sqrt.approx.ftz.f32 %0, %1;" : "=f"(root) : "f"(x));
+    return root;
+}
+
+// e^x by the unit of exp2_approx, with a relative error of 2^-22 + 2^-24 |x|.
 __device__ __forceinline__ float exp_approx(float x) { return exp2_approx(x * static_cast<float>(kLog2e)); }
 
 // The library's 2^x, for float and double, which keep all its digits.

@@ -26,8 +26,9 @@ struct MergeParts {
         const Element* parts = params.o_parts + params.o_parts_strides.offset(batch, row, head);
         Element* o = params.o + params.o_strides.offset(batch, row, head);
         for (int32 column = lane * kVector; column < Spec::kHeadDim; column += kLanes * kVector) {
-            const auto merged = merge_row<Accum, kVector, kPartsAtOnce>(
-                params.num_parts, -infinity<Accum>(), [&](int32 s) { return params.lse_parts[s * rows + index]; },
+            auto merged = merge_row<Accum, kVector, kPartsAtOnce, exp_accurate>(
+                params.num_parts, -infinity<Accum>(),
+                [&](int32 s) { return RowStatistic<Accum>{params.lse_parts[s * rows + index], Accum(1)}; },
                 [&](int32 s) {
                     const Chunk chunk = *reinterpret_cast<const Chunk*>(parts + s * params.part_stride + column);
                     Vector<Accum, kVector> x;
@@ -35,11 +36,12 @@ struct MergeParts {
                     for (int c = 0; c < kVector; ++c) x.item[c] = to_accum(chunk.item[c]);
                     return x;
                 });
+            merged.divide();
             Chunk chunk;
 #pragma unroll
             for (int c = 0; c < kVector; ++c) chunk.item[c] = rounded<Element>(merged.column[c]);
             *reinterpret_cast<Chunk*>(o + column) = chunk;
-            if (column == 0) params.lse[index] = merged.lse;
+            if (column == 0) params.lse[index] = merged.statistic.shift + log(merged.statistic.sum);
         }
     }
 };

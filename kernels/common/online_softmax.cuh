@@ -252,9 +252,13 @@ struct OnlineSoftmax {
     }
     __device__ void finish(Real (&inverse)[kRows], Real (&lse)[kRows]) const {
         Real total[kRows];
+        totals(total);
+        finish(total, inverse, lse);
+    }
+    // The row sums over all lanes.
+    __device__ void totals(Real (&total)[kRows]) const {
 #pragma unroll
         for (int i = 0; i < kRows; ++i) total[i] = row_sum<kLanesPerRow, kLaneStep>(sum[i]);
-        finish(total, inverse, lse);
     }
 
     // The same with a sink: one more score in the row sum, whose value vector is zero. `sink` is in units of the base.

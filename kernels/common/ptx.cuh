@@ -15,6 +15,20 @@ __device__ __forceinline__ uint64 as_if_new(uint64 x) {
     return x;
 }
 
+// ----------------------------------------------------------------------------------------------------------- clusters
+
+// The number of a block in its cluster, and an address of its own shared memory in that of another block.
+__device__ __forceinline__ uint32 rank_in_cluster() {
+    uint32 rank;
+    asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+    return rank;
+}
+__device__ __forceinline__ uint32 in_block(uint32 rank, uint32 address) {
+    uint32 there;
+    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
+    return there;
+}
+
 // ------------------------------------------------------------------------------------------------------ shared memory
 
 __device__ __forceinline__ uint32 shared_address(const void* p) {

@@ -5,7 +5,7 @@
 //   warp    16 or 32 keys of each step, against all kBr rows of the job, with an O of its own. Warps copy their keys
 //           themselves, through a ring of kStages slots of their own, so that no barrier of the block is in the main loop
 //
-// At the end of a segment the block merges the warps' O and lse, and stores them as results, or in the workspace if other
+// At the end of a segment the block merges the warps' O and statistics, and stores them as results, or in the workspace if other
 // blocks have steps of the same job: the last of these merges all (partials.cuh). Meanwhile the keys of the next segment are
 // on their way, into all slots but the one through which the warps exchange O.
 //
@@ -13,13 +13,14 @@
 //   Q [2][kBr rows]                       all warps              all warps; one of this segment, one of the next
 //   slots [warp][kStages][K, V][keys]     the warp               the warp
 //   O [warp][16 rows], in a free slot     the warp               all warps
-//   lse [warp][kBr]                       the warp               all warps
+//   statistics [warp][kBr]                the warp               all warps
 //
 // Barriers: one at the beginning of a segment, at its end one behind every 16 rows of O and one between them, and those of
 // a merge of blocks.
 // The arithmetic of a warp is that of its family: DecodeWarp of sm80/decode.cuh and simt/decode.cuh.
 #pragma once
 #include "decode/cache.cuh"
+#include "decode/cluster.cuh"
 #include "decode/partials.cuh"
 #include "decode/rows.cuh"
 
@@ -34,18 +35,26 @@ struct Decode {
     static constexpr int kRowsAtOnce = min_of(kBr, 16);  // rows of O that warps exchange at once
     using Exchange = ExchangeRows<Accum, Warp::kColumns>;
     using Partials = decode::Partials<Spec, Warp::kColumns>;
+    using Item = typename Partials::Item;
+    using Statistic = typename Partials::Statistic;
     static constexpr int kWarpBytes = kStages * Warp::kSlotBytes + Warp::kScratchBytes;
-    static constexpr int kLseBytes = kWarps * kBr * sizeof(Accum);
-    static constexpr int kSharedBytes = 2 * Warp::kQueryBytes + kWarps * kWarpBytes + kLseBytes;
+    static constexpr int kStatisticBytes = kWarps * kBr * sizeof(Statistic);
+    static constexpr bool kIsCluster = Spec::kCluster > 1;
+    static constexpr int kQueries = kIsCluster ? 1 : 2;  // segments whose Q is there; a block of a cluster has one
+    using Shares = decode::Shares<Spec, Warp::kColumns>;
+    using Work = typename WorkOf<Spec>::Type;
+    static constexpr int kSharedBytes =
+        kQueries * Warp::kQueryBytes + kWarps * kWarpBytes + kStatisticBytes + kBytesOfShares<Spec, Warp::kColumns>;
     static_assert(kBc == kKeys * kWarps && kStages >= 2);
     static_assert(Exchange::kBytes <= Warp::kSlotBytes);
     static_assert(kSharedBytes == Spec::kSharedBytes);
-    static constexpr int kFirstSlot = 2 * Warp::kQueryBytes, kFirstLse = kFirstSlot + kWarps * kWarpBytes;
+    static constexpr int kFirstSlot = kQueries * Warp::kQueryBytes, kFirstStatistic = kFirstSlot + kWarps * kWarpBytes,
+                         kFirstShare = kFirstStatistic + kStatisticBytes;
 
     __device__ static void run(const Params& params, char* smem) {
         const int32 warp = threadIdx.x / 32, worker = blockIdx.x;
         const bool cuts_jobs = params.arrivals != nullptr;
-        WorkLine<Spec> line(params);
+        Work line(params);
         if (worker >= line.workers()) return;
         char* slots = smem + kFirstSlot + warp * kWarpBytes;
         Warp state;
@@ -54,14 +63,17 @@ struct Decode {
         // In one turn, the keys of a segment are on their way before the results of the segment before are stored.
         for (int32 number = 0;; ++number) {
             char* const exchange = ring.free_slot();
-            char* const q = smem + number % 2 * Warp::kQueryBytes;
+            char* const q = smem + number % kQueries * Warp::kQueryBytes;
             if (next.end != 0) ring.start(next, q, line.rows());
+            if constexpr (kIsCluster)
+                if (number == 0 && next.end != 0) Shares::begin();
             if (number > 0) store(params, line, segment, worker, state, smem, exchange - slots);
             if (next.end == 0) return;
             segment = next;
             const Job& job = segment.job;
             // The block that has the last step appends rows.
-            if (params.seqlen_new > 0 && job.row_tile == 0 && segment.end == job.steps) append_rows<Spec>(params, job);
+            if (params.seqlen_new > 0 && job.row_tile == 0 && segment.begin < segment.end && segment.end == job.steps)
+                append_rows<Spec>(params, job);
 
             const int32 first_row = job.row_tile * kBr, last_row = min_of(first_row + kBr, max_of(line.rows(), 1)) - 1;
             const PackedMask<Spec::kCausal, Spec::kWindow> mask{line.mask_of(job.length), params.heads_per_group};
@@ -177,37 +189,54 @@ struct Decode {
 
     // Merges the O of the warps, which each leaves at `distance` from its first slot, and stores it. If the segment is not
     // all of its job, it is stored as a partial result, which may be the last one of the job.
-    __device__ __forceinline__ static void store(const Params& params, const WorkLine<Spec>& line,
-                                                 const Segment& segment, int32 worker, Warp& state, char* smem,
-                                                 int32 distance) {
+    __device__ __forceinline__ static void store(const Params& params, const Work& line, const Segment& segment,
+                                                 int32 worker, Warp& state, char* smem, int32 distance) {
         const Job& job = segment.job;
-        const int32 first_row = job.row_tile * kBr, warp = threadIdx.x / 32;
+        const int32 first_row = job.row_tile * kBr;
         const Partials partials{params, job, first_row, min_of(line.rows() - first_row, kBr)};
-        const bool is_whole = segment.is_whole();
-        Contributors blocks{};
-        if (!is_whole) {
-            blocks.first = line.worker_of(job.start);
-            blocks.count = line.worker_of(job.start + job.steps - 1) - blocks.first + 1;
+        if constexpr (kIsCluster) {
+            const Shares shares{partials, smem + kFirstShare, worker % Spec::kCluster};
+            merge_warps(
+                partials, state, smem, distance, false,
+                [&](int32 row, int32 column, const Item& merged) { shares.send(row, column, merged); },
+                [] { Shares::wait(); });
+            shares.merge(worker, line.clusters(), line.number());
+        } else {
+            const bool is_whole = segment.is_whole();
+            const Contributors blocks = is_whole ? Contributors{} : line.blocks_of(job);
+            const int32 partial = Partials::partial_of_block(blocks, worker - blocks.first);
+            merge_warps(
+                partials, state, smem, distance, is_whole,
+                [&](int32 row, int32 column, const Item& merged) {
+                    partials.store(is_whole, partial, row, column, merged);
+                },
+                [] {});
+            if (!is_whole) partials.merge(blocks, worker);
         }
-        const int32 partial = Partials::partial_of_block(blocks, worker - blocks.first);
-        Accum* lse = reinterpret_cast<Accum*>(smem + kFirstLse);
+    }
+    template <class Store, class Wait>
+    __device__ __forceinline__ static void merge_warps(const Partials& partials, Warp& state, char* smem,
+                                                       int32 distance, bool is_result, const Store& store,
+                                                       const Wait& wait) {
+        const int32 warp = threadIdx.x / 32;
+        Statistic* statistics = reinterpret_cast<Statistic*>(smem + kFirstStatistic);
         char* exchange = smem + kFirstSlot + distance;
-        state.finish(lse + warp * kBr);
+        state.finish(statistics + warp * kBr);
         __syncwarp();  // no lane reads the slot of the last step any more: O goes there
 #pragma unroll
         for (int32 begin = 0; begin < kBr; begin += kRowsAtOnce) {
             state.template put<Exchange>(exchange + warp * kWarpBytes, begin);
-            __syncthreads();  // lse of all warps and these rows of their O are there
+            __syncthreads();  // statistics of all warps and these rows of their O are there
+            if (begin == 0) wait();
             const auto columns_of = [&](int32 s, int32 row, int32 column) {
                 return reinterpret_cast<const Accum*>(exchange + s * kWarpBytes) +
                        Exchange::offset(row - begin, column);
             };
             partials.template merge_rows<kWarps>(
-                begin, min_of(begin + kRowsAtOnce, partials.num_rows), kWarps,
-                [&](int32 s, int32 row) { return lse[s * kBr + row]; }, columns_of, is_whole, partial);
+                begin, min_of(begin + kRowsAtOnce, partials.num_rows), kWarps, is_result,
+                [&](int32 s, int32 row) { return statistics[s * kBr + row]; }, columns_of, store);
             if (begin + kRowsAtOnce < kBr) __syncthreads();
         }
-        if (!is_whole) partials.merge(blocks, worker);
     }
 };
 

@@ -7,10 +7,12 @@
 //           of consecutive blocks, then the groups. Whoever arrives last at a counter merges what the others have left
 //
 // The workspace has three partials for each block: of the job that its stretch begins within, of the job that it begins
-// and does not end, and of a group of blocks that begins with this one. A partial is O [kBr][kD], then lse [kBr].
+// and does not end, and of a group of blocks that begins with this one. A partial is O [kBr][kD], then
+// the statistics of the rows.
 // Counters are zero before and after a launch.
 #pragma once
 #include "common/merged_row.cuh"
+#include "common/score_mod.cuh"
 #include "common/statistics.cuh"
 #include "decode/work.cuh"
 
@@ -18,8 +20,6 @@ namespace fa2::decode {
 
 // The most blocks of a launch; the same number is in fa2cupy/plan/decode.py.
 inline constexpr int kMostBlocks = 1024;
-// The most partials of a job that are merged in one level. A thread reads as many of those of blocks at once.
-inline constexpr int kPartialsOfOneLevel = 16;
 
 // 16 rows of O in shared memory. Chunks of eight columns are permuted within eight adjacent rows, so that the eight
 // lanes of a store that write to the same columns reach different banks.
@@ -31,19 +31,6 @@ struct ExchangeRows {
 
     __device__ __forceinline__ static int32 offset(int32 row, int32 column) {
         return row * kD + (column ^ ((row & kMask) << 3));
-    }
-};
-
-// The blocks that have partials of a job: `count` from `first` on.
-struct Contributors {
-    int32 first, count;
-
-    // Blocks of a group. The last group may have fewer, but at least two: the job's last block may also be the first
-    // one of the next job. The counter and the partial of groups that begin there then belong to the next job.
-    __device__ __forceinline__ int32 group_size() const {
-        if (count <= kPartialsOfOneLevel) return count;
-        const int32 size = __float2int_ru(sqrtf(static_cast<float>(count)));
-        return (count - 1) % size == 0 ? size + 1 : size;  // both cannot divide count - 1 < size (size + 1)
     }
 };
 
@@ -67,19 +54,35 @@ struct Partials {
     using Accum = typename common::ElementTraits<Element>::Accum;
     static constexpr int kVector = 16 / sizeof(Accum);                 // columns of an item
     static constexpr int kItems = ceil_div(Spec::kHeadDimV, kVector);  // of a row
-    static constexpr int kPartialElements = Spec::kBr * (kD + 1);
+    static constexpr int kPartialElements = Spec::kBr * (kD + 2);
     static constexpr int kThreads = 32 * Spec::kWarps;
     using Columns = Vector<Accum, kVector>;
+    using Item = common::MergedRow<Accum, kVector>;
+    using Statistic = common::RowStatistic<Accum>;
+
+    // Shifts are natural numbers, or in base 2.
+    struct Units {
+        static constexpr bool kNatural = kNaturalScores<Spec>;
+        __device__ __forceinline__ static Accum exp(Accum x) {
+            if constexpr (kNatural)
+                return common::exp_accurate(x);
+            else
+                return common::exp2_approx(x);
+        }
+        __device__ __forceinline__ static Accum natural(Accum shift) {
+            return kNatural ? shift : shift * Accum(common::kLn2);
+        }
+    };
 
     const Record& params;
     const Job& job;
     int32 first_row, num_rows;  // of the job's row tile among all rows, and the rows that exist
 
-    // The sink of a row, which joins the partials when the last of them are merged; -inf without one.
+    // The sink of a row in units of shifts, which joins the partials when the last of them are merged; -inf without one.
     __device__ __forceinline__ Accum sink_of(int32 row) const {
         if constexpr (Spec::kSink) {
             const int32 head = head_of(first_row + row);
-            return params.sink[params.sink_strides.offset(0, head, 0, 0)];
+            return params.sink[params.sink_strides.offset(0, head, 0, 0)] * Accum(common::kScoreUnit<Spec>);
         } else {
             return -common::infinity<Accum>();
         }
@@ -90,31 +93,61 @@ struct Partials {
         return 3 * (blocks.first + index) + (index == 0);
     }
 
-    // Merges the partials of the rows from `begin` to `end` of the tile, and stores the results, or a partial in the
-    // workspace; all threads of the block call this. `lse_of(s, row)` reads the lse of partial s, and
-    // `columns_of(s, row, column)` points to an item of its O.
-    template <int kAtOnce, class LseOf, class ColumnsOf>
-    __device__ __forceinline__ void merge_rows(int32 begin, int32 end, int32 count, const LseOf& lse_of,
-                                               const ColumnsOf& columns_of, bool is_result, int32 partial) const {
+    // Merges the partials of the rows from `begin` to `end` of the tile, as results or as another partial; all threads
+    // of the block call this. `statistic_of(s, row)` reads the statistic of partial s, `columns_of(s, row, column)` points
+    // to an item of its O, and `store(row, column, merged)` stores one.
+    template <int kAtOnce, class StatisticOf, class ColumnsOf, class Store>
+    __device__ __forceinline__ void merge_rows(int32 begin, int32 end, int32 count, bool is_result,
+                                               const StatisticOf& statistic_of, const ColumnsOf& columns_of,
+                                               const Store& store) const {
 #pragma unroll 1
         for (int32 index = threadIdx.x; index < (end - begin) * kItems; index += kThreads) {
             const int32 row = begin + index / kItems, column = index % kItems * kVector;
-            const Accum sink = is_result ? sink_of(row) : -common::infinity<Accum>();
-            const auto merged = common::merge_row<Accum, kVector, kAtOnce>(
-                count, sink, [&](int32 s) { return lse_of(s, row); },
-                [&](int32 s) { return *reinterpret_cast<const Columns*>(columns_of(s, row, column)); });
-            if (is_result)
-                store_result(row, column, merged.column);
-            else
-                store_partial(partial, row, column, merged.column);
-            if (column == 0) store_lse(row, merged.lse, is_result, partial);
+            store(row, column,
+                  merge_item<kAtOnce>(
+                      count, row, is_result, [&](int32 s) { return statistic_of(s, row); },
+                      [&](int32 s) { return columns_of(s, row, column); }));
         }
+    }
+
+    // The same for one item.
+    template <int kAtOnce, class StatisticOf, class ColumnsOf>
+    __device__ __forceinline__ auto merge_item(int32 count, int32 row, bool is_result, const StatisticOf& statistic_of,
+                                               const ColumnsOf& columns_of) const {
+        const Accum sink = is_result ? sink_of(row) : -common::infinity<Accum>();
+        return common::merge_row<Accum, kVector, kAtOnce, Units::exp>(
+            count, sink, statistic_of, [&](int32 s) { return *reinterpret_cast<const Columns*>(columns_of(s)); });
+    }
+
+    // Stores an item as a result, or in a partial in the workspace.
+    __device__ __forceinline__ void store_result(int32 row, int32 column, Item merged) const {
+        merged.divide();
+        store_columns(row, column, merged.column);
+        const int32 packed = first_row + row;
+        if (column == 0)
+            params.lse[common::first_statistic<Spec>(params, job.batch, head_of(packed)) +
+                       quotient(packed, params.heads_per_group)] =
+                Units::natural(merged.statistic.shift) + log(merged.statistic.sum);
+    }
+    __device__ __forceinline__ void store_partial(int32 partial, int32 row, int32 column, const Item& merged) const {
+        Columns columns;
+#pragma unroll
+        for (int c = 0; c < kVector; ++c) columns.item[c] = merged.column[c];
+        *reinterpret_cast<Columns*>(partial_at(partial) + row * kD + column) = columns;
+        if (column == 0) statistics_of(partial_at(partial))[row] = merged.statistic;
+    }
+    __device__ __forceinline__ void store(bool is_result, int32 partial, int32 row, int32 column,
+                                          const Item& merged) const {
+        if (is_result)
+            store_result(row, column, merged);
+        else
+            store_partial(partial, row, column, merged);
     }
 
     // Called by the blocks with partials of a job when theirs is in the workspace: the last ones merge all of them.
     __device__ __forceinline__ void merge(const Contributors& blocks, int32 worker) const {
-        const int32 size = blocks.group_size(), groups = ceil_div(blocks.count, size);
-        const int32 begin = (worker - blocks.first) / size * size;
+        const int32 size = blocks.group_size(), groups = quotient(blocks.count + size - 1, size);
+        const int32 begin = quotient(worker - blocks.first, size) * size;
         const int32 partial_of_group = 3 * (blocks.first + begin) + 2;
         int32 count = min_of(size, blocks.count - begin);
         int32* counter = params.arrivals + blocks.first + begin;
@@ -122,55 +155,18 @@ struct Partials {
         for (bool of_groups = false;; of_groups = true) {
             if (!is_last(counter, count)) return;
             const bool is_all = of_groups || groups == 1;
-            const auto partial_of = [&](int32 s) {
-                return partial_at(of_groups ? 3 * (blocks.first + s * size) + 2 : partial_of_block(blocks, begin + s));
-            };
-            merge_rows<kPartialsOfOneLevel>(
-                0, num_rows, count, [&](int32 s, int32 row) { return partial_of(s)[Spec::kBr * kD + row]; },
-                [&](int32 s, int32 row, int32 column) { return partial_of(s) + row * kD + column; }, is_all,
-                partial_of_group);
+            // They lie at equal distances, but that of a job's first block is one further.
+            const Accum* partials = partial_at(3 * blocks.first + (of_groups ? 2 : 3 * begin));
+            const int32 distance = (of_groups ? 3 * size : 3) * kPartialElements;
+            const int32 of_first = !of_groups && begin == 0 ? kPartialElements : 0;
+            if (count <= kPartialsOfOneLevel / 2)
+                merge_group<kPartialsOfOneLevel / 2>(partials, of_first, distance, count, is_all, partial_of_group);
+            else
+                merge_group<kPartialsOfOneLevel>(partials, of_first, distance, count, is_all, partial_of_group);
             if (is_all) return;
             count = groups;
             counter = params.arrivals + kMostBlocks + blocks.first;
         }
-    }
-
-  private:
-    __device__ __forceinline__ int32 head_of(int32 packed_row) const {
-        return job.head_kv * params.heads_per_group + packed_row % params.heads_per_group;
-    }
-    __device__ __forceinline__ Accum* partial_at(int32 partial) const {
-        return params.partials + static_cast<int64>(partial) * kPartialElements;
-    }
-
-    __device__ __forceinline__ void store_result(int32 row, int32 column, const Accum (&x)[kVector]) const {
-        const int32 packed = first_row + row, query = packed / params.heads_per_group;
-        Element* o = params.o + params.o_strides.offset(job.batch, query, head_of(packed)) + column;
-        if constexpr (Spec::kHeadDimV % kVector == 0 && sizeof(Element) == 2) {
-            Vector<Element, kVector> rounded;
-#pragma unroll
-            for (int c = 0; c < kVector; ++c) rounded.item[c] = common::rounded<Element>(x[c]);
-            *reinterpret_cast<Vector<Element, kVector>*>(o) = rounded;
-        } else {
-#pragma unroll
-            for (int c = 0; c < kVector; ++c)
-                if (column + c < Spec::kHeadDimV) o[c] = common::rounded<Element>(x[c]);
-        }
-    }
-    __device__ __forceinline__ void store_partial(int32 partial, int32 row, int32 column,
-                                                  const Accum (&x)[kVector]) const {
-        Columns columns;
-#pragma unroll
-        for (int c = 0; c < kVector; ++c) columns.item[c] = x[c];
-        *reinterpret_cast<Columns*>(partial_at(partial) + row * kD + column) = columns;
-    }
-
-    __device__ __forceinline__ void store_lse(int32 row, Accum lse, bool is_result, int32 partial) const {
-        const int32 packed = first_row + row, query = packed / params.heads_per_group;
-        if (is_result)
-            params.lse[common::first_statistic<Spec>(params, job.batch, head_of(packed)) + query] = lse;
-        else
-            partial_at(partial)[Spec::kBr * kD + row] = lse;
     }
 
     // True for the block that arrives last at a counter: it sees what the others have written to the workspace, and
@@ -184,6 +180,48 @@ struct Partials {
         }
         __syncthreads();
         return last;
+    }
+
+  private:
+    template <int kAtOnce>
+    __device__ __forceinline__ void merge_group(const Accum* partials, int32 of_first, int32 distance, int32 count,
+                                                bool is_all, int32 target) const {
+        const auto partial_of = [=](int32 s) {
+            return partials + static_cast<int64>(s) * distance + (s == 0 ? of_first : 0);
+        };
+        merge_rows<kAtOnce>(
+            0, num_rows, count, is_all, [&](int32 s, int32 row) { return statistics_of(partial_of(s))[row]; },
+            [&](int32 s, int32 row, int32 column) { return partial_of(s) + row * kD + column; },
+            [&](int32 row, int32 column, const Item& merged) { store(is_all, target, row, column, merged); });
+    }
+
+    __device__ __forceinline__ int32 head_of(int32 packed_row) const {
+        const int32 group = params.heads_per_group;
+        return job.head_kv * group + packed_row - quotient(packed_row, group) * group;
+    }
+    __device__ __forceinline__ static const Statistic* statistics_of(const Accum* partial) {
+        return reinterpret_cast<const Statistic*>(partial + Spec::kBr * kD);
+    }
+    __device__ __forceinline__ static Statistic* statistics_of(Accum* partial) {
+        return reinterpret_cast<Statistic*>(partial + Spec::kBr * kD);
+    }
+    __device__ __forceinline__ Accum* partial_at(int32 partial) const {
+        return params.partials + static_cast<int64>(partial) * kPartialElements;
+    }
+
+    __device__ __forceinline__ void store_columns(int32 row, int32 column, const Accum (&x)[kVector]) const {
+        const int32 packed = first_row + row, query = quotient(packed, params.heads_per_group);
+        Element* o = params.o + params.o_strides.offset(job.batch, query, head_of(packed)) + column;
+        if constexpr (Spec::kHeadDimV % kVector == 0 && sizeof(Element) == 2) {
+            Vector<Element, kVector> rounded;
+#pragma unroll
+            for (int c = 0; c < kVector; ++c) rounded.item[c] = common::rounded<Element>(x[c]);
+            *reinterpret_cast<Vector<Element, kVector>*>(o) = rounded;
+        } else {
+#pragma unroll
+            for (int c = 0; c < kVector; ++c)
+                if (column + c < Spec::kHeadDimV) o[c] = common::rounded<Element>(x[c]);
+        }
     }
 };
 

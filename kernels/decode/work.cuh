@@ -32,6 +32,13 @@ struct Job {
     int32 start;              // the job's first step in the line
 };
 
+// a / b rounded down, for a >= 0 and b > 0. Keys wait for such numbers, most of which are small.
+__device__ __forceinline__ int32 quotient(int32 a, int32 b) {
+    // The distance of (a + 1/2) / b from a whole number exceeds the error of this reciprocal.
+    if (a < 1 << 20) return __float2int_rz(common::divide_approx(static_cast<float>(a) + 0.5f, static_cast<float>(b)));
+    return a / b;
+}
+
 // Steps [begin, end) of a job.
 struct Segment {
     Job job;
@@ -40,69 +47,33 @@ struct Segment {
     __device__ __forceinline__ bool is_whole() const { return begin == 0 && end == job.steps; }
 };
 
+// The most partials of a job that are merged in one level. A thread reads as many of those of blocks at once.
+inline constexpr int kPartialsOfOneLevel = 16;
+
+// The blocks that have partials of a job: `count` from `first` on.
+struct Contributors {
+    int32 first, count;
+
+    // Blocks of a group. The last group may have fewer, but at least two: the job's last block may also be the first
+    // one of the next job. The counter and the partial of groups that begin there then belong to the next job.
+    __device__ __forceinline__ int32 group_size() const {
+        if (count <= kPartialsOfOneLevel) return count;
+        const int32 size = __float2int_ru(sqrtf(static_cast<float>(count)));
+        return (count - 1) % size == 0 ? size + 1 : size;  // both cannot divide count - 1 < size (size + 1)
+    }
+};
+
+// What a launch has to do: jobs, in the order [sequence][K/V head][row tile].
 template <class Spec>
-class WorkLine {
+class Work {
   public:
-    // All lanes of a warp construct it together.
-    __device__ __forceinline__ explicit WorkLine(const Params& params) : params_(params) {
+    __device__ __forceinline__ explicit Work(const Params& params) : params_(params) {
         rows_ = params.seqlen_q * params.heads_per_group;
         row_tiles_ = max_of(ceil_div(rows_, Spec::kBr), 1);  // without a query there may be rows to append
-        heads_kv_ = params.num_heads / params.heads_per_group;
-        const int32 jobs_of_sequence = heads_kv_ * row_tiles_;
-        int32 sum = 0;
-        const int32 steps_of_first = tiles_of(length_of(0)).steps;
-        bool is_even = true;  // all sequences have as many steps as the first
-        for (int32 first = 0; first < params.batch; first += 32) {
-            const int32 own = steps_of_lane(first);
-            sum += own;
-            is_even &= own == steps_of_first || own == 0;
-        }
-        total_ = common::row_sum<32>(sum) * jobs_of_sequence;
-        span_ = total_;
-        stretches_ = workers_ = min_of<int32>(gridDim.x, total_);
-        if (__all_sync(common::kFullWarp, is_even)) {
-            // Keys wait for these numbers: where each job has blocks of its own, they take one division.
-            const int32 jobs = params.batch * jobs_of_sequence, grid = gridDim.x;
-            if (jobs <= grid) {
-                span_ = steps_of_first;
-                stretches_ = min_of(min_of(steps_of_first, grid / jobs), worthwhile_partials(steps_of_first));
-                workers_ = jobs * stretches_;
-            } else {
-                const int32 jobs_of_block = ceil_div(jobs, grid);
-                span_ = jobs_of_block * steps_of_first;
-                stretches_ = 1;
-                workers_ = ceil_div(jobs, jobs_of_block);
-            }
-        }
-        stretch_ = span_ / stretches_;
-        longer_ = span_ - stretch_ * stretches_;
+        heads_kv_ = quotient(params.num_heads, params.heads_per_group);
     }
 
     __device__ __forceinline__ int32 rows() const { return rows_; }
-    // The number of working blocks; the others have no stretch.
-    __device__ __forceinline__ int32 workers() const { return workers_; }
-    // The block whose stretch has a step of the line, if jobs are cut.
-    __device__ __forceinline__ int32 worker_of(int32 position) const {
-        const int32 span = position / span_, step = position - span * span_, of_longer = longer_ * (stretch_ + 1);
-        const int32 index = step < of_longer ? step / (stretch_ + 1) : longer_ + (step - of_longer) / stretch_;
-        return span * stretches_ + index;
-    }
-
-    // The first segment of a block's stretch, and the one after a segment; without a step if there is none. If jobs are
-    // not cut, a block has those that begin in its stretch. All lanes of a warp call these together.
-    __device__ __forceinline__ Segment first(int32 worker, bool cuts_jobs) {
-        const int32 span = worker / stretches_, index = worker - span * stretches_;
-        const int32 position = span * span_ + index * stretch_ + min_of(index, longer_);
-        stretch_end_ = position + min_of(stretch_ + (index < longer_), total_ - position);
-        Job job = job_at(position);
-        const bool has_begun = position > job.start;
-        if (has_begun && !cuts_jobs) job = job_after(job);
-        return segment_of(job, has_begun && cuts_jobs ? position - job.start : 0, cuts_jobs);
-    }
-    __device__ __forceinline__ Segment after(const Segment& segment, bool cuts_jobs) const {
-        return segment_of(job_after(segment.job), 0, cuts_jobs);
-    }
-
     // The rows of the cache that a sequence has, clamped so that nothing is read or written outside.
     __device__ __forceinline__ static int32 cached_rows(const Params& params, int32 batch) {
         const int32 room = params.seqlen_k - params.seqlen_new;
@@ -113,21 +84,8 @@ class WorkLine {
         return {length, length - params_.seqlen_q, common::window_of<Spec>(params_)};
     }
 
-  private:
-    __device__ __forceinline__ Segment segment_of(const Job& job, int32 begin, bool cuts_jobs) const {
-        const int32 left = stretch_end_ - job.start;
-        if (left <= begin) return {job, 0, 0};
-        return {job, begin, cuts_jobs ? min_of(job.steps, left) : job.steps};
-    }
-
+  protected:
     __device__ __forceinline__ int32 jobs_of_sequence() const { return heads_kv_ * row_tiles_; }
-
-    // The partials of a job: more take longer to merge than they save, since each has as many elements as rows of O, in
-    // float32.
-    __device__ __forceinline__ int32 worthwhile_partials(int32 steps) const {
-        const float keys = static_cast<float>(steps) * Spec::kBc, rows = static_cast<float>(min_of(rows_, Spec::kBr));
-        return max_of(__float2int_rn(sqrtf(keys / max_of(rows, 1.0f))), 1);
-    }
 
     // The key tiles of a sequence of this length, the same for all of its jobs: its last query sees the last key.
     struct Tiles {
@@ -144,21 +102,118 @@ class WorkLine {
         return cached_rows(params_, batch) + params_.seqlen_new;
     }
 
+    __device__ __forceinline__ Job make_job(int32 batch, int32 index, int32 start) const {
+        const int32 cached = cached_rows(params_, batch), length = cached + params_.seqlen_new;
+        const Tiles tiles = tiles_of(length);
+        const int32 head_kv = quotient(index, row_tiles_);
+        return {batch, head_kv, index - head_kv * row_tiles_, cached, length, tiles.first, tiles.steps, start};
+    }
+
+    const Params& params_;
+    int32 rows_, row_tiles_, heads_kv_;
+};
+
+// How blocks divide it: the line of all steps.
+template <class Spec>
+class WorkLine : public Work<Spec> {
+    using Base = Work<Spec>;
+    using Base::params_, Base::rows_, Base::row_tiles_, Base::jobs_of_sequence, Base::tiles_of, Base::length_of,
+        Base::make_job;
+
+  public:
+    // All lanes of a warp construct it together.
+    __device__ __forceinline__ explicit WorkLine(const Params& params) : Work<Spec>(params) {
+        const int32 jobs = params.batch * jobs_of_sequence(), grid = gridDim.x;
+        const int32 blocks_of_job = quotient(grid, max_of(jobs, 1));
+        int32 sum = steps_of_lane(0);
+        const int32 steps_of_first = steps_ = __shfl_sync(common::kFullWarp, sum, 0);
+        is_even_ = sum == steps_of_first || sum == 0;  // all sequences have as many steps as the first
+        for (int32 first = 32; first < params.batch; first += 32) {
+            const int32 own = steps_of_lane(first);
+            sum += own;
+            is_even_ &= own == steps_of_first || own == 0;
+        }
+        is_even_ = __all_sync(common::kFullWarp, is_even_);
+        if (is_even_) {
+            total_ = jobs * steps_of_first;
+            if (jobs <= grid) {
+                span_ = steps_of_first;
+                stretches_ = min_of(min_of(steps_of_first, blocks_of_job), worthwhile_partials(steps_of_first));
+                workers_ = jobs * stretches_;
+            } else {
+                const int32 jobs_of_block = ceil_div(jobs, grid);
+                span_ = jobs_of_block * steps_of_first;
+                stretches_ = 1;
+                workers_ = ceil_div(jobs, jobs_of_block);
+            }
+        } else {
+            total_ = common::row_sum<32>(sum) * jobs_of_sequence();
+            span_ = total_;
+            stretches_ = workers_ = min_of<int32>(grid, total_);
+        }
+        stretch_ = quotient(span_, stretches_);
+        longer_ = span_ - stretch_ * stretches_;
+    }
+
+    // The number of working blocks; the others have no stretch.
+    __device__ __forceinline__ int32 workers() const { return workers_; }
+    // The blocks whose stretches have steps of a job, if jobs are cut.
+    __device__ __forceinline__ Contributors blocks_of(const Job& job) const {
+        if (is_even_) return {first_of_span_, stretches_};  // the span is the job
+        const int32 first = worker_of(job.start);
+        return {first, worker_of(job.start + job.steps - 1) - first + 1};
+    }
+
+    // The first segment of a block's stretch, and the one after a segment; without a step if there is none. If jobs are
+    // not cut, a block has those that begin in its stretch. All lanes of a warp call these together.
+    __device__ __forceinline__ Segment first(int32 worker, bool cuts_jobs) {
+        const int32 span = quotient(worker, stretches_);
+        first_of_span_ = span * stretches_;
+        const int32 index = worker - first_of_span_;
+        const int32 position = span * span_ + index * stretch_ + min_of(index, longer_);
+        stretch_end_ = position + min_of(stretch_ + (index < longer_), total_ - position);
+        Job job = job_at(position);
+        const bool has_begun = position > job.start;
+        if (has_begun && !cuts_jobs) job = job_after(job);
+        return segment_of(job, has_begun && cuts_jobs ? position - job.start : 0, cuts_jobs);
+    }
+    __device__ __forceinline__ Segment after(const Segment& segment, bool cuts_jobs) const {
+        return segment_of(job_after(segment.job), 0, cuts_jobs);
+    }
+
+  private:
+    // The block whose stretch has a step of the line.
+    __device__ __forceinline__ int32 worker_of(int32 position) const {
+        const int32 span = position / span_, step = position - span * span_, of_longer = longer_ * (stretch_ + 1);
+        const int32 index = step < of_longer ? step / (stretch_ + 1) : longer_ + (step - of_longer) / stretch_;
+        return span * stretches_ + index;
+    }
+
+    __device__ __forceinline__ Segment segment_of(const Job& job, int32 begin, bool cuts_jobs) const {
+        const int32 left = stretch_end_ - job.start;
+        if (left <= begin) return {job, 0, 0};
+        return {job, begin, cuts_jobs ? min_of(job.steps, left) : job.steps};
+    }
+
+    // The partials of a job: more take longer to merge than they save, since each has as many elements as rows of O, in
+    // float32.
+    __device__ __forceinline__ int32 worthwhile_partials(int32 steps) const {
+        const float keys = static_cast<float>(steps) * Spec::kBc, rows = static_cast<float>(min_of(rows_, Spec::kBr));
+        return max_of(__float2int_rn(common::sqrt_approx(common::divide_approx(keys, max_of(rows, 1.0f)))), 1);
+    }
+
     // The steps of each job of the sequence that belongs to this lane, of 32 sequences.
     __device__ __forceinline__ int32 steps_of_lane(int32 first) const {
         const int32 batch = first + static_cast<int32>(threadIdx.x) % 32;
         return batch < params_.batch ? tiles_of(length_of(batch)).steps : 0;
     }
 
-    __device__ __forceinline__ Job make_job(int32 batch, int32 index, int32 start) const {
-        const int32 cached = cached_rows(params_, batch), length = length_of(batch);
-        const Tiles tiles = tiles_of(length);
-        const int32 head_kv = index / row_tiles_;
-        return {batch, head_kv, index - head_kv * row_tiles_, cached, length, tiles.first, tiles.steps, start};
-    }
-
     // The job that has a step of the line.
     __device__ __forceinline__ Job job_at(int32 position) const {
+        if (is_even_) {
+            const int32 number = quotient(position, steps_), batch = quotient(number, jobs_of_sequence());
+            return make_job(batch, number - batch * jobs_of_sequence(), number * steps_);
+        }
         const int32 lane = threadIdx.x % 32;
         int32 start = 0;  // of the first of 32 sequences
         for (int32 first = 0;; first += 32) {
@@ -192,8 +247,9 @@ class WorkLine {
         return none;
     }
 
-    const Params& params_;
-    int32 rows_, row_tiles_, heads_kv_;
+    bool is_even_;
+    int32 steps_,
+        first_of_span_;  // of each job, and the first block of this one's span, if all jobs have as many steps
     // The line has spans of `span_` steps (the last may have fewer), and each span `stretches_` stretches: the first
     // `longer_` of them have `stretch_` + 1 steps, the others `stretch_`.
     int32 total_, workers_, span_, stretches_, stretch_, longer_, stretch_end_;

@@ -35,7 +35,7 @@ class DecodeWarp {
     template <int kThreads>
     __device__ __forceinline__ static void copy_queries(char* to, const Params& params, const Job& job, int32 rows) {
         copy_rows<Rows, kThreads, kBr>(to, threadIdx.x, [&](int32 row) -> const Real* {
-            const int32 packed = job.row_tile * kBr + row, query = packed / params.heads_per_group;
+            const int32 packed = job.row_tile * kBr + row, query = decode::quotient(packed, params.heads_per_group);
             if (packed >= rows) return nullptr;
             const int32 head = job.head_kv * params.heads_per_group + packed - query * params.heads_per_group;
             return params.q + params.q_strides.offset(job.batch, query, head);
@@ -84,14 +84,13 @@ class DecodeWarp {
         MicroV::accumulate(output_, rescale, posted, k + kKeys * Rows::kRowLength, lane);
     }
 
-    __device__ __forceinline__ void finish(Real* lse) {
+    __device__ __forceinline__ void finish(common::RowStatistic<Real>* rows) {
         const int32 lane = threadIdx.x % 32;
-        Real inverse[kRows], row_lse[kRows];
-        softmax_.finish(inverse, row_lse);
-        output_.scale(inverse);
+        Real total[kRows];
+        softmax_.totals(total);
 #pragma unroll
         for (int i = 0; i < kRows; ++i)
-            if (lane_column(lane) == 0) lse[Scores::row(i, lane)] = row_lse[i];
+            if (lane_column(lane) == 0) rows[Scores::row(i, lane)] = {softmax_.row_shift[i], total[i]};
     }
 
     template <class Exchange>

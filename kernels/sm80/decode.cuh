@@ -35,7 +35,7 @@ class DecodeWarp {
     template <int kThreads>
     __device__ __forceinline__ static void copy_queries(char* to, const Params& params, const Job& job, int32 rows) {
         const auto source_of = [&](int32 row) -> const Element* {
-            const int32 packed = job.row_tile * kBr + row, query = packed / params.heads_per_group;
+            const int32 packed = job.row_tile * kBr + row, query = decode::quotient(packed, params.heads_per_group);
             if (packed >= rows) return nullptr;
             const int32 head = job.head_kv * params.heads_per_group + packed - query * params.heads_per_group;
             return params.q + params.q_strides.offset(job.batch, query, head);
@@ -60,6 +60,7 @@ class DecodeWarp {
     // Begins a job whose first row is `first_row`.
     __device__ __forceinline__ void begin(const Params& params, const Job& job, int32 first_row) {
         slopes_.load(params, job, [=](int i) { return first_row + i / 2 * 16 + Output::row(i % 2, threadIdx.x % 32); });
+        has_shifts_ = false;
 #pragma unroll
         for (int m = 0; m < kM16; ++m) {
             softmax_[m].reset();
@@ -86,7 +87,7 @@ class DecodeWarp {
 #pragma unroll
         for (int m = 0; m < kM16; ++m) {
             decode::modify<Spec>(scores[m], params, slopes_, 2 * m, first_key, lane);
-            if (!masked && softmax_[m].try_row_shift(scores[m], scale, p[m])) continue;
+            if (!masked && has_shifts_ && softmax_[m].try_row_shift(scores[m], scale, p[m])) continue;
             if constexpr (!decode::kScalesFirst<Spec>)
 #pragma unroll
                 for (int n = 0; n < kKeys / 8; ++n)
@@ -106,22 +107,19 @@ class DecodeWarp {
         multiply<Element, kKeys / 16>(
             output_, [&](int m, int kk) { return p[m].k16(kk); },
             [&](int n, int kk) { return ldmatrix_x4<true>(v_address.at(kk, n)); });
+        has_shifts_ = true;
     }
 
-    // Divides O by the sums of its rows, and writes lse of the rows.
-    __device__ __forceinline__ void finish(float* lse) {
+    // Writes the statistics of the rows.
+    __device__ __forceinline__ void finish(common::RowStatistic<float>* rows) {
         const int32 lane = threadIdx.x % 32;
 #pragma unroll
         for (int m = 0; m < kM16; ++m) {
-            float inverse[2], row_lse[2];
-            softmax_[m].finish(inverse, row_lse);
-#pragma unroll
-            for (int n = 0; n < kDv / 8; ++n)
-#pragma unroll
-                for (int e = 0; e < 4; ++e) output_[m].value[n][e] *= inverse[e / 2];
+            float total[2];
+            softmax_[m].totals(total);
 #pragma unroll
             for (int i = 0; i < 2; ++i)
-                if (lane % 4 == 0) lse[16 * m + Output::row(i, lane)] = row_lse[i];
+                if (lane % 4 == 0) rows[16 * m + Output::row(i, lane)] = {softmax_[m].row_shift[i], total[i]};
         }
     }
 
@@ -146,6 +144,7 @@ class DecodeWarp {
   private:
     decode::RowSlopes<Spec, 2 * kM16> slopes_;
     Softmax softmax_[kM16];
+    bool has_shifts_;  // without, trying them is in vain
     Output output_[kM16];
 };
 

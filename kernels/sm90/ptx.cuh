@@ -7,6 +7,7 @@
 namespace fa2::sm90 {
 
 using common::add_global, common::as_if_new, common::barrier_arrive, common::barrier_sync;
+using common::in_block, common::rank_in_cluster;
 using common::load_shared, common::load_shared_operand, common::shared_address, common::store_shared;
 using common::OperandA;
 using common::PackedFragment;
@@ -64,17 +65,6 @@ struct RingPosition {
 
 // ----------------------------------------------------------------------------------------------------------- clusters
 
-// The number of a block in its cluster, and an address of its own shared memory in that of another block.
-__device__ __forceinline__ uint32 rank_in_cluster() {
-    uint32 rank;
-    asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-    return rank;
-}
-__device__ __forceinline__ uint32 in_block(uint32 rank, uint32 address) {
-    uint32 there;
-    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
-    return there;
-}
 // __syncthreads of all blocks of a cluster.
 __device__ __forceinline__ void cluster_sync() {
     asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");

@@ -108,11 +108,15 @@ def of_float64() -> None:
 
 
 def decoding() -> None:
-    """Decodes from a cache with pages and new rows, and from one that is cut among blocks, and merges two results."""
+    """Decodes from a cache with pages and new rows, and from one that is cut among blocks, and merges two results.
+
+    On Hopper, both have clusters of blocks. Sequences that are many have none.
+    """
     for dtype, *columns in (("float16", 64), ("bfloat16", 128), ("float32", 64), PAIR, ("float32", 40, 72)):
         for case in (
             Case(dtype, (0, 17, 900), page_size=16, num_new=1, seqlen_q=2, **columns_of(*columns)),
             Case(dtype, (20_000,), heads=(8, 1), **columns_of(*columns)),
+            Case(dtype, tuple(range(40, 1400, 70)), **columns_of(*columns)),
         ):
             q, k_cache, v_cache, lengths, options = case.arguments()
             keywords = {name: cupy.asarray(x) for name, x in options.items()}
