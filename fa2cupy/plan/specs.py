@@ -163,8 +163,7 @@ def decode_specs(
     """The kernels of `fa2cupy.decode`, for all numbers of rows that query heads of a group and queries can make.
 
     They differ also between few sequences and many, and short and long ones. `features` are those that `decode` takes,
-    all combined. Forwards
-    with few queries have the same kernels.
+    all combined. Forwards with few queries have the same kernels.
     """
     specs: dict[KernelSpec, None] = {}
     family = choose_family("decode", dtype, device)
