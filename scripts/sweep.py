@@ -240,7 +240,11 @@ def row_of(record: Mapping[str, str]) -> Row:
     """Returns the row that `as_record` wrote to a CSV."""
     device = DeviceInfo.named(record["arch"])
     family = family_of_kernel(record["operation"], record["dtype"], device, record["family"])
-    tile = TileConfig(*(int(record[field.name]) for field in dataclasses.fields(TileConfig)))
+    # CSVs of earlier runs may lack columns that have a default.
+    columns = [
+        one for one in dataclasses.fields(TileConfig) if one.default is dataclasses.MISSING or one.name in record
+    ]
+    tile = TileConfig(**{one.name: int(record[one.name]) for one in columns})
     numbers = (record["dtype"], int(record["head_dim"]), bool(int(record["causal"])))
     head_dim_v = record.get("head_dim_v", record["head_dim"])
     own_v = None if head_dim_v == record["head_dim"] else int(head_dim_v)
