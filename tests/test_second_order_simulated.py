@@ -206,7 +206,7 @@ def test_lse_of_kernels_that_multiply_parts_is_computed_again(monkeypatch, check
     assert [stage.spec.operation for stage in launched] == ["forward", *STAGES[check]]
 
 
-@pytest.mark.sample(given=("v",), check=("check_double_backward",), family=OTHERS)
+@pytest.mark.sample(given=("v",), check=("check_double_backward",), family=("sm80",))
 @pytest.mark.parametrize("given", ["q", "k", "v", "do", "dlse", ""])
 @of_both_backwards
 def test_a_missing_tangent_counts_as_zeros_in_gradients(launched, dtype, check, given):
@@ -223,7 +223,7 @@ def test_gradients_of_lse_may_be_missing(launched, dtype, check):
     getattr(call, check)()
 
 
-@pytest.mark.sample(name=("double_backward",), family=OTHERS)
+@pytest.mark.sample(name=("double_backward",), family=("simt",))
 @pytest.mark.parametrize("name", ["backward_jvp", "double_backward"])
 def test_rows_without_keys_contribute_nothing_even_if_they_have_nan(launched, dtype, name):
     Call((20, 12), dtype=dtype, causal=True).check_hidden_rows(name)
@@ -292,7 +292,7 @@ def test_jvp_with_functions(launched, with_functions):
     with_functions.check_jvp()
 
 
-@pytest.mark.sample(with_functions=(True,), check=("check_double_backward",), family=OTHERS)
+@pytest.mark.sample(with_functions=(True,), check=("check_double_backward",), family=("simt",))
 @of_both_backwards
 def test_tangents_of_gradients_with_functions(launched, with_functions, check):
     getattr(with_functions, check)()
