@@ -56,7 +56,7 @@ MUTANTS = (
     Mutant(
         "bias past the last key",
         "forward",
-        "column = min_of(key, last_key);\n            if constexpr (kReadsBias)",
+        "column = min_of(key, last_key_of<Spec>(params_));\n            if constexpr (kReadsBias)",
         "column = key;\n            if constexpr (kReadsBias)",
         "bounds",
         Problem(feature="bias"),
