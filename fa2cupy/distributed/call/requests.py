@@ -197,9 +197,9 @@ def _kind(value: Any) -> Hashable:
     if value is None:
         return None
     if hasattr(value, "dtype") and not isinstance(value, np.generic):
-        memory = value.data
-        place = () if is_on_host(value) else (memory.device_id, memory.ptr & 15)
-        return type(value), value.shape, value.dtype, value.strides, *place
+        memory: Any = getattr(value, "data", None)  # arrays of other libraries may have none; they are refused later
+        place = (memory.device_id, memory.ptr & 15) if hasattr(memory, "device_id") else ()
+        return type(value), value.shape, value.dtype, getattr(value, "strides", None), *place
     return repr(value)
 
 
