@@ -441,9 +441,23 @@ def _methods(family: Family, problem: AttentionProblem, options: CallOptions) ->
     """The methods that come into question."""
     requested = requested_method(options.method, options.deterministic)
     methods = (requested,) if requested else family.default_methods
+    if options.deterministic and options.method is None and "one_tile" in family.default_methods:
+        methods = (*methods, "one_tile")
     if problem.settings.dbias or problem.settings.dscore_args:
         methods = tuple(dict.fromkeys(map(family.method_with_dbias, methods)))
     return methods
+
+
+def _why_not_held(family: Family, operation: str, problem: AttentionProblem) -> str | None:
+    """The reason why no key tile of a kernel has all keys of a sequence, if it must; None if one has."""
+    if not OPERATIONS[operation].holds_keys:
+        return None
+    if problem.is_packed:
+        return "its sequences are packed"
+    if problem.settings.block_mask is not None:
+        return "it has a block_mask"
+    most = max(row.tile.b_c for row in family.tiles[operation])
+    return f"its {problem.seqlen_k} keys are more than the {most} of a tile" if problem.seqlen_k > most else None
 
 
 def _why_not(
@@ -460,7 +474,7 @@ def _why_not(
     for operation in operations:
         if operation not in family.operations:
             return f"has no kernel of {operation}"
-        reason = family.why_not(operation, problem, strides)
+        reason = _why_not_held(family, operation, problem) or family.why_not(operation, problem, strides)
         if reason:
             return f"for this problem: {reason}"
     return None

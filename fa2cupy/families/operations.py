@@ -36,6 +36,8 @@ class Operation:
         True if callers can choose the tile of a tiled operation.
     is_second_order : bool
         True if its kernels may need second derivatives of score functions.
+    holds_keys : bool
+        True if the key tile of a block has all keys of a sequence.
     """
 
     name: str
@@ -46,6 +48,7 @@ class Operation:
     record: Record | None = None
     has_config: bool = True
     is_second_order: bool = False
+    holds_keys: bool = False
 
     @cached_property
     def is_tiled(self) -> bool:
@@ -88,6 +91,12 @@ OPERATIONS = _Operations(
         Operation("backward", (*_OF_SCORES, *_OF_DBIAS)),
         Operation("backward_dq", (*_OF_SCORES, *_OF_DBIAS), owns="queries"),
         Operation("backward_dkdv", _OF_SCORES, owns="keys"),
+        Operation(
+            "backward_one_tile",
+            (*(name for name in _OF_SCORES if name not in ("cu_seqlens", "block_mask")), "dlse"),
+            owns="keys",
+            holds_keys=True,
+        ),
         # The gradient of a broadcast bias, where the others do not add it atomically.
         Operation("dbias", (*_OF_SCORES, "dbias", "full_dbias"), owns="pairs", has_config=False),
         # The tangents of the forward's results: with these results, and where they are given.
@@ -323,7 +332,11 @@ OPERATIONS = _Operations(
 TILED = tuple(name for name, operation in OPERATIONS.items() if operation.is_tiled and operation.has_config)
 
 #: The tiled operations of each method of the backward.
-METHODS = {"single_pass": ("backward",), "two_pass": ("backward_dq", "backward_dkdv")}
+METHODS = {
+    "single_pass": ("backward",),
+    "two_pass": ("backward_dq", "backward_dkdv"),
+    "one_tile": ("backward_one_tile",),
+}
 #: The tiled operations of the calls that are given lse and have no methods.
 SEVERAL = {
     "output_jvp": ("output_jvp",),

@@ -122,6 +122,8 @@ POINTER_RECORDS = {
     "backward": _of_gradients("dq:output dk:output dv:output", "dq", "dk", "dv"),
     "backward_dq": _of_gradients("dq:output", "dq"),
     "backward_dkdv": _of_gradients("dk:output dv:output", "dk", "dv"),
+    # Either o or delta is null.
+    "backward_one_tile": _of_gradients("o:input dq:output dk:output dv:output", "o", "dq", "dk", "dv"),
     # The blocks own tiles of the bias, of so many rows and columns, which so many sequences share.
     "dbias": Record(
         _BACKWARD_INPUTS,

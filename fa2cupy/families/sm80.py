@@ -14,12 +14,15 @@ __all__ = ["SM80", "Sm80"]
 _H100, _H200 = "NVIDIA H100 80GB HBM3, 2026-11-21", "NVIDIA H200, 2026-11-24"
 _H200_LATER = "NVIDIA H200, 2026-11-28"
 _H100_LATER, _H100_LAST = "NVIDIA H100 80GB HBM3, 2026-11-25", "NVIDIA H100 80GB HBM3, 2026-11-27"
+#: Of blocks that have all keys of a sequence, also for sm90.
+ONE_TILE_COSTS = {64: BlockCost(3.5, 3.5), 128: BlockCost(3.3, 5.0)}
 #: Fitted like those of sm90. Only the number of splits follows from them.
 _COSTS = Costs(
     blocks={
         "forward": {64: BlockCost(0.8, 2.0), 128: BlockCost(1.1, 2.0)},
         "backward": {64: BlockCost(3.6, 6.3), 128: BlockCost(3.43, 8.9), 256: BlockCost(4.36, 7.3)},
         "backward_dkdv": {64: BlockCost(2.8, 4.8), 128: BlockCost(2.64, 6.4), 256: BlockCost(4.0, 2.1)},
+        "backward_one_tile": ONE_TILE_COSTS,
         "backward_dq": {64: BlockCost(2.4, 2.9), 128: BlockCost(2.17, 5.8), 256: BlockCost(2.46, 5.0)},
     },
     read_rows=1.2,
@@ -43,14 +46,14 @@ class Sm80(Family):
     """Kernels of ``mma.sync``, ``ldmatrix`` and ``cp.async``, whose blocks own key tiles in ``backward``."""
 
     name = "sm80"
-    operations = (*Family.operations, "dbias", "decode", "jvp", "output_jvp", "dq_jvp", "dkdv_jvp")
+    operations = (*Family.operations, "backward_one_tile", "dbias", "decode", "jvp", "output_jvp", "dq_jvp", "dkdv_jvp")
     dtypes = ("float16", "bfloat16")
     min_compute_capability = 80
     row_alignment = 16
     head_dim_step = 8
     column_step = 16  # a k-step of mma.sync
     backward_owns = "keys"
-    default_methods = ("single_pass",)
+    default_methods = ("single_pass", "one_tile")
     split_operations = ("forward", "backward", "backward_dkdv")
     costs = _COSTS
     tiles = {
@@ -164,6 +167,16 @@ class Sm80(Family):
             TileRow(256, TileConfig(32, 64, 8)),
             TileRow(256, TileConfig(32, 32, 4)),
         ),
+        # A block has all keys of a sequence.
+        "backward_one_tile": (
+            TileRow(32, TileConfig(64, 64, 4, 1, 4)),
+            TileRow(64, TileConfig(64, 64, 4, 1, 3)),
+            TileRow(128, TileConfig(64, 64, 8, 1, 2)),
+            TileRow(128, TileConfig(64, 64, 8)),
+            TileRow(32, TileConfig(64, 128, 8, 1, 2)),
+            TileRow(64, TileConfig(32, 128, 8, 1, 2)),
+            TileRow(128, TileConfig(64, 128, 8)),
+        ),
         # They have not been swept. Several blocks on a multiprocessor hide each other's latencies.
         "dbias": (
             TileRow(64, TileConfig(64, 64, 4, 2, 3)),
@@ -209,6 +222,8 @@ class Sm80(Family):
             return own + (share if tile.cluster > 1 else 0)
         if operation == "dkdv_jvp":
             return 2 * (b_c * both + tile.num_stages * b_r * both) + 2 * 16 * b_r
+        if operation == "backward_one_tile":
+            return (b_c + b_r) * both + scores + max(scores, b_r * row_v) + 4 * b_r * 4
         by_keys = b_c * both + tile.num_stages * b_r * both + scores + 4 * b_r * 4
         return {"backward": by_keys + 2 * scores, "backward_dkdv": by_keys}[operation]
 
@@ -231,7 +246,11 @@ class Sm80(Family):
             return why_not or register_shortage(tile.b_r // 16 * (head_dim_v + keys) // 2, 40, tile)
         if operation == "dkdv_jvp":
             return _why_no_dkdv_jvp(tile, head_dim, head_dim_v)
-        with_dq = {"backward": True, "backward_dkdv": False}[operation]
+        if operation == "backward_one_tile" and tile.num_stages > 1:
+            return f"num_stages={tile.num_stages} is more than 1"
+        if operation == "backward_one_tile" and not _dq_divides_evenly(tile, head_dim):
+            return f"dQ of {tile.b_r} x {head_dim} does not divide evenly among {tile.num_warps} warps"
+        with_dq = {"backward": True, "backward_one_tile": True, "backward_dkdv": False}[operation]
         return _why_no_key_rows(tile, head_dim, head_dim_v, with_dq=with_dq)
 
 
@@ -303,10 +322,17 @@ def _why_no_dkdv_jvp(tile: TileConfig, head_dim: int, head_dim_v: int) -> str | 
 
 def _dq_divides(tile: TileConfig, head_dim: int) -> bool:
     """True if dQ divides into bands of 32 rows whose columns the warps share evenly, or into bands of 16 rows."""
-    bands = tile.b_r // 32
-    if tile.b_r % 32 == 0 and tile.num_warps % bands == 0 and (head_dim // 16) % (tile.num_warps // bands) == 0:
-        return True
-    return tile.num_warps % (tile.b_r // 16) == 0
+    return _dq_divides_evenly(tile, head_dim) or (tile.b_r % 16 == 0 and tile.num_warps % (tile.b_r // 16) == 0)
+
+
+def _dq_divides_evenly(tile: TileConfig, head_dim: int) -> bool:
+    """True if dQ divides into bands of 32 or of 16 rows whose columns the warps share evenly."""
+    return any(
+        tile.b_r % rows == 0
+        and tile.num_warps % (tile.b_r // rows) == 0
+        and head_dim // 16 % (tile.num_warps // (tile.b_r // rows)) == 0
+        for rows in (32, 16)
+    )
 
 
 SM80 = Sm80()

@@ -202,6 +202,12 @@ def plan_backward(
         workspaces += of_parts
         cleared.append(EXCEPTIONS)
     stages: list[Stage] = []
+    if "backward_one_tile" in choice.tiles:
+        computes_delta = with_delta and not settings.dsink
+        renamed: dict[str, str | None] = {"delta" if computes_delta else "o": None}
+        tiled = [replace(stage, renamed=renamed) for stage in tiled]
+        with_delta = with_delta and not computes_delta
+        cleared += ["dq"] if 0 in layout.problem.sizes_of("k") else []
     if with_delta:
         stages.append(_delta(layout, added))
         workspaces.append(Workspace("delta", _statistics_bytes(problem)))

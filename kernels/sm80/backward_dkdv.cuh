@@ -62,9 +62,13 @@ struct RoleTiles {
 template <class KTile, class VTile, class QTile, class DoTile>
 struct RoleTiles<false, KTile, VTile, QTile, DoTile> : RoleTiles<true, VTile, KTile, DoTile, QTile> {};
 
-template <class Spec, bool kWithDq = false, class Params = fa2::Params>
+// What the kernel does about dQ: nothing; it adds to a workspace; or it stores all of dQ, and computes delta itself.
+enum class DqSums { kNone, kAdded, kStored };
+
+template <class Spec, DqSums kDqSums = DqSums::kNone, class Params = fa2::Params>
 struct BackwardDkdv {
     using Element = typename Spec::Element;
+    static constexpr bool kWithDq = kDqSums != DqSums::kNone, kStoresDq = kDqSums == DqSums::kStored;
     static constexpr bool kByKeys = true, kFindsSequences = false;
     static constexpr int kBr = Spec::kBr, kBc = Spec::kBc, kStages = Spec::kStages, kWarps = Spec::kWarps;
     static constexpr int kHeadDim = Spec::kHeadDim, kHeadDimV = Spec::kHeadDimV;
@@ -89,19 +93,21 @@ struct BackwardDkdv {
     static constexpr int kDo = kQ + QTile::kBytes;
     static constexpr int kStageBytes = QTile::kBytes + DoTile::kBytes;
     static constexpr int kDs = kQ + kStages * kStageBytes;
-    static constexpr int kP = kDs + (kWithDq ? 2 * DsTile::kBytes : 0);
-    static constexpr int kRowStats = kP + kBc * kBr * 2;
+    static constexpr int kP = kDs + (kStoresDq ? 1 : kWithDq ? 2 : 0) * DsTile::kBytes;
+    static constexpr int kO = kP;
+    static constexpr int kRowStats = kP + common::max_of(kBc * kBr * 2, kStoresDq ? DoTile::kBytes : 0);
     static constexpr int kRowStatsBytes = 2 * kBr * 4;
     static constexpr int kSharedBytes = kRowStats + 2 * kRowStatsBytes;
     static_assert(kSharedBytes == Spec::kSharedBytes);
     static_assert(2 * kBr <= kThreads);
+    static_assert(!kStoresDq || (kStages == 1 && !common::kListsTiles<Spec>));
 
     // All warps share the kBr x kD products of dQ: 32 rows per warp if the columns then divide evenly, otherwise 16.
     static constexpr int kDqWarpRows = kBr % 32 == 0 && (kD / 16) % (kWarps / (kBr / 32)) == 0 ? 32 : 16;
     static constexpr int kDqWarpsM = kBr / kDqWarpRows;
     static constexpr int kDqWarpsN = kWarps / kDqWarpsM;
     static constexpr int kDqN16 = ceil_div(kD / 16, kDqWarpsN);
-    static_assert(kWarps % kDqWarpsM == 0);
+    static_assert(kWarps % kDqWarpsM == 0 && (!kStoresDq || kD / 16 % kDqWarpsN == 0));
 
     using Step = common::QueryStep;
 
@@ -150,6 +156,11 @@ struct BackwardDkdv {
                                                    step.tile * kBr, params.seqlen_q, thread);
         load_tile_async<DoTile, kThreads, kHeadDimV>(smem + kDo + slot * kStageBytes, dout, params.dout_strides.row,
                                                      step.tile * kBr, params.seqlen_q, thread);
+        if constexpr (kStoresDq)
+            if (params.o != nullptr)
+                load_tile_async<DoTile, kThreads, kHeadDimV>(
+                    smem + kO, params.o + params.o_strides.offset(batch, 0, step.head), params.o_strides.row,
+                    step.tile * kBr, params.seqlen_q, thread);
     }
 
     // The first kBr threads return lse * log2(e), the next kBr return -delta. An lse of +inf makes P zero, without a
@@ -164,10 +175,44 @@ struct BackwardDkdv {
         const float lse = valid ? params.lse[first + row] : -common::infinity<float>();
         const bool hidden = lse == -common::infinity<float>();
         if (thread < kBr) return hidden ? -lse : common::in_base2(lse);
+        if (kStoresDq && params.o != nullptr) {
+            if constexpr (Spec::kDlse) return hidden ? 0.0f : params.dlse[first + row];
+            return 0.0f;
+        }
         return hidden ? 0.0f : -params.delta[first + row];
     }
     __device__ void store_row_stat(float x, int32 parity) const {
         if (thread < 2 * kBr) store_shared(smem + kRowStats + parity * kRowStatsBytes + thread * 4, x);
+    }
+
+    // How many lanes share a row in `take_delta`: a power of two, so that warps have whole rows.
+    __host__ __device__ static constexpr int lanes_of_row() {
+        int lanes = 2;
+        while (2 * lanes * kBr <= kThreads && lanes < DoTile::kChunks) lanes *= 2;
+        return lanes;
+    }
+    // Subtracts the products of O and dO, unless delta is given, from what is stored for -delta.
+    __device__ void take_delta(int32 parity) const {
+        constexpr int kLanes = lanes_of_row();
+        const int32 row = thread / kLanes, first_chunk = thread % kLanes;
+        const uint32 lse = smem + kRowStats + parity * kRowStatsBytes + row * 4, minus_delta = lse + kBr * 4;
+        if (params.o == nullptr || row >= kBr) return;
+        float sum = 0.0f;
+#pragma unroll
+        for (int c = 0; c < ceil_div(DoTile::kChunks, kLanes); ++c) {
+            const int32 chunk = first_chunk + c * kLanes;
+            if (DoTile::kChunks % kLanes != 0 && chunk >= DoTile::kChunks) break;
+            const auto o = load_shared_operand(smem + kO + DoTile::offset(row, chunk));
+            const auto dout = load_shared_operand(smem + kDo + DoTile::offset(row, chunk));
+#pragma unroll
+            for (int w = 0; w < 4; ++w) {
+                sum += common::unpack_lo<Element>(o.reg[w]) * common::unpack_lo<Element>(dout.reg[w]);
+                sum += common::unpack_hi<Element>(o.reg[w]) * common::unpack_hi<Element>(dout.reg[w]);
+            }
+        }
+        sum = common::row_sum<kLanes>(sum);
+        if (first_chunk == 0 && load_shared<float>(lse) != common::infinity<float>())
+            store_shared(minus_delta, load_shared<float>(minus_delta) - sum);
     }
 
     // The barrier behind which a query tile is there, with zeros in the rows of Q and dO that see no key.
@@ -270,7 +315,7 @@ struct BackwardDkdv {
 #pragma unroll
             for (int m = 0; m < kM16; ++m) packed[m].set(x[m]);
         if constexpr (kWithDq && !kProbability) {
-            const uint32 ds = smem + kDs + parity * DsTile::kBytes;
+            const uint32 ds = smem + kDs + (kStoresDq ? 0 : parity) * DsTile::kBytes;
 #pragma unroll
             for (int m = 0; m < kM16; ++m)
 #pragma unroll
@@ -286,21 +331,26 @@ struct BackwardDkdv {
             [&](int n, int kk) { return ldmatrix_x4<true>(second.at(kk, n)); });
     }
 
-    // Adds this warp's part of dS K to dQ of the query tile of `step`; its dS^T is in buffer `parity`.
-    __device__ void add_dq(Step step, int32 parity) const {
-        using Product = QuadFragment<2 * kDqN16>;
-        constexpr int kProductM16 = kDqWarpRows / 16;
-        const int32 lane = computed_anew(this->lane);
-        const int32 m0 = warp % kDqWarpsM * kProductM16, n0 = warp / kDqWarpsM * kDqN16;
+    // This warp's part of dS K: from which blocks of 16 rows and columns on, and the sums.
+    static constexpr int kProductM16 = kDqWarpRows / 16;
+    using Product = QuadFragment<2 * kDqN16>;
+    __device__ void multiply_by_keys(Product (&product)[kProductM16], int32 m0, int32 n0, int32 parity,
+                                     int32 lane) const {
         const LaneAddress<DsTile, MatrixOrder::kChunksFirst> ds(smem + kDs + parity * DsTile::kBytes, 0, lane);
         const LaneAddress<KTile, MatrixOrder::kRowsFirst> k(smem + kK, 0, lane);
-        Product product[kProductM16];
 #pragma unroll
         for (int m = 0; m < kProductM16; ++m) product[m].fill(0.0f);
         multiply<Element, kBc / 16>(
             product, [&](int m, int kk) { return ldmatrix_x4<true>(ds.at(kk, m0 + m)); },
             [&](int n, int kk) { return ldmatrix_x4<true>(k.at(kk, n0 + n)); });
+    }
 
+    // Adds this warp's part to dQ of the query tile of `step`; its dS^T is in buffer `parity`.
+    __device__ void add_dq(Step step, int32 parity) const {
+        const int32 lane = computed_anew(this->lane);
+        const int32 m0 = warp % kDqWarpsM * kProductM16, n0 = warp / kDqWarpsM * kDqN16;
+        Product product[kProductM16];
+        multiply_by_keys(product, m0, n0, parity, lane);
         using Workspace = DqWorkspace<kBr, kD>;
         if constexpr (common::kListsTiles<Spec>) step = tiles.at(step);
         const int64 tile = common::first_workspace_tile<Spec>(params, where.batch, step.head) + step.tile;
@@ -311,6 +361,39 @@ struct BackwardDkdv {
             for (int n = 0; n < 2 * kDqN16; ++n)
                 if (kD / 16 % kDqWarpsN == 0 || 2 * n0 + n < kD / 8)
                     add_accumulators(workspace + Workspace::offset(m0 + m, 2 * n0 + n, lane, 0), product[m].value[n]);
+    }
+
+    // Stores this warp's part of dQ of the query tile of `step`, in whose place it is staged: no warp reads Q any more.
+    __device__ void store_dq(Step step) const {
+        const int32 lane = computed_anew(this->lane);
+        const int32 m0 = warp % kDqWarpsM * kProductM16, n0 = warp / kDqWarpsM * kDqN16;
+        Product product[kProductM16];
+        multiply_by_keys(product, m0, n0, 0, lane);
+#pragma unroll
+        for (int m = 0; m < kProductM16; ++m)
+#pragma unroll
+            for (int n = 0; n < 2 * kDqN16; ++n)
+#pragma unroll
+                for (int e = 0; e < 4; ++e) product[m].value[n][e] *= params.softmax_scale;
+        store_rows<QTile, kProductM16, kHeadDim>(smem + kQ, 16 * m0, 2 * n0, product,
+                                                 params.dq + params.dq_strides.offset(where.batch, 0, step.head),
+                                                 params.dq_strides.row, step.tile * kBr + 16 * m0, params.seqlen_q,
+                                                 lane);
+    }
+
+    // Stores zeros to dQ of the query tiles that no step has, since they see no key.
+    __device__ void clear_unseen_dq() const {
+        constexpr int kChunks = kHeadDim / 8;
+        for (int32 group_head = 0; group_head < params.heads_per_group; ++group_head) {
+            const int32 head = where.head * params.heads_per_group + group_head;
+            Element* dq = params.dq + params.dq_strides.offset(where.batch, 0, head);
+            const auto clear = [&](int32 begin, int32 end) {
+                for (int32 i = begin * kChunks + thread; i < end * kChunks; i += kThreads)
+                    *reinterpret_cast<float4*>(dq + i / kChunks * params.dq_strides.row + i % kChunks * 8) = {};
+            };
+            clear(0, min_of(tiles.begin * kBr, params.seqlen_q));
+            clear(tiles.end * kBr, params.seqlen_q);
+        }
     }
 
     template <bool kProbability>
@@ -328,7 +411,7 @@ struct BackwardDkdv {
         const int32 first_head = where.head * params.heads_per_group;
         // Without a mask all blocks visit the same query tiles. Each starts at a different tile, so that their atomic
         // additions do not meet in the same rows of dQ.
-        constexpr bool kApart = kWithDq && !Spec::kCausal && !common::kListsTiles<Spec>;
+        constexpr bool kApart = kDqSums == DqSums::kAdded && !Spec::kCausal && !common::kListsTiles<Spec>;
         const int32 start = tiles.begin + (kApart && steps > 0 ? where.tile % tiles_per_head : 0);
         Step step{first_head, start};
         if (Spec::kSplit && steps > 0) {
@@ -340,6 +423,7 @@ struct BackwardDkdv {
             const bool same_head = kApart ? tile != start : s.tile + 1 < tiles.end;
             return Step{same_head ? s.head : s.head + 1, tile};
         };
+        if constexpr (kStoresDq) clear_unseen_dq();
         if (steps > 0) {
             if constexpr (kStages > 1) load_query_tile(step, 0);
             store_row_stat(load_row_stat(step), 0);
@@ -352,7 +436,7 @@ struct BackwardDkdv {
             const Step following = next(step);
             const bool more = t + 1 < steps;
             if constexpr (kStages == 1) {
-                block_barrier();
+                if (!kStoresDq || t > 0) block_barrier();
                 load_query_tile(step, 0);
                 cp_async_commit();
             }
@@ -362,19 +446,27 @@ struct BackwardDkdv {
                 if (more) load_query_tile(following, (t + 1) % kStages);
                 cp_async_commit();
             }
+            if constexpr (kStoresDq) {
+                take_delta(t % 2);
+                block_barrier();
+            }
             const float row_stat = more ? load_row_stat(following) : 0.0f;
-            if constexpr (kWithDq && !kProbability)
+            if constexpr (kDqSums == DqSums::kAdded && !kProbability)
                 if (t > 0) add_dq(previous, (t + 1) % 2);
             iterate<kProbability>(gradient, slot, t % 2, step);
-            if constexpr (kWithDq && kProbability)
+            if constexpr (kDqSums == DqSums::kAdded && kProbability)
                 if (t > 0) add_dq(previous, (t + 1) % 2);
+            if constexpr (kStoresDq) {
+                block_barrier();
+                store_dq(step);
+            }
             store_row_stat(row_stat, (t + 1) % 2);
             previous = step;
             step = following;
         }
         cp_async_wait<0>();
         block_barrier();
-        if constexpr (kWithDq) {
+        if constexpr (kDqSums == DqSums::kAdded) {
             if (steps > 0) add_dq(previous, (steps + 1) % 2);
             block_barrier();
         }
