@@ -37,6 +37,7 @@
 // previous tile is complete, and that the slots read by the previous iteration are free. With one stage, another one
 // before it protects the only slot from the next copy. Named barrier 1 + pair: P^T is written.
 #pragma once
+#include "common/held_array.cuh"
 #include "common/mask.cuh"
 #include "common/params.cuh.j2"
 #include "common/schedule.cuh"
@@ -110,6 +111,10 @@ struct BackwardDkdv {
     static_assert(kWarps % kDqWarpsM == 0 && (!kStoresDq || kD / 16 % kDqWarpsN == 0));
 
     using Step = common::QueryStep;
+    // A probability warp's tile of the bias, for 16 keys.
+    using Held = typename common::HeldType<kStoresDq && common::kMayHoldBias<Spec>, false,
+                                           common::BiasOfKeys<Element, kBr>, common::ArraysInMemory>::Type;
+    static_assert(Held::Tile::kBytes == 0 || Held::Tile::kBytes == 16 * kBr * 2);
 
     template <bool kProbability>
     using Role = RoleTiles<kProbability, KTile, VTile, QTile, DoTile>;
@@ -163,6 +168,35 @@ struct BackwardDkdv {
                     step.tile * kBr, params.seqlen_q, thread);
     }
 
+    // dlse, from which `take_delta` subtracts; zero if there is none.
+    __device__ float dlse_of(int64 index, bool valid) const {
+        if constexpr (Spec::kDlse)
+            return valid ? params.dlse[index] : 0.0f;
+        else
+            return 0.0f;
+    }
+    // The bias of a probability warp lies where the other warp of the pair writes dS as soon as it has P^T.
+    __device__ uint32 held_address(int m) const { return smem + kDs + (pair * kM16 + m) * 16 * kBr * 2; }
+    __device__ Held held(int m) const {
+        if constexpr (Held::kInMemory)
+            return {};
+        else
+            return Held(held_address(m), lane);
+    }
+    template <bool kProbability>
+    __device__ void load_bias(Step step) const {
+        if constexpr (kProbability && !Held::kInMemory)
+#pragma unroll 1
+            for (int m = 0; m < kM16; ++m) {
+                const common::ScoreTile tile{where.batch, step.head, step.tile * kBr,
+                                             where.tile * kBc + pair * kPairKeys + 16 * m, lane};
+                if (Held::Tile::takes(params))
+                    Held::Tile::load(held_address(m), params, tile);
+                else
+                    Held::Tile::load_elements(held_address(m), params, tile);
+            }
+    }
+
     // The first kBr threads return lse * log2(e), the next kBr return -delta. An lse of +inf makes P zero, without a
     // mask, in rows past the end and in rows without a visible key, whose delta may be NaN.
     __device__ float load_row_stat(Step step) const {
@@ -175,10 +209,8 @@ struct BackwardDkdv {
         const float lse = valid ? params.lse[first + row] : -common::infinity<float>();
         const bool hidden = lse == -common::infinity<float>();
         if (thread < kBr) return hidden ? -lse : common::in_base2(lse);
-        if (kStoresDq && params.o != nullptr) {
-            if constexpr (Spec::kDlse) return hidden ? 0.0f : params.dlse[first + row];
-            return 0.0f;
-        }
+        if constexpr (kStoresDq)
+            if (params.o != nullptr) return dlse_of(first + row, !hidden);
         return hidden ? 0.0f : -params.delta[first + row];
     }
     __device__ void store_row_stat(float x, int32 parity) const {
@@ -270,9 +302,10 @@ struct BackwardDkdv {
                 const bool masked = step.tile < tiles.full_begin || (tiles.kLeftLimit && step.tile >= tiles.full_end);
 #pragma unroll
                 for (int m = 0; m < kM16; ++m)
-                    common::take_weights<true, Spec>(
-                        x[m], packed[m], masked, params, score_tile.shifted(0, 16 * m),
-                        [&](int, int j) { return load_shared<float>(row_stats + j / 2 * 32 + j % 2 * 4); });
+                    common::take_weights_with<true, Spec>(
+                        held(m), x[m], packed[m], masked, params, score_tile.shifted(0, 16 * m),
+                        [&](int, int j) { return load_shared<float>(row_stats + j / 2 * 32 + j % 2 * 4); },
+                        {common::score_args_of(params), score_tile.shifted(0, 16 * m)});
             } else {
 #pragma unroll
                 for (int n = 0; n < kBr / 8; ++n) {
@@ -438,6 +471,7 @@ struct BackwardDkdv {
             if constexpr (kStages == 1) {
                 if (!kStoresDq || t > 0) block_barrier();
                 load_query_tile(step, 0);
+                load_bias<kProbability>(step);
                 cp_async_commit();
             }
             cp_async_wait<0>();
