@@ -90,7 +90,9 @@ def test_strides(launched, view):
 @pytest.mark.parametrize("launched", ["sm80"], indirect=True)
 def test_features(launched, row):
     inputs = draw("float16", (SIZES["seqlen_q"], SIZES["seqlen_k"]), 24, (4, 2), batch=2)
-    options = {key: place(x) if isinstance(x, np.ndarray) else x for key, x in options_of(row, "float16", SIZES).items()}
+    options = {
+        key: place(x) if isinstance(x, np.ndarray) else x for key, x in options_of(row, "float16", SIZES).items()
+    }
     # A bias that is the same for all keys has the gradient 0 unless lse has one.
     dlse = place(numbers((2, 4, SIZES["seqlen_q"]), "float32"))
     check(inputs, launched, causal=not row.startswith("window"), dlse=dlse, **options)
@@ -133,3 +135,20 @@ def test_more_keys_than_a_tile_has(launched):
     o, lse = forward(q, k, v)
     with pytest.raises(ValueError, match="config: backward_one_tile needs a tile with all 40 keys"):
         backward(q, k, v, o, lse, do, method="one_tile", config=ONE_TILE)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize(
+    "shape", [(2, 30, 29), (1, 1, 30, 29), (30, 29), (5, 1, 30, 29)], ids=["heads", "all", "everything", "sequences"]
+)
+def test_dbias_of_a_bias_that_sequences_share(launched, shape, deterministic):
+    inputs = draw("bfloat16", (30, 29), 32, (2, 2), batch=5)
+    bias = place(numbers(shape, "bfloat16"))
+    q, k, v, do = inputs
+    expected = Expectation(*inputs, bias=bias)
+    o, lse = forward(q, k, v, bias=bias, family="sm80")
+    launched.clear()
+    options = {"method": "one_tile", "deterministic": deterministic}
+    results = backward(q, k, v, o, lse, do, bias=bias, return_dbias=True, **options)
+    expected.check(**dict(zip(("dq", "dk", "dv", "dbias"), results, strict=True)))
+    assert [stage.spec.operation for stage in launched] == ["backward_one_tile_dbias", "sum_dbias"]

@@ -9,7 +9,7 @@ from ..problem.block_mask import KEY_LISTS, LIST_STRIDES, QUERY_LISTS
 from ..problem.features import FEATURES
 from .records import COPIED, PARTS, SHARERS, SHARES, SUMMED, Record
 
-__all__ = ["METHODS", "OF_DIRECTION", "OPERATIONS", "SEVERAL", "TILED", "Operation"]
+__all__ = ["METHODS", "OF_DIRECTION", "ONE_TILE", "OPERATIONS", "SEVERAL", "TILED", "Operation"]
 
 
 @dataclass(frozen=True)
@@ -58,6 +58,8 @@ class Operation:
 
 #: The features of all kernels that compute scores.
 _OF_SCORES = tuple(name for name, feature in FEATURES.items() if feature.acts_on is not None)
+#: Those that kernels do not take beside the sums of dbias.
+_NOT_WITH_SUMS = ("cu_seqlens", "block_mask", "softcap", "score_mod", "mask_mod")
 _OF_DECODE = tuple(name for name, feature in FEATURES.items() if feature.in_decode)
 #: Those of kernels that write the gradients of the bias and of the arrays of `score_mod`.
 _OF_DBIAS = ("dbias", "full_dbias", "dscore_args")
@@ -95,6 +97,14 @@ OPERATIONS = _Operations(
             "backward_one_tile",
             (*(name for name in _OF_SCORES if name not in ("cu_seqlens", "block_mask")), "dlse"),
             owns="keys",
+            holds_keys=True,
+        ),
+        # The same with the gradient of a bias that sequences share. Blocks own tiles of the bias.
+        Operation(
+            "backward_one_tile_dbias",
+            (*(name for name in _OF_SCORES if name not in _NOT_WITH_SUMS), "dlse", "dbias"),
+            owns="pairs",
+            has_config=False,
             holds_keys=True,
         ),
         # The gradient of a broadcast bias, where the others do not add it atomically.
@@ -337,6 +347,8 @@ METHODS = {
     "two_pass": ("backward_dq", "backward_dkdv"),
     "one_tile": ("backward_one_tile",),
 }
+#: The kernels of ``one_tile``, without and with dbias of a broadcast bias.
+ONE_TILE = (*METHODS["one_tile"], "backward_one_tile_dbias")
 #: The tiled operations of the calls that are given lse and have no methods.
 SEVERAL = {
     "output_jvp": ("output_jvp",),

@@ -13,7 +13,7 @@ from ..problem.features import FEATURES, changes_of_scores, features_in_register
 from ..problem.strides import AnyStrides
 from .estimate import BlockCost, Costs
 from .family import Family, Kernel, TileRow
-from .operations import OF_DIRECTION
+from .operations import OF_DIRECTION, ONE_TILE
 from .records import LENGTHS, POINTER_RECORDS, SCALES, SCHEDULE, Record
 from .sm80 import ONE_TILE_COSTS, SM80
 from .tile import TileConfig
@@ -64,7 +64,7 @@ _RECORDS = {
     "backward_dkdv": Record(
         f"{_GRADIENT_MAPS} dk:output_map dv:output_map {_STATISTICS}", (), SCALES, LENGTHS + SCHEDULE
     ),
-    "backward_one_tile": POINTER_RECORDS["backward_one_tile"],
+    **{operation: POINTER_RECORDS[operation] for operation in ONE_TILE},
     "dbias": POINTER_RECORDS["dbias"]._replace(pointers=f"{_GRADIENT_MAPS} {_STATISTICS}", strides=()),
     # There are no maps of tangents that the call does not have.
     "jvp": Record(
@@ -109,7 +109,7 @@ _COSTS = Costs(
         "forward": {128: BlockCost(0.58, 1.5), 256: BlockCost(0.379, 0.32)},
         "backward": {64: BlockCost(1.884, 4.4), 128: BlockCost(1.593, 8.44), 256: BlockCost(2.355, 11.6)},
         "backward_dq": {64: BlockCost(1.68, 3.44), 128: BlockCost(1.161, 1.27), 256: BlockCost(0.689, 5.0)},
-        "backward_one_tile": ONE_TILE_COSTS,
+        **dict.fromkeys(ONE_TILE, ONE_TILE_COSTS),
         "backward_dkdv": {64: BlockCost(1.256, 4.48), 128: BlockCost(1.27, 9.18), 256: BlockCost(1.563, 11.36)},
     },
     # The start is that of a block; the step is from times of 192/128 relative to those of ``two_pass``, on the H200.
@@ -139,7 +139,7 @@ class Sm90(Family):
     """Kernels for sm_90a only. The blocks of ``backward`` own key tiles; the other kernels are persistent."""
 
     name = "sm90"
-    operations = (*Family.operations, "backward_one_tile", "dbias", *_OF_TANGENTS)
+    operations = (*Family.operations, *ONE_TILE, "dbias", *_OF_TANGENTS)
     dtypes = ("float16", "bfloat16")
     min_compute_capability = max_compute_capability = 90
     row_alignment = 16
@@ -207,7 +207,7 @@ class Sm90(Family):
             TileRow(192, TileConfig(96, 64, 12, 2), _H100),
             TileRow(256, TileConfig(64, 64, 12, 2), _H100),
         ),
-        "backward_one_tile": SM80.tiles["backward_one_tile"],
+        **{operation: SM80.tiles[operation] for operation in ONE_TILE},
         "dbias": (
             TileRow(64, TileConfig(64, 64, 8, 3, 2), least_saving=1.2),
             TileRow(64, TileConfig(128, 64, 12, 3), features=_BESIDE_BIAS),
@@ -272,7 +272,7 @@ class Sm90(Family):
     def shared_memory_with(self, features: tuple[str, ...], kernel: Kernel, tile: TileConfig) -> int:
         operation, _, head_dim, head_dim_v, kept_keys = kernel
         array = _held_array(features)
-        if operation == "backward_one_tile":
+        if operation in ONE_TILE:
             return SM80.shared_memory_with(features, kernel, tile)
         if operation == "forward":
             return _forward_bytes(head_dim, head_dim_v, tile, array, kept_keys)
@@ -296,7 +296,7 @@ class Sm90(Family):
 
     def why_not_shape(self, kernel: Kernel, tile: TileConfig) -> str | None:
         operation, _, head_dim, head_dim_v, _ = kernel
-        if operation == "backward_one_tile":
+        if operation in ONE_TILE:
             return SM80.why_not_shape(kernel, tile)
         if operation == "forward":
             return _why_no_forward(tile, head_dim_v)

@@ -58,14 +58,20 @@ def choose_tile(
             )
         return requested
     tuned = tuned_tile(family, kernel, problem.causal, device)
-    if tuned is not None and _holds_keys(operation, tuned, problem) and (layout is None or _suits_map(family, operation, problem, tuned)):
+    if (
+        tuned is not None
+        and _holds_keys(operation, tuned, problem)
+        and (layout is None or _suits_map(family, operation, problem, tuned))
+    ):
         return tuned
     return default_tile(family, operation, problem, device)
 
 
 def _holds_keys(operation: str, tile: TileConfig, problem: AttentionProblem) -> bool:
-    """True unless the key tile of a block must have all keys of a sequence, and has not."""
-    return not OPERATIONS[operation].holds_keys or problem.seqlen_k <= tile.b_c
+    """True unless the tile of a block must have all keys of a sequence, or all its scores, and has not."""
+    row = OPERATIONS[operation]
+    holds_queries = row.owns != "pairs" or problem.seqlen_q <= tile.b_r
+    return not row.holds_keys or (problem.seqlen_k <= tile.b_c and holds_queries)
 
 
 def check_tile(name: str, tile: TileConfig, family: Family, kernel: Kernel, device: DeviceInfo) -> None:

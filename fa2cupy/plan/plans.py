@@ -158,6 +158,7 @@ def plan_backward(
     choice: Choice,
     *,
     with_delta: bool = True,
+    shares_delta: bool = False,
 ) -> Plan:
     """The plan of `fa2cupy.backward`.
 
@@ -167,11 +168,13 @@ def plan_backward(
     strides : mapping
         Strides of q, k, v, o, dout, dq, dk, dv and the features' arrays, and of dbias if the call returns it.
     with_delta : bool, optional
-        If True, the first stage computes delta; else the caller passes it.
+        If True, the call computes delta; else the caller passes it.
+    shares_delta : bool, optional
+        True if stages that are not of this plan read delta, too.
     """
     if choice.dbias is not None:
-        of_tiled = problem.with_settings(replace(problem.settings, dbias=False))
-        plan = plan_backward(of_tiled, device, strides, replace(choice, dbias=None), with_delta=with_delta)
+        of_tiled, others = problem.with_settings(replace(problem.settings, dbias=False)), replace(choice, dbias=None)
+        plan = plan_backward(of_tiled, device, strides, others, with_delta=with_delta, shares_delta=True)
         return _with_dbias(plan, problem, device, strides, choice.dbias)
     settings = problem.settings
     has_own_lse = "forward" in choice.tiles
@@ -179,11 +182,15 @@ def plan_backward(
     tiled: list[Stage] = []
     workspaces: list[Workspace] = []
     added: list[Workspace] = []  # to which kernels add
-    cleared = _cleared_dbias(problem)
+    cleared = [] if choice.owns_dbias else _cleared_dbias(problem)
     if settings.dscore_args:
         cleared += [name for function in settings.functions for name, _ in gradient_arrays(function)]
     for operation, tile in choice.tiles.items():
         num_splits = choice.num_splits.get(operation, 1)
+        if operation == "backward_one_tile_dbias":
+            tiled, shares = _one_tile_dbias(layout, tile, num_splits)
+            workspaces.append(shares)
+            continue
         tiled.append(layout.tiled(operation, tile, num_splits))
         if operation == "backward" and choice.family.backward_owns == "queries":
             cleared += ["dk", "dv"]
@@ -202,10 +209,10 @@ def plan_backward(
         workspaces += of_parts
         cleared.append(EXCEPTIONS)
     stages: list[Stage] = []
-    if "backward_one_tile" in choice.tiles:
-        computes_delta = with_delta and not settings.dsink
+    if choice.method == "one_tile":
+        computes_delta = with_delta and not (shares_delta or settings.dsink)
         renamed: dict[str, str | None] = {"delta" if computes_delta else "o": None}
-        tiled = [replace(stage, renamed=renamed) for stage in tiled]
+        tiled[0] = replace(tiled[0], renamed={**tiled[0].renamed, **renamed})
         with_delta = with_delta and not computes_delta
         cleared += ["dq"] if 0 in layout.problem.sizes_of("k") else []
     if with_delta:
@@ -220,6 +227,29 @@ def plan_backward(
     stages += _clear_unused(layout, "clear_backward")
     lists, of_lists = layout.lists(choice.tiles)
     return _plan([*stages, *lists, *tiled], [*workspaces, *of_lists], cleared)
+
+
+def _one_tile_dbias(layout: StageLayout, tile: TileConfig, num_splits: int) -> tuple[list[Stage], Workspace]:
+    """The kernel of ``one_tile`` that sums a broadcast dbias, the sum of the shares of its blocks, and their workspace."""
+    of_result, shape = layout.strides["dbias"], layout.problem.score_shape
+    sharers, (of_share, share_elements) = sharers_of(of_result, shape[0]), contiguous_like(of_result, shape)
+    strides = {**layout.strides, **dict(zip(SHARERS, (sharers.owned, sharers.shared), strict=True))}
+    shares = StageLayout(layout.problem, layout.device, layout.family, {**strides, "dbias": of_share})
+    kernel = shares.one_tile_dbias(tile, sharers.num_shared, num_splits, share_elements)
+    settings = replace(layout.problem.settings, full_dbias=True)
+    stored = StageLayout(layout.problem.with_settings(settings), layout.device, layout.family, strides)
+    stage, workspace = _sum_dbias(stored, num_splits, share_elements)
+    return [replace(kernel, renamed={"dbias": None}), stage], workspace
+
+
+def _sum_dbias(layout: StageLayout, num_splits: int, share_elements: int) -> tuple[Stage, Workspace]:
+    """The stage that sums the shares of dbias, and their workspace."""
+    problem = layout.problem
+    sizes = dict(zip(("batch", "num_heads", "seqlen_q", "seqlen_k"), problem.score_shape, strict=True))
+    sizes |= {"num_copies": num_splits, "share_elements": share_elements}
+    tile = _tile_of("sum_dbias")
+    stage = layout.stage("sum_dbias", tile, -(-share_elements // tile.num_threads), (), is_split=False, **sizes)
+    return stage, Workspace(SHARES, num_splits * share_elements * ITEMSIZE[problem.accumulator_dtype])
 
 
 def _with_dbias(
@@ -258,12 +288,9 @@ def _with_dbias(
         shares = StageLayout(summed, device, choice.family, {**strides, "dbias": of_share})
         split = shares.dbias(tile, sharers.num_shared, num_splits, share_elements)
         stages.append(replace(split, renamed={**renamed, "dbias": None}))
-        added.append(Workspace(SHARES, num_splits * share_elements * ITEMSIZE[problem.accumulator_dtype]))
-        sizes = dict(zip(("batch", "num_heads", "seqlen_q", "seqlen_k"), shape, strict=True))
-        sizes |= {"num_copies": num_splits, "share_elements": share_elements}
-        of_sum = _tile_of("sum_dbias")
-        blocks = -(-share_elements // of_sum.num_threads)
-        stages.append(layout.stage("sum_dbias", of_sum, blocks, (), is_split=False, **sizes))
+        stage, workspace = _sum_dbias(layout, num_splits, share_elements)
+        stages.append(stage)
+        added.append(workspace)
     # Other stages of the plan have workspaces of these names.
     own = {workspace.name: f"{workspace.name}_of_dbias" for workspace in added}
     workspaces |= {own[workspace.name]: replace(workspace, name=own[workspace.name]) for workspace in added}

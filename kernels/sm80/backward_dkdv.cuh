@@ -37,6 +37,7 @@
 // previous tile is complete, and that the slots read by the previous iteration are free. With one stage, another one
 // before it protects the only slot from the next copy. Named barrier 1 + pair: P^T is written.
 #pragma once
+#include "common/bias_owner.cuh"
 #include "common/held_array.cuh"
 #include "common/mask.cuh"
 #include "common/params.cuh.j2"
@@ -69,6 +70,7 @@ enum class DqSums { kNone, kAdded, kStored };
 template <class Spec, DqSums kDqSums = DqSums::kNone, class Params = fa2::Params>
 struct BackwardDkdv {
     using Element = typename Spec::Element;
+    static constexpr bool kSumsDbias = kDqSums == DqSums::kStored && Spec::kDbias;
     static constexpr bool kWithDq = kDqSums != DqSums::kNone, kStoresDq = kDqSums == DqSums::kStored;
     static constexpr bool kByKeys = true, kFindsSequences = false;
     static constexpr int kBr = Spec::kBr, kBc = Spec::kBc, kStages = Spec::kStages, kWarps = Spec::kWarps;
@@ -98,7 +100,8 @@ struct BackwardDkdv {
     static constexpr int kO = kP;
     static constexpr int kRowStats = kP + common::max_of(kBc * kBr * 2, kStoresDq ? DoTile::kBytes : 0);
     static constexpr int kRowStatsBytes = 2 * kBr * 4;
-    static constexpr int kSharedBytes = kRowStats + 2 * kRowStatsBytes;
+    static constexpr int kDbias = kRowStats + 2 * kRowStatsBytes;
+    static constexpr int kSharedBytes = kDbias + (kSumsDbias ? kBc * kBr * 4 : 0);
     static_assert(kSharedBytes == Spec::kSharedBytes);
     static_assert(2 * kBr <= kThreads);
     static_assert(!kStoresDq || (kStages == 1 && !common::kListsTiles<Spec>));
@@ -130,17 +133,85 @@ struct BackwardDkdv {
     int32 thread, lane, warp, pair;
 
     __device__ static void run(const Params& params, char* smem) {
-        auto where = common::scheduled_tile<Spec, kByKeys>(params, blockIdx.x);
-        common::take_share<Spec>(where, params);
+        common::TileCoordinates where{};
+        if constexpr (!kSumsDbias) {
+            where = common::scheduled_tile<Spec, kByKeys>(params, blockIdx.x);
+            common::take_share<Spec>(where, params);
+        }
         const auto tiles = common::query_tiles<Spec>(params, where);
         const int32 thread = threadIdx.x, warp = __shfl_sync(common::kFullWarp, thread / 32, 0);
         const int32 pair = kInterleaved ? warp / 2 : warp % kPairs;
         BackwardDkdv block{params, shared_address(smem), where, tiles, thread, thread % 32, warp, pair};
-        block.load_key_tile();
         if (kInterleaved ? warp % 2 == 0 : warp < kPairs)
-            block.template loop<true>();
+            block.template run_role<true>();
         else
-            block.template loop<false>();
+            block.template run_role<false>();
+    }
+
+    template <bool kProbability>
+    __device__ void run_role() {
+        if constexpr (!kSumsDbias) {
+            load_key_tile();
+            loop<kProbability>();
+        } else {
+            int32 rest = blockIdx.x;
+            const int32 share = common::Shared::take(rest, 1, params.num_splits).begin;
+            const auto heads = common::Shared::take(rest, params.dbias_strides.inside().head, params.num_heads);
+            const auto first = static_cast<int32>(params.owned_strides.offset(rest, 0, 0, 0));
+            const auto own = common::steps_of_share(params.shared_sequences, params.num_splits, share);
+            if constexpr (!kProbability) clear_dbias();
+            block_barrier();
+            for (int32 sharer = own.begin; sharer < own.end; ++sharer) {
+                const int32 batch = first + static_cast<int32>(params.shared_strides.offset(sharer, 0, 0, 0));
+                for (int32 head = heads.begin; head < heads.end; ++head) {
+                    BackwardDkdv one{params,
+                                     smem,
+                                     {0, head, batch},
+                                     tiles,
+                                     computed_anew(thread),
+                                     computed_anew(lane),
+                                     computed_anew(warp),
+                                     computed_anew(pair)};
+                    one.load_key_tile();
+                    one.template loop<kProbability>();
+                    block_barrier();  // no warp reads its results in shared memory any more
+                }
+            }
+            store_dbias(params.shares + share * params.share_elements +
+                        params.dbias_strides.offset(first, heads.begin, 0, 0));
+        }
+    }
+
+    // The sums of a derivative warp's dS, in the order of its accumulators.
+    __device__ uint32 dbias_address(int m, int n) const {
+        return smem + kDbias + (((pair * kM16 + m) * (kBr / 8) + n) * 32 + lane) * 16;
+    }
+    __device__ void clear_dbias() const {
+#pragma unroll 1
+        for (int m = 0; m < kM16; ++m)
+            for (int n = 0; n < kBr / 8; ++n) store_shared(dbias_address(m, n), 0, 0, 0, 0);
+    }
+    __device__ void add_dbias(const Scores& ds, int m) const {
+#pragma unroll
+        for (int n = 0; n < kBr / 8; ++n) {
+            float sum[4];
+            load_shared(dbias_address(m, n), sum);
+#pragma unroll
+            for (int e = 0; e < 4; ++e) sum[e] += ds.value[n][e];
+            store_shared(dbias_address(m, n), __float_as_uint(sum[0]), __float_as_uint(sum[1]), __float_as_uint(sum[2]),
+                         __float_as_uint(sum[3]));
+        }
+    }
+    // Stores the sums of the block, behind a barrier, to an array of the bias's shape.
+    __device__ void store_dbias(float* dbias) const {
+        const auto& strides = params.dbias_strides.inside();
+        for (int32 i = thread; i < kBr * kBc; i += kThreads) {
+            const int32 query = i / kBc, key = i % kBc;
+            const int32 owner = key % 8 * 4 + query % 8 / 2, element = key / 8 % 2 * 2 + query % 2;
+            const int32 index = ((key / 16 * (kBr / 8) + query / 8) * 32 + owner) * 4 + element;
+            if (query < params.seqlen_q && key < params.seqlen_k)
+                dbias[query * strides.row + key * strides.column] = load_shared<float>(smem + kDbias + index * 4);
+        }
     }
 
     __device__ void load_key_tile() const {
@@ -226,6 +297,7 @@ struct BackwardDkdv {
     // Subtracts the products of O and dO, unless delta is given, from what is stored for -delta.
     __device__ void take_delta(int32 parity) const {
         constexpr int kLanes = lanes_of_row();
+        const int32 thread = computed_anew(this->thread);
         const int32 row = thread / kLanes, first_chunk = thread % kLanes;
         const uint32 lse = smem + kRowStats + parity * kRowStatsBytes + row * 4, minus_delta = lse + kBr * 4;
         if (params.o == nullptr || row >= kBr) return;
@@ -344,6 +416,9 @@ struct BackwardDkdv {
                         [&](int n, float (&minus_delta)[2]) { load_shared(row_stats + n * 32, minus_delta); });
         }
 
+        if constexpr (kSumsDbias && !kProbability)
+#pragma unroll
+            for (int m = 0; m < kM16; ++m) add_dbias(x[m], m);
         if constexpr (!kProbability || !common::kTakesWeights<Spec>)
 #pragma unroll
             for (int m = 0; m < kM16; ++m) packed[m].set(x[m]);
@@ -398,7 +473,7 @@ struct BackwardDkdv {
 
     // Stores this warp's part of dQ of the query tile of `step`, in whose place it is staged: no warp reads Q any more.
     __device__ void store_dq(Step step) const {
-        const int32 lane = computed_anew(this->lane);
+        const int32 lane = computed_anew(this->lane), warp = computed_anew(this->warp);
         const int32 m0 = warp % kDqWarpsM * kProductM16, n0 = warp / kDqWarpsM * kDqN16;
         Product product[kProductM16];
         multiply_by_keys(product, m0, n0, 0, lane);
@@ -408,10 +483,9 @@ struct BackwardDkdv {
             for (int n = 0; n < 2 * kDqN16; ++n)
 #pragma unroll
                 for (int e = 0; e < 4; ++e) product[m].value[n][e] *= params.softmax_scale;
-        store_rows<QTile, kProductM16, kHeadDim>(smem + kQ, 16 * m0, 2 * n0, product,
-                                                 params.dq + params.dq_strides.offset(where.batch, 0, step.head),
-                                                 params.dq_strides.row, step.tile * kBr + 16 * m0, params.seqlen_q,
-                                                 lane);
+        store_rows<QTile, kProductM16, kHeadDim>(
+            smem + kQ, 16 * m0, 2 * n0, product, params.dq + params.dq_strides.offset(where.batch, 0, step.head),
+            params.dq_strides.row, step.tile * kBr + 16 * m0, params.seqlen_q, lane);
     }
 
     // Stores zeros to dQ of the query tiles that no step has, since they see no key.
@@ -538,7 +612,8 @@ struct BackwardDkdv {
                     for (int e = 0; e < 4; ++e)
                         gradient[m].value[n][e] *=
                             kProbability ? common::kept_scale<Spec>(params) : params.softmax_scale;
-        const auto where = common::scheduled_tile<Spec, kByKeys>(params, computed_anew(blockIdx.x));
+        common::TileCoordinates where = this->where;
+        if constexpr (!kSumsDbias) where = common::scheduled_tile<Spec, kByKeys>(params, computed_anew(blockIdx.x));
         const Strides& strides = kProbability ? params.dv_strides : params.dk_strides;
         Element* gmem = (kProbability ? params.dv : params.dk) + strides.offset(where.batch, 0, where.head);
         store_rows<Result, kM16, kResultDim<kProbability>>(smem + (kProbability ? 0 : VTile::kBytes), pair * kPairKeys,
