@@ -144,10 +144,10 @@ class StageLayout:
         return self.stage("dbias", tile, blocks, maps, is_split=is_split, **values)
 
     def one_tile_dbias(self, tile: TileConfig, num_shared: int, num_splits: int, share_elements: int) -> Stage:
-        """The kernel whose blocks own tiles of a broadcast bias, and have all gradients of the heads that share them."""
+        """The kernel whose blocks own tiles of a broadcast bias, with all gradients of the heads that share them."""
         blocks = tiles_of_bias(self.problem, self.strides, tile) * num_splits
         values = {"shared_sequences": num_shared, "num_splits": num_splits, "share_elements": share_elements}
-        return self.stage("backward_one_tile_dbias", tile, blocks, **values)
+        return self.stage("backward_one_tile_dbias", tile, blocks, (), is_split=False, **values)
 
     def lists(self, tiles: Mapping[str, TileConfig]) -> tuple[list[Stage], list[Workspace]]:
         """The kernels that write and order the lists of tiled kernels, given by their tiles, and the workspaces.

@@ -186,19 +186,12 @@ def plan_backward(
     if settings.dscore_args:
         cleared += [name for function in settings.functions for name, _ in gradient_arrays(function)]
     for operation, tile in choice.tiles.items():
-        num_splits = choice.num_splits.get(operation, 1)
-        if operation == "backward_one_tile_dbias":
-            tiled, shares = _one_tile_dbias(layout, tile, num_splits)
-            workspaces.append(shares)
-            continue
-        tiled.append(layout.tiled(operation, tile, num_splits))
+        found, of_kernel, of_sums = _with_sums(layout, operation, tile, choice.num_splits.get(operation, 1))
+        tiled += found
+        workspaces += of_kernel
+        added += of_sums
         if operation == "backward" and choice.family.backward_owns == "queries":
             cleared += ["dk", "dv"]
-        elif operation == "backward" or num_splits > 1:
-            sums = _Sums(layout, operation, tile, num_splits)
-            tiled.append(sums.stage())
-            workspaces += sums.workspaces
-            added += sums.added
     if has_own_lse:
         tiled = _with_own_lse(tiled)
         workspaces.append(Workspace(_OWN_LSE, _statistics_bytes(problem)))
@@ -229,8 +222,22 @@ def plan_backward(
     return _plan([*stages, *lists, *tiled], [*workspaces, *of_lists], cleared)
 
 
+def _with_sums(
+    layout: StageLayout, operation: str, tile: TileConfig, num_splits: int
+) -> tuple[list[Stage], list[Workspace], list[Workspace]]:
+    """A tiled kernel of a backward with the stage that sums what it leaves; workspaces, and those to which it adds."""
+    if operation == "backward_one_tile_dbias":
+        stages, shares = _one_tile_dbias(layout, tile, num_splits)
+        return stages, [shares], []
+    kernel = layout.tiled(operation, tile, num_splits)
+    if num_splits > 1 or (operation == "backward" and layout.family.backward_owns == "keys"):
+        sums = _Sums(layout, operation, tile, num_splits)
+        return [kernel, sums.stage()], sums.workspaces, sums.added
+    return [kernel], [], []
+
+
 def _one_tile_dbias(layout: StageLayout, tile: TileConfig, num_splits: int) -> tuple[list[Stage], Workspace]:
-    """The kernel of ``one_tile`` that sums a broadcast dbias, the sum of the shares of its blocks, and their workspace."""
+    """The kernel of ``one_tile`` that sums dbias of a broadcast bias, the sum of its blocks' shares, and these."""
     of_result, shape = layout.strides["dbias"], layout.problem.score_shape
     sharers, (of_share, share_elements) = sharers_of(of_result, shape[0]), contiguous_like(of_result, shape)
     strides = {**layout.strides, **dict(zip(SHARERS, (sharers.owned, sharers.shared), strict=True))}
