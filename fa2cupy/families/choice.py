@@ -18,7 +18,7 @@ from .kept_bias import kept_bias
 from .operations import METHODS, OPERATIONS, SEVERAL
 from .registry import FAMILIES, supporting_families
 from .simt import SIMT
-from .tile import TileConfig
+from .tile import TileConfig, has_tile_of
 from .tile_choice import choose_tile, decode_tile, default_tile, why_not_map
 
 __all__ = ["Choice", "check_on_any_gpu", "choices_with_copies", "choose", "choose_with_copies", "tiles_of_bias"]
@@ -463,10 +463,7 @@ def _methods(family: Family, problem: AttentionProblem, options: CallOptions) ->
     methods = (requested,) if requested else family.default_methods
     if options.deterministic and options.method is None and "one_tile" in family.default_methods:
         methods = (*methods, "one_tile")
-    is_of_others = options.config is not None and not (
-        isinstance(options.config, Mapping) and METHODS["one_tile"][0] in options.config
-    )
-    if options.method is None and is_of_others:
+    if options.method is None and options.config is not None and not has_tile_of("one_tile", options.config):
         methods = tuple(method for method in methods if method != "one_tile")
     settings = problem.settings
     if settings.dbias or settings.dscore_args:
@@ -495,7 +492,7 @@ def _why_not_held(
         return f"its {problem.seqlen_k} keys are more than the {most} of a tile"
     if row.owns == "keys":
         return None
-    if not atomics_of(strides["dbias"], problem.score_shape):
+    if "dbias" not in strides or not atomics_of(strides["dbias"], problem.score_shape):
         return "the bias does not have an element for each query and key"
     if problem.heads_per_group > 1:
         return "several query heads share keys"

@@ -58,8 +58,9 @@ class Operation:
 
 #: The features of all kernels that compute scores.
 _OF_SCORES = tuple(name for name, feature in FEATURES.items() if feature.acts_on is not None)
-#: Those that kernels do not take beside the sums of dbias.
-_NOT_WITH_SUMS = ("cu_seqlens", "block_mask", "softcap", "score_mod", "mask_mod")
+#: Those that choose no tiles, and those of them that leave no derivative to be multiplied.
+_OF_ONE_TILE = tuple(name for name in _OF_SCORES if FEATURES[name].acts_on != "tiles")
+_WITH_SUMS = tuple(name for name in _OF_ONE_TILE if not FEATURES[name].has_derivative)
 _OF_DECODE = tuple(name for name, feature in FEATURES.items() if feature.in_decode)
 #: Those of kernels that write the gradients of the bias and of the arrays of `score_mod`.
 _OF_DBIAS = ("dbias", "full_dbias", "dscore_args")
@@ -95,14 +96,14 @@ OPERATIONS = _Operations(
         Operation("backward_dkdv", _OF_SCORES, owns="keys"),
         Operation(
             "backward_one_tile",
-            (*(name for name in _OF_SCORES if name not in ("cu_seqlens", "block_mask")), "dlse"),
+            (*_OF_ONE_TILE, "dlse"),
             owns="keys",
             holds_keys=True,
         ),
         # The same with the gradient of a bias that sequences share. Blocks own tiles of the bias.
         Operation(
             "backward_one_tile_dbias",
-            (*(name for name in _OF_SCORES if name not in _NOT_WITH_SUMS), "dlse", "dbias"),
+            (*_WITH_SUMS, "dlse", "dbias"),
             owns="pairs",
             has_config=False,
             holds_keys=True,

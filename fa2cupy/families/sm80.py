@@ -177,6 +177,10 @@ class Sm80(Family):
             TileRow(32, TileConfig(64, 128, 8, 1, 2)),
             TileRow(64, TileConfig(32, 128, 8, 1, 2)),
             TileRow(128, TileConfig(64, 128, 8)),
+            TileRow(128, TileConfig(32, 64, 4)),
+            TileRow(256, TileConfig(64, 64, 8)),
+            TileRow(256, TileConfig(32, 64, 8)),
+            TileRow(256, TileConfig(16, 32, 4)),
         ),
         "backward_one_tile_dbias": (
             TileRow(32, TileConfig(64, 64, 4, 1, 4)),
@@ -254,8 +258,6 @@ class Sm80(Family):
             return _why_no_dkdv_jvp(tile, head_dim, head_dim_v)
         if operation in ONE_TILE and tile.num_stages > 1:
             return f"num_stages={tile.num_stages} is more than 1"
-        if operation in ONE_TILE and not _dq_divides_evenly(tile, head_dim):
-            return f"dQ of {tile.b_r} x {head_dim} does not divide evenly among {tile.num_warps} warps"
         with_dq = {"backward": True, **dict.fromkeys(ONE_TILE, True), "backward_dkdv": False}[operation]
         return _why_no_key_rows(tile, head_dim, head_dim_v, with_dq=with_dq)
 
@@ -328,17 +330,10 @@ def _why_no_dkdv_jvp(tile: TileConfig, head_dim: int, head_dim_v: int) -> str | 
 
 def _dq_divides(tile: TileConfig, head_dim: int) -> bool:
     """True if dQ divides into bands of 32 rows whose columns the warps share evenly, or into bands of 16 rows."""
-    return _dq_divides_evenly(tile, head_dim) or (tile.b_r % 16 == 0 and tile.num_warps % (tile.b_r // 16) == 0)
-
-
-def _dq_divides_evenly(tile: TileConfig, head_dim: int) -> bool:
-    """True if dQ divides into bands of 32 or of 16 rows whose columns the warps share evenly."""
-    return any(
-        tile.b_r % rows == 0
-        and tile.num_warps % (tile.b_r // rows) == 0
-        and head_dim // 16 % (tile.num_warps // (tile.b_r // rows)) == 0
-        for rows in (32, 16)
-    )
+    bands = tile.b_r // 32
+    if tile.b_r % 32 == 0 and tile.num_warps % bands == 0 and (head_dim // 16) % (tile.num_warps // bands) == 0:
+        return True
+    return tile.num_warps % (tile.b_r // 16) == 0
 
 
 SM80 = Sm80()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import math
@@ -11,6 +12,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from ..errors import UnsupportedProblemError
 from ..families.choice import Choice, choices_with_copies, choose
 from ..families.device import DeviceInfo
 from ..families.family import Kernel
@@ -89,9 +91,10 @@ def default_specs(
     plan_call = plan_backward if method else plan_forward
     problems = _problems(call, dtype, *head_dims, options, features, functions)
     for problem, strides in _of_lengths(call, method, device, config, problems):
-        for choice in _choices(call, problem, device, strides, options):
-            plan = plan_call(problem, device, strides, choice)
-            specs.update(dict.fromkeys(stage.spec for stage in plan.stages))
+        with contextlib.suppress(*([UnsupportedProblemError] if method == "one_tile" else [])):
+            for choice in _choices(call, problem, device, strides, options):
+                plan = plan_call(problem, device, strides, choice)
+                specs.update(dict.fromkeys(stage.spec for stage in plan.stages))
     sparse = _map(functions).layout if "block_mask" in features else None
     if sparse is not None and sparse.program is not None:
         problem = check_tile_states({"mask_args": (), **functions, "block_mask": sparse}).problem

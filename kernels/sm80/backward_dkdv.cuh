@@ -38,6 +38,7 @@
 // before it protects the only slot from the next copy. Named barrier 1 + pair: P^T is written.
 #pragma once
 #include "common/bias_owner.cuh"
+#include "common/delta.cuh"
 #include "common/held_array.cuh"
 #include "common/mask.cuh"
 #include "common/params.cuh.j2"
@@ -70,7 +71,7 @@ enum class DqSums { kNone, kAdded, kStored };
 template <class Spec, DqSums kDqSums = DqSums::kNone, class Params = fa2::Params>
 struct BackwardDkdv {
     using Element = typename Spec::Element;
-    static constexpr bool kSumsDbias = kDqSums == DqSums::kStored && Spec::kDbias;
+    static constexpr bool kSumsDbias = kDqSums == DqSums::kStored && common::kWritesDbias<Spec>;
     static constexpr bool kWithDq = kDqSums != DqSums::kNone, kStoresDq = kDqSums == DqSums::kStored;
     static constexpr bool kByKeys = true, kFindsSequences = false;
     static constexpr int kBr = Spec::kBr, kBc = Spec::kBc, kStages = Spec::kStages, kWarps = Spec::kWarps;
@@ -111,7 +112,7 @@ struct BackwardDkdv {
     static constexpr int kDqWarpsM = kBr / kDqWarpRows;
     static constexpr int kDqWarpsN = kWarps / kDqWarpsM;
     static constexpr int kDqN16 = ceil_div(kD / 16, kDqWarpsN);
-    static_assert(kWarps % kDqWarpsM == 0 && (!kStoresDq || kD / 16 % kDqWarpsN == 0));
+    static_assert(kWarps % kDqWarpsM == 0);
 
     using Step = common::QueryStep;
     // A probability warp's tile of the bias, for 16 keys.
@@ -239,13 +240,6 @@ struct BackwardDkdv {
                     step.tile * kBr, params.seqlen_q, thread);
     }
 
-    // dlse, from which `take_delta` subtracts; zero if there is none.
-    __device__ float dlse_of(int64 index, bool valid) const {
-        if constexpr (Spec::kDlse)
-            return valid ? params.dlse[index] : 0.0f;
-        else
-            return 0.0f;
-    }
     // The bias of a probability warp lies where the other warp of the pair writes dS as soon as it has P^T.
     __device__ uint32 held_address(int m) const { return smem + kDs + (pair * kM16 + m) * 16 * kBr * 2; }
     __device__ Held held(int m) const {
@@ -281,7 +275,7 @@ struct BackwardDkdv {
         const bool hidden = lse == -common::infinity<float>();
         if (thread < kBr) return hidden ? -lse : common::in_base2(lse);
         if constexpr (kStoresDq)
-            if (params.o != nullptr) return dlse_of(first + row, !hidden);
+            if (params.o != nullptr) return hidden ? 0.0f : common::dlse_of<Spec>(params, first + row);
         return hidden ? 0.0f : -params.delta[first + row];
     }
     __device__ void store_row_stat(float x, int32 parity) const {
@@ -477,15 +471,20 @@ struct BackwardDkdv {
         const int32 m0 = warp % kDqWarpsM * kProductM16, n0 = warp / kDqWarpsM * kDqN16;
         Product product[kProductM16];
         multiply_by_keys(product, m0, n0, 0, lane);
+        Element* dq = params.dq + params.dq_strides.offset(where.batch, 0, step.head);
 #pragma unroll
-        for (int m = 0; m < kProductM16; ++m)
+        for (int n = 0; n < kDqN16; ++n) {
+            if (kD / 16 % kDqWarpsN != 0 && n0 + n >= kD / 16) break;
+            QuadFragment<2> columns[kProductM16];
 #pragma unroll
-            for (int n = 0; n < 2 * kDqN16; ++n)
+            for (int m = 0; m < kProductM16; ++m)
 #pragma unroll
-                for (int e = 0; e < 4; ++e) product[m].value[n][e] *= params.softmax_scale;
-        store_rows<QTile, kProductM16, kHeadDim>(
-            smem + kQ, 16 * m0, 2 * n0, product, params.dq + params.dq_strides.offset(where.batch, 0, step.head),
-            params.dq_strides.row, step.tile * kBr + 16 * m0, params.seqlen_q, lane);
+                for (int i = 0; i < 8; ++i)
+                    columns[m].value[i / 4][i % 4] = product[m].value[2 * n + i / 4][i % 4] * params.softmax_scale;
+            store_rows<QTile, kProductM16, kHeadDim>(smem + kQ, 16 * m0, 2 * (n0 + n), columns, dq,
+                                                     params.dq_strides.row, step.tile * kBr + 16 * m0, params.seqlen_q,
+                                                     lane);
+        }
     }
 
     // Stores zeros to dQ of the query tiles that no step has, since they see no key.
