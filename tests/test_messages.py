@@ -531,7 +531,7 @@ backward(q, k, v, o, lse.transpose(0, 2, 1), do)
 backward(q, k, v, o, lse, do, method="single_pass", deterministic=True)
     method: 'single_pass' adds atomically on GPUs, so that it cannot be deterministic; use 'two_pass' or None
 backward(q, k, v, o, lse, do, method="single")
-    method: expected None, 'single_pass' or 'two_pass', got 'single'
+    method: expected None, 'single_pass', 'two_pass' or 'one_tile', got 'single'
 backward(q, k, v, o, lse, do, deterministic=1)
     deterministic: expected a bool, got int; write deterministic=True
 backward(q, k, v, o, lse, do, return_dbias=True)
@@ -807,7 +807,7 @@ precompile("sm_90", head_dims="64")
 precompile("sm_90", causal="both")
     causal: expected a bool, got str
 precompile("sm_90", methods="fast")
-    methods: expected 'single_pass' or 'two_pass', got 'fast'
+    methods: expected 'single_pass', 'two_pass' or 'one_tile', got 'fast'
 precompile("sm_90", features="windows")
     features: expected window, softcap, alibi_slopes, bias, mask, key_padding_mask, block_mask, sink, dropout_p,
     cu_seqlens, dlse, return_dbias, return_dsink, bias_tangent or sink_tangent, got 'windows'; did you mean 'window'?

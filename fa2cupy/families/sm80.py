@@ -185,6 +185,7 @@ class Sm80(Family):
         "backward_one_tile_dbias": (
             TileRow(32, TileConfig(64, 64, 4, 1, 4)),
             TileRow(64, TileConfig(64, 64, 8, 1, 2)),
+            TileRow(64, TileConfig(64, 64, 8)),
         ),
         # They have not been swept. Several blocks on a multiprocessor hide each other's latencies.
         "dbias": (
