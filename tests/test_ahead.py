@@ -197,7 +197,12 @@ def launched_with_kept_bias(
 
 
 def launched_by_one_tile(
-    monkeypatch, kind: tuple, names: tuple[str, ...], head_dim: int, head_dim_v: int | None, functions: dict | None = None
+    monkeypatch,
+    kind: tuple,
+    names: tuple[str, ...],
+    head_dim: int,
+    head_dim_v: int | None,
+    functions: dict | None = None,
 ) -> set[KernelSpec]:
     """Returns the kernels of backwards whose keys fill each of the key tiles of `one_tile`."""
     from support import fake_gpu
@@ -504,7 +509,12 @@ WRONG = {
     "head_dim_v": ("sm_80", {"head_dim_v": -1}, ValueError, "^head_dim_v: expected at least 1, got -1"),
     "causal": ("sm_80", {"causal": [0, 1]}, TypeError, "^causal: expected a bool, got int; write causal=False"),
     "method": ("sm_80", {"methods": ["onepass"]}, ValueError, "^methods: expected 'single_pass', .*, got 'onepass'"),
-    "method None": ("sm_80", {"methods": None}, ValueError, "^methods: expected 'single_pass', 'two_pass' or 'one_tile', got None"),
+    "method None": (
+        "sm_80",
+        {"methods": None},
+        ValueError,
+        "^methods: expected 'single_pass', 'two_pass' or 'one_tile', got None",
+    ),
     "decode": ("sm_80", {"decode": 1}, TypeError, "^decode: expected a bool, got int; write decode=True"),
     "second_order": ("sm_80", {"second_order": 1}, TypeError, "^second_order: expected a bool, got int; write sec"),
     "jobs negative": ("sm_80", {"jobs": -1}, ValueError, "^jobs: expected at least 1, or None for one per CPU, got -1"),
