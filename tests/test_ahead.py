@@ -19,7 +19,7 @@ from support.feature_cases import METHODS, accumulator, booleans, inputs_of, num
 
 import fa2cupy
 from fa2cupy import BlockMask, TileConfig, UnsupportedProblemError, ahead, cli
-from fa2cupy.families import choice, estimate, float32_parts
+from fa2cupy.families import dbias, estimate, float32_parts
 from fa2cupy.families.device import DeviceInfo
 from fa2cupy.families.sm80 import SM80
 from fa2cupy.jit import cache
@@ -107,7 +107,7 @@ def launched_by(monkeypatch, kind: tuple, names: tuple[str, ...], *more, **optio
     # Short sequences and others, and biases that few scores share and that many do.
     for rows, atomics in ((FIXED["seqlen_q"], 10**12), (128, 0), (128, 10**12)):
         with monkeypatch.context() as patch:
-            patch.setattr(choice, "atomics_of", lambda *_, atomics=atomics: atomics)
+            patch.setattr(dbias, "atomics_of", lambda *_, atomics=atomics: atomics)
             patch.setitem(FIXED, "seqlen_q", rows)
             specs |= launched_once(patch, kind, names, *more, **options)
     return specs

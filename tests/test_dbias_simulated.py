@@ -20,7 +20,7 @@ from support.traced_cases import on_gpu
 
 import fa2cupy
 from fa2cupy import BlockMask, TileConfig, UnsupportedProblemError
-from fa2cupy.families import choice
+from fa2cupy.families import dbias
 from fa2cupy.families.device import DeviceInfo
 from fa2cupy.families.family import TileRow
 from fa2cupy.families.registry import FAMILIES
@@ -75,7 +75,7 @@ def gradients(
     """
     with pytest.MonkeyPatch.context() as monkeypatch:
         with_small_tile(monkeypatch, name)
-        monkeypatch.setattr(choice, "tiles_of_bias", lambda *_: 1)
+        monkeypatch.setattr(dbias, "tiles_of_bias", lambda *_: 1)
         device = dataclasses.replace(DeviceInfo.named(CASES[name][3]), multiprocessors=shares)
         with simulated_gpu(monkeypatch, device, seed=order, patch=patch) as launched:
             q, k, v, do = map(place, inputs)

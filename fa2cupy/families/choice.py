@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from ..errors import UnsupportedProblemError
 from ..problem.attention import AttentionProblem
 from ..problem.options import MAX_SPLITS, CallOptions, requested_method
-from ..problem.strides import AnyStrides, atomics_of, contiguous_like, has_aligned_rows, sharers_of
+from ..problem.strides import AnyStrides
+from .dbias import DbiasOwner, time_of_dbias, ways_of_dbias
 from .device import ARCHITECTURES, DeviceInfo
-from .estimate import Costs, OwnedTiles, backward_time, forward_splits, owner_splits, split_candidates
+from .estimate import Costs, backward_time, forward_splits, split_candidates
 from .family import Family, Kernel
 from .kept_bias import kept_bias
 from .operations import METHODS, OPERATIONS, SEVERAL
@@ -20,7 +20,7 @@ from .simt import SIMT
 from .tile import TileConfig
 from .tile_choice import choose_tile, decode_tile, default_tile, why_not_map
 
-__all__ = ["Choice", "check_on_any_gpu", "choices_with_copies", "choose", "choose_with_copies", "tiles_of_bias"]
+__all__ = ["Choice", "check_on_any_gpu", "choices_with_copies", "choose", "choose_with_copies"]
 
 _DEFAULTS = CallOptions()
 
@@ -47,9 +47,9 @@ class Choice:
         The kernels of the heads for which those of `family` would not be accurate enough; None computes all heads.
     kept_keys : int
         The most keys whose bias the blocks of a forward keep; 0 if they keep none.
-    dbias : Choice or None
-        The kernel that owns tiles of a broadcast bias, and one of lse in its own arithmetic where it needs that. None
-        if the tiled kernels add dbias atomically, or if there is no such dbias.
+    dbias : DbiasOwner or None
+        The kernel that owns tiles of a broadcast bias. None if the tiled kernels add dbias atomically, or if there is
+        no such dbias.
     """
 
     family: Family
@@ -58,7 +58,7 @@ class Choice:
     num_splits: Mapping[str, int] = field(default_factory=dict)
     fallback: Choice | None = None
     kept_keys: int = 0
-    dbias: Choice | None = None
+    dbias: DbiasOwner | None = None
 
 
 def choose(
@@ -283,58 +283,15 @@ def _ways_of_dbias(
     strides: Mapping[str, AnyStrides],
     options: CallOptions,
     is_launched: bool,
-) -> list[Choice | None]:
-    """The kernels that may compute the gradient of a broadcast bias; None leaves it to the tiled kernels' atomics.
-
-    A call that need not be deterministic leaves it to them unless the costs of both are known.
-    """
+) -> list[DbiasOwner | None]:
+    """The kernels beside the tiled ones that may compute the gradient of a broadcast bias; None if it needs none."""
     if call != "backward" or not problem.settings.dbias or problem.settings.full_dbias:
         return [None]
-    if options.deterministic:
-        return [_owner_of_dbias(family, problem, device, strides, is_launched)]
-    if family.costs is None or not family.costs.dbias or 0 in problem.score_shape or "dbias" not in strides:
-        return [None]
-    owner = _owner_of_dbias(family, problem, device, strides, is_launched)
-    return [None, owner] if owner.family is family else [None]
 
+    def runs(one: Family) -> bool:
+        return _why_not(one, ("dbias",), problem, strides, is_launched) is None
 
-def _owner_of_dbias(
-    family: Family, problem: AttentionProblem, device: DeviceInfo, strides: Mapping[str, AnyStrides], is_launched: bool
-) -> Choice:
-    """The kernel that owns tiles of a broadcast bias, beside tiled kernels of a family.
-
-    It is of that family or, where that has none for the problem, of the first one behind it that has.
-    """
-    owner, tile = next(_owners_of_dbias(family, problem, device, strides, is_launched))
-    tiles, splits = {"dbias": tile}, 1
-    if "dbias" in strides and 0 not in problem.score_shape:
-        splits = owner_splits(_work_of_owner(problem, device, strides, tile))
-    if family.multiplies_parts:
-        tiles = {"forward": choose_tile("forward", owner, problem, device), **tiles}
-    return Choice(owner, tiles, num_splits={"dbias": splits} if splits > 1 else {})
-
-
-def _owners_of_dbias(
-    family: Family, problem: AttentionProblem, device: DeviceInfo, strides: Mapping[str, AnyStrides], is_launched: bool
-) -> Iterator[tuple[Family, TileConfig]]:
-    for one in FAMILIES[FAMILIES.index(family) :]:
-        if (
-            one.supports("dbias", problem.dtype, device, problem.features)
-            and _why_not(one, ("dbias",), problem, strides, is_launched) is None
-            and why_not_map(one, "dbias", problem, device) is None
-        ):
-            with contextlib.suppress(UnsupportedProblemError):
-                yield one, choose_tile("dbias", one, problem, device)
-
-
-def _work_of_owner(
-    problem: AttentionProblem, device: DeviceInfo, strides: Mapping[str, AnyStrides], tile: TileConfig
-) -> OwnedTiles:
-    """The tiles of a bias, and the steps for each."""
-    sequences, heads, rows, keys = problem.score_shape
-    shared, tiles = sharers_of(strides["dbias"], sequences).num_shared, tiles_of_bias(problem, strides, tile)
-    steps = sequences * heads * -(-rows // tile.b_r) * -(-keys // tile.b_c)
-    return OwnedTiles(device.multiprocessors * tile.blocks_per_sm, tiles, shared, steps // (tiles * shared))
+    return ways_of_dbias(family, problem, device, strides, runs, deterministic=options.deterministic)
 
 
 def _needs_own_lse(
@@ -380,34 +337,11 @@ def _by_time(
 
     def time(choice: Choice) -> float:
         tiled = backward_time(costs, problem, device, choice.tiles, choice.num_splits, blocks)
-        return tiled + _time_of_dbias(choice, problem, device, strides)
+        if "dbias" not in strides or problem.settings.full_dbias:
+            return tiled
+        return tiled + time_of_dbias(family, choice.dbias, problem, device, strides)
 
     return sorted(choices, key=time)
-
-
-def _time_of_dbias(
-    choice: Choice, problem: AttentionProblem, device: DeviceInfo, strides: Mapping[str, AnyStrides]
-) -> float:
-    """The estimated time that the gradient of a broadcast bias adds to the tiled kernels, in microseconds."""
-    if "dbias" not in strides or problem.settings.full_dbias:
-        return 0.0
-    if choice.dbias is None:
-        costs = _costs(choice)
-        added = costs.add_dbias if has_aligned_rows(strides["dbias"]) else costs.add_dbias_singly
-        return added * atomics_of(strides["dbias"], problem.score_shape) / 1e6
-    tile, of_owner = choice.dbias.tiles["dbias"], choice.dbias.family.costs
-    if of_owner is None or not of_owner.dbias:
-        return 0.0  # it is not compared with atomics
-    steps = _work_of_owner(problem, device, strides, tile).time(choice.dbias.num_splits.get("dbias", 1))
-    return steps * of_owner.step_of_owner(problem, tile)
-
-
-def tiles_of_bias(problem: AttentionProblem, strides: Mapping[str, AnyStrides], tile: TileConfig) -> int:
-    """The tiles of a bias that blocks own, by the strides of dbias."""
-    of_bias = strides["dbias"]
-    sequences, heads, rows, keys = problem.score_shape
-    in_tiles = sequences, heads, -(-rows // tile.b_r), -(-keys // tile.b_c)
-    return contiguous_like(of_bias, in_tiles)[1]
 
 
 def _costs(choice: Choice) -> Costs:

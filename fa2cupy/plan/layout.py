@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from ..families.choice import tiles_of_bias
+from ..families.dbias import tiles_of_bias
 from ..families.device import DeviceInfo
 from ..families.estimate import heads_in_cache
 from ..families.family import Family, Kernel

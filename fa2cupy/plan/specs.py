@@ -126,7 +126,7 @@ def _choices_of_dbias(
         ):
             yield found
             if found.dbias is not None:
-                yield dataclasses.replace(found, dbias=dataclasses.replace(found.dbias, num_splits={"dbias": 2}))
+                yield dataclasses.replace(found, dbias=dataclasses.replace(found.dbias, num_splits=2))
 
 
 def layout_of_kernel(

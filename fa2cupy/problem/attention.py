@@ -153,6 +153,11 @@ class AttentionProblem:
         """Dtype of lse and delta."""
         return ACCUMULATOR[self.dtype]
 
+    @property
+    def statistics_bytes(self) -> int:
+        """The size of an array with a number for each query row, such as lse."""
+        return self.batch * self.num_heads * self.seqlen_q * ITEMSIZE[self.accumulator_dtype]
+
     @cached_property
     def q_shape(self) -> tuple[int, ...]:
         """Shape of q and its gradient, as the caller sees it."""
