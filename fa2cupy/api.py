@@ -88,7 +88,7 @@ def forward(
         seqlen_k.
     softcap : float
         Scores become ``softcap * tanh(scores / softcap)``, before biases and masks.
-    alibi_slopes : ndarray, shape (num_heads,) or (batch, num_heads); broadcastable to (..., num_heads)
+    alibi_slopes : ndarray, broadcastable to (..., num_heads)
         ``-slope * abs(i + seqlen_k - seqlen_q - j)`` is added to the scores, with slopes of either sign in the dtype of
         lse. There is no gradient for them.
     bias : ndarray, broadcastable to (..., num_heads, seqlen_q, seqlen_k)
@@ -98,9 +98,8 @@ def forward(
         hidden by other means are ignored, even if they are NaN.
     mask : ndarray of bool, broadcastable to (..., num_heads, seqlen_q, seqlen_k)
         True where a key is visible.
-    key_padding_mask : ndarray of bool, shape (batch, seqlen_k), or (seqlen_k,) where q has no batch axis
-        True where a key is visible, to all queries and heads. With several leading axes, broadcastable to
-        (..., seqlen_k).
+    key_padding_mask : ndarray of bool, broadcastable to (..., seqlen_k)
+        True where a key is visible, to all queries and heads.
     sink : ndarray, shape (num_heads,)
         A logit for each query head that takes part in the softmax but has no value row, in the dtype of lse; ``-inf``
         is no sink.

@@ -59,6 +59,18 @@ def test_features(options):
         check(fa2cupy.decode, Case(dtype, (0, 5, 40), seqlen_q=3, num_new=1, page_size=16), **options)
 
 
+@pytest.mark.parametrize("shape", [(1, 2), (3, 1), (1, 1), (1,)], ids=str)
+def test_slopes_are_broadcast(shape):
+    q, k_cache, v_cache, lengths, options = Case("float32", (5, 0, 20), heads=(2, 1)).arguments()
+    slopes = np.linspace(0.1, 0.5, 6, dtype="float32").reshape(3, 2)[: shape[0], : shape[-1]].reshape(shape)
+    found, wanted = (
+        fa2cupy.decode(q, k_cache, v_cache, lengths, **options, alibi_slopes=one)
+        for one in (slopes, np.broadcast_to(slopes, (3, 2)))
+    )
+    for one, other in zip(found, wanted, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
 def test_windows_and_lengths_around_borders_of_tiles():
     for options in WINDOWS:
         check(fa2cupy.decode, BORDERS, **options)

@@ -173,4 +173,5 @@ def _rows(cache: np.ndarray, table: np.ndarray | None, run: slice, end: int, sha
 def _of_sequence(keywords: Mapping[str, object], own: slice) -> dict[str, object]:
     """The keywords of features for one sequence."""
     given = feature_arrays(keywords).items()
-    return {**keywords, **{name: array[own] for name, array in given if -4 in ARRAYS[name].score_axes(array.ndim)}}
+    batched = {name: array for name, array in given if -4 in ARRAYS[name].score_axes(array.ndim)}
+    return {**keywords, **{name: array[own] for name, array in batched.items() if len(array) > 1}}

@@ -94,12 +94,9 @@ def part_keywords(
 
 def _without_queries(name: str, array: Array, problem: AttentionProblem, part: Part) -> Array:
     """A part of an array without an axis of queries."""
-    own = {-3: part.heads}
-    if not problem.is_packed:
-        own[-1] = slice(0, part.keys)
-        if problem.rank < 4 and ARRAYS[name].axes == (-1,):  # calls of parts have an axis of sequences
-            array = array[None]
-    return array[tuple(own.get(axis, slice(None)) for axis in ARRAYS[name].score_axes(array.ndim))]
+    own = {-3: part.heads} if problem.is_packed else {-3: part.heads, -1: slice(0, part.keys)}
+    axes = zip(ARRAYS[name].score_axes(array.ndim), array.shape, strict=True)
+    return array[tuple([slice(None) if length == 1 else own.get(axis, slice(None)) for axis, length in axes])]
 
 
 def _window(problem: AttentionProblem, part: Part) -> tuple[int | None, int | None] | None:
