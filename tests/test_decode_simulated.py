@@ -62,23 +62,24 @@ def test_v_with_a_head_dim_of_its_own(launched, dtype, pair):
     assert {(stage.spec.head_dim, stage.spec.head_dim_v) for stage in launched} == {pair}
 
 
-@pytest.mark.parametrize(
-    "case, options, wanted",
+#: Calls, and the cluster and the keys of their tiles; everyday tests take the first four.
+CLUSTERED = (
+    (Case("bfloat16", (1,), head_dim=128, heads=(8, 1)), {}, (8, 128)),
+    (Case("float16", (37, 0, 300, 129), head_dim=40, heads=(4, 2), page_size=16, num_new=3), {}, (2, 128)),
+    (Case("bfloat16", (3333,), head_dim=64, heads=(8, 1), seqlen_q=4, num_new=4), {"causal": True}, (8, 64)),
     (
-        (Case("bfloat16", (1,), head_dim=128, heads=(8, 1)), {}, (8, 128)),
-        (Case("bfloat16", (2100,), head_dim=128, heads=(8, 1)), {}, (8, 64)),
-        (Case("float16", (37, 0, 300, 129), head_dim=40, heads=(4, 2), page_size=16, num_new=3), {}, (2, 128)),
-        (Case("bfloat16", (3333,), head_dim=64, heads=(8, 1), seqlen_q=4, num_new=4), {"causal": True}, (8, 64)),
-        (
-            Case("float16", (700,), head_dim=24, heads=(3, 1), seqlen_q=3, page_size=48, num_new=2),
-            {"window": (100, 0), "sink": True, "softcap": 3.0, "alibi_slopes": "batch"},
-            (8, 128),
-        ),
-        (Case("bfloat16", (1000,), head_dim=64, head_dim_v=128, heads=(16, 1), seqlen_q=2), {"sink": True}, (8, 128)),
-        (Case("bfloat16", (1900, 400), heads=(8, 2), seqlen_q=7, num_new=7), {"causal": True}, (8, 128)),
+        Case("float16", (700,), head_dim=24, heads=(3, 1), seqlen_q=3, page_size=48, num_new=2),
+        {"window": (100, 0), "sink": True, "softcap": 3.0, "alibi_slopes": "batch"},
+        (8, 128),
     ),
-    ids=str,
+    (Case("bfloat16", (2100,), head_dim=128, heads=(8, 1)), {}, (8, 64)),
+    (Case("bfloat16", (1000,), head_dim=64, head_dim_v=128, heads=(16, 1), seqlen_q=2), {"sink": True}, (8, 128)),
+    (Case("bfloat16", (1900, 400), heads=(8, 2), seqlen_q=7, num_new=7), {"causal": True}, (8, 128)),
 )
+
+
+@pytest.mark.sample(case=[case for case, *_ in CLUSTERED[:4]])
+@pytest.mark.parametrize("case, options, wanted", CLUSTERED, ids=str)
 def test_clusters_that_divide_few_jobs(monkeypatch, case, options, wanted):
     with simulated_gpu(monkeypatch, CLUSTERS, seed=1) as launched:
         check(on_device, case, **options)

@@ -202,7 +202,7 @@ def test_the_kernels_of_hopper_that_own_keys(launched, monkeypatch, operation, p
     check_gradients(launched, monkeypatch, operation, pair, tile, "plain")
 
 
-@pytest.mark.sample(pair=((136, 8),), seed=(1,))
+@pytest.mark.matrix
 @pytest.mark.parametrize("seed", range(1, 5))
 @pytest.mark.parametrize("pair", [(136, 8), (8, 136), (192, 128)], ids=str)
 def test_blocks_that_clear_rows_beside_each_other_in_any_order_of_the_warps(monkeypatch, pair, seed):

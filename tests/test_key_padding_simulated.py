@@ -95,7 +95,7 @@ def test_other_features(monkeypatch, name, besides):
     check(monkeypatch, name, VIEWS["contiguous"](KEYS), **BESIDES[besides](CASES[name][0]))
 
 
-@pytest.mark.sample(keys=(7,))
+@pytest.mark.matrix
 @pytest.mark.parametrize("keys", [1, 3, 7, 129])
 def test_few_keys(monkeypatch, keys):
     """Checks that nothing is read past the last key, whatever the tile."""
