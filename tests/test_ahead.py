@@ -569,8 +569,8 @@ def test_an_error_ends_the_work_that_has_not_begun(monkeypatch):
 
     monkeypatch.setattr(cache, "cached_kernel", fail)
     with pytest.raises(fa2cupy.KernelCompileError, match="NVRTC refused it"):
-        fa2cupy.precompile(["sm_80", "sm_86"], jobs=1)
-    assert len(begun) < 40, "of 80"
+        fa2cupy.precompile(["sm_80", "sm_86"], jobs=1, decode=False)
+    assert len(begun) < 40, "of more than a hundred"
 
 
 def test_ctrl_c_is_one_line_and_the_shells_status(monkeypatch, capsys):
@@ -579,7 +579,7 @@ def test_ctrl_c_is_one_line_and_the_shells_status(monkeypatch, capsys):
 
     monkeypatch.setattr(cache, "as_completed", interrupt)
     monkeypatch.setattr(cache, "cached_kernel", lambda spec: spec)
-    assert cli.main(["precompile", "sm_80"]) == 130
+    assert cli.main(["precompile", "sm_80", "--dtypes", "float16", "--head-dims", "64"]) == 130
     told = capsys.readouterr()
     assert told.err.startswith("fa2cupy: interrupted; what is compiled so far is kept in ")
     assert told.err.count("\n") == 1
