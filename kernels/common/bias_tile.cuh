@@ -24,6 +24,11 @@ namespace fa2::common {
 template <class Spec>
 inline constexpr bool kMayHoldBias = Spec::kKeepsBias || (Spec::kBias && Spec::kScoreFeatures == 1);
 
+template <class Spec>
+struct WithoutBias : Spec {
+    static constexpr bool kBias = false;
+};
+
 template <int kQueries, int kKeys>
 struct BiasTile {
     static_assert(kQueries % 16 == 0 && kKeys % 16 == 0);
@@ -135,13 +140,14 @@ class BiasOfQueries : public BiasElements<Element> {
     const int32 row_, chunk_;
 };
 
-// Reads a tile in the layout of the accumulators of S^T, 16 keys by kQueries queries.
-template <class Element, int kQueries>
+// Reads a tile in the layout of the accumulators of S^T, 16 keys by kQueries queries. The tile may have more keys than
+// those, which are in two chunks from `chunk` on.
+template <class Element, int kQueries, int kKeys = 16>
 class BiasOfKeys : public BiasElements<Element> {
   public:
-    using Tile = BiasTile<kQueries, 16>;
-    __device__ __forceinline__ BiasOfKeys(uint32 smem, int32 lane)
-        : first_(smem + Tile::offset(lane % 8 + lane / 16 * 8, lane / 8 % 2)) {}
+    using Tile = BiasTile<kQueries, kKeys>;
+    __device__ __forceinline__ BiasOfKeys(uint32 smem, int32 lane, int32 chunk = 0)
+        : first_(smem + Tile::offset(lane % 8 + lane / 16 * 8, chunk + lane / 8 % 2)) {}
     __device__ __forceinline__ OperandA k16(int s) const {
         return ldmatrix_x4<true>(first_ + 16 * s * Tile::kRowBytes);
     }
