@@ -79,7 +79,7 @@ class BackwardProducer {
 #pragma unroll 1
             for (int32 group = 0; group < Shape::kStartGroups; ++group) {
                 mbarrier_wait(memory_.empty_start(group), parity);
-                Tile::load(memory_.start(group), params_,
+                Tile::template load<8>(memory_.start(group), params_,
                            {own_.batch, own.head, {own.tile * kBr, own_.first_key + group * kGroupRows, lane}});
                 mbarrier_arrive_with_copies(memory_.full_start(group));
             }
