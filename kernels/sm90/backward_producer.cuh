@@ -37,7 +37,8 @@ class BackwardProducer {
     __device__ void run() {
         const int32 warp = threadIdx.x / 32;
         if (warp == 0 && threadIdx.x == 0) load_keys();
-        if (Shape::kHoldsStart && warp == 0 && Shape::Start::Tile::takes(params_)) load_starts();
+        if constexpr (Shape::kHoldsStart)
+            if (warp == 0 && Shape::Start::Tile::takes(params_)) load_starts();
         if (warp == 1) prepare<true>();
         if (warp == 2) prepare<false>();
         if (Shape::kWithDq && warp == 3 && threadIdx.x % 32 == 0) pass_ds_on();
