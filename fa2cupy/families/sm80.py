@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
+from ..problem.attention import AttentionProblem
+from ..problem.strides import AnyStrides
 from .estimate import BlockCost, Costs
 from .family import Family, Kernel, TileRow, register_shortage, why_no_decode
 from .records import POINTER_RECORDS, Record
@@ -36,7 +39,9 @@ _COSTS = Costs(
     drift=0.1,
 )
 
-_WIDE = 128  # for more columns of O, two warps of the forward share their rows
+_WIDE, _WIDER = 128, 256  # for more columns, two warps, or four, share their rows
+_UP_TO_512 = ("forward", "backward_dq", "backward_dkdv", "dbias")
+_NAMED = {"backward": "'single_pass'"}  # in messages
 
 
 class Sm80(Family):
@@ -48,6 +53,7 @@ class Sm80(Family):
     min_compute_capability = 80
     row_alignment = 16
     head_dim_step = 8
+    most_columns = 512
     column_step = 16  # a k-step of mma.sync
     backward_owns = "keys"
     default_methods = ("single_pass",)
@@ -66,6 +72,11 @@ class Sm80(Family):
             TileRow(256, TileConfig(128, 64, 8, 2), _H100),
             TileRow(256, TileConfig(128, 64, 8)),
             TileRow(256, TileConfig(64, 32, 4)),
+            TileRow(512, TileConfig(64, 64, 8)),
+            TileRow(512, TileConfig(32, 64, 4)),
+            TileRow(512, TileConfig(16, 64, 4)),
+            TileRow(512, TileConfig(128, 32, 8), head_dim_v=256),
+            TileRow(512, TileConfig(32, 32, 2), head_dim_v=256),
         ),
         # Their b_r is the most rows of a tile. Copies of 48 KiB or more are under way on a multiprocessor.
         "decode": (
@@ -179,8 +190,21 @@ class Sm80(Family):
     def record(self, operation: str) -> Record:
         return POINTER_RECORDS["backward_to_workspace" if operation == "backward" else operation]
 
+    def why_not(self, operation: str, problem: AttentionProblem, strides: Mapping[str, AnyStrides]) -> str | None:
+        if operation in _UP_TO_512:
+            return None
+        for name, columns in (("head_dim", problem.head_dim), ("head_dim_v", problem.columns_of("v"))):
+            if columns > _WIDER:
+                remedy = "; use 'two_pass' or None" if operation == "backward" else ""
+                return f"{name}={columns} is above the {_WIDER} of {_NAMED.get(operation, operation)}{remedy}"
+        return None
+
+    def methods_of(self, problem: AttentionProblem) -> tuple[str, ...]:
+        is_wider = max(problem.head_dim, problem.columns_of("v")) > _WIDER
+        return ("two_pass",) if is_wider else self.default_methods
+
     def padded_head_dim(self, head_dim: int) -> int:
-        step = 32 if head_dim > _WIDE else self.column_step  # two warps that share rows have a k-step each
+        step = self.column_step * _sharers(head_dim)  # warps that share rows have a k-step each
         return -(-head_dim // step) * step
 
     def shared_memory_bytes(self, kernel: Kernel, tile: TileConfig) -> int:
@@ -189,9 +213,10 @@ class Sm80(Family):
         b_r, b_c, both = tile.b_r, tile.b_c, row + row_v
         scores = 2 * b_r * b_c
         if operation == "forward":
-            is_shared, tiles = head_dim_v > _WIDE, b_r * row + tile.num_stages * b_c * both
+            sharers, tiles = _sharers(head_dim_v), b_r * row + tile.num_stages * b_c * both
             # O is staged where Q and keys have been, but not where rows are exchanged.
-            return max(tiles + is_shared * scores, b_r * row_v) + is_shared * 8 * b_r
+            is_shared = sharers > 1
+            return max(tiles + is_shared * scores, b_r * row_v) + is_shared * sharers * 4 * b_r
         if operation in ("jvp", "output_jvp"):
             return max(2 * b_r * row + 2 * tile.num_stages * b_c * both, b_r * row_v)
         if operation == "dq_jvp":
@@ -235,17 +260,23 @@ class Sm80(Family):
         return _why_no_key_rows(tile, head_dim, head_dim_v, with_dq=with_dq)
 
 
+def _sharers(columns: int) -> int:
+    """The warps of the forward that share rows of O with so many columns."""
+    return 4 if columns > _WIDER else 2 if columns > _WIDE else 1
+
+
 def _why_no_forward(tile: TileConfig, head_dim_v: int) -> str | None:
     if head_dim_v <= _WIDE:
         return _why_no_query_rows(tile, head_dim_v, 1)
-    pairs = tile.num_warps // 2
-    if tile.b_c % 32:
-        return f"b_c={tile.b_c} is not a multiple of 32"
-    if tile.num_warps % 2 or pairs > 15 or tile.b_r % (16 * pairs) or tile.b_r // pairs not in (16, 32):
-        return f"b_r={tile.b_r} does not give each pair of {tile.num_warps} warps 16 or 32 rows"
+    sharers = _sharers(head_dim_v)
+    groups = tile.num_warps // sharers
+    if tile.b_c % (16 * sharers):
+        return f"b_c={tile.b_c} is not a multiple of {16 * sharers}"
+    if tile.num_warps % sharers or groups > 15 or tile.b_r % (16 * groups) or tile.b_r // groups not in (16, 32):
+        return f"b_r={tile.b_r} does not give each {sharers} of {tile.num_warps} warps 16 or 32 rows"
     if tile.num_stages > 4:
         return f"num_stages={tile.num_stages} is more than 4"
-    return register_shortage(tile.b_r // pairs // 16 * (head_dim_v + tile.b_c) // 4, 40, tile)
+    return register_shortage(tile.b_r // groups // 16 * (head_dim_v + tile.b_c) // (2 * sharers), 40, tile)
 
 
 def _why_no_jvp(tile: TileConfig, head_dim_v: int, *, with_output: bool) -> str | None:

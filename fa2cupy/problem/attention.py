@@ -26,7 +26,7 @@ __all__ = [
     "canonical_view",
 ]
 
-MAX_HEAD_DIM = 256
+MAX_HEAD_DIM = 512
 MAX_SEQLEN = 2**31 - 2**16  # row indices have 32 bits, also those of a tile that crosses the end
 
 _Size = TypeVar("_Size")

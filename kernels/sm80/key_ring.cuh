@@ -12,15 +12,18 @@ struct NoOthers {
     __device__ void load(uint32, int32, int32, int32) const {}
 };
 
+// kAlternates: the copy of V starts where its K is there, and that of the next K where V is: the one slot is then filled
+// beside the products, at the cost of one more barrier.
 // Tiles: a range of key tiles (common/tile_lists.cuh). The ring's tiles are numbered by their positions in it.
 template <class Tiles, class Element, int kBc, int kStages, int kThreads, int kHeadDim, int kHeadDimV,
-          class Others = NoOthers>
+          class Others = NoOthers, bool kAlternates = false>
 struct KeyRing {
     using KTile = SmemTile<kBc, padded_head_dim(kHeadDim)>;
     using VTile = SmemTile<kBc, padded_head_dim(kHeadDimV)>;
     static constexpr int kOthers = KTile::kBytes + VTile::kBytes;
     static constexpr int kSlotBytes = kOthers + Others::kBytes;  // K, V, then the others
     static constexpr int kBytes = kStages * kSlotBytes;
+    static_assert(!kAlternates || (kStages == 1 && Others::kBytes == 0));
 
     uint32 smem;
     const Element *k, *v;
@@ -33,12 +36,15 @@ struct KeyRing {
     __device__ void start() const {
 #pragma unroll
         for (int s = 1; s < kStages; ++s) load(end - s);
+        if constexpr (kAlternates) load_keys(end - 1);
     }
 
     // Waits for a tile and returns its slot. All warps of the block call this once per tile. After the barrier no warp
     // reads the slot of position + 1 any more, so it is refilled with position - (kStages - 1).
     __device__ uint32 acquire(int32 position) const {
-        if constexpr (kStages == 1) {
+        if constexpr (kAlternates) {
+            cp_async_wait<0>();
+        } else if constexpr (kStages == 1) {
             __syncthreads();
             load(position);
             cp_async_wait<0>();
@@ -47,7 +53,16 @@ struct KeyRing {
         }
         __syncthreads();
         if constexpr (kStages > 1) load(position - (kStages - 1));
+        if constexpr (kAlternates) load_values(position);
         return slot(position);
+    }
+    // Waits for V of the tile, where it comes later than K. No warp reads K any more.
+    __device__ void acquire_values(int32 position) const {
+        if constexpr (kAlternates) {
+            cp_async_wait<0>();
+            __syncthreads();
+            load_keys(position - 1);
+        }
     }
 
   private:
@@ -55,14 +70,29 @@ struct KeyRing {
 
     __device__ void load(int32 position) const {
         if (position >= begin) {
-            int32 tile = position;
-            if constexpr (Tiles::kListed) tile = tiles.at(position);
-            load_tile_async<KTile, kThreads, kHeadDim>(slot(position), k, k_stride, tile * kBc, seqlen_k, thread);
-            load_tile_async<VTile, kThreads, kHeadDimV>(slot(position) + KTile::kBytes, v, v_stride, tile * kBc,
-                                                        seqlen_k, thread);
-            others.load(slot(position) + kOthers, tile * kBc, seqlen_k, thread);
+            const int32 row = row_of(position);
+            load_tile_async<KTile, kThreads, kHeadDim>(slot(position), k, k_stride, row, seqlen_k, thread);
+            load_tile_async<VTile, kThreads, kHeadDimV>(slot(position) + KTile::kBytes, v, v_stride, row, seqlen_k,
+                                                        thread);
+            others.load(slot(position) + kOthers, row, seqlen_k, thread);
         }
         cp_async_commit();
+    }
+    __device__ void load_keys(int32 position) const {
+        if (position >= begin)
+            load_tile_async<KTile, kThreads, kHeadDim>(smem, k, k_stride, row_of(position), seqlen_k, thread);
+        cp_async_commit();
+    }
+    __device__ void load_values(int32 position) const {
+        load_tile_async<VTile, kThreads, kHeadDimV>(smem + KTile::kBytes, v, v_stride, row_of(position), seqlen_k,
+                                                    thread);
+        cp_async_commit();
+    }
+    // The first row of a tile.
+    __device__ int32 row_of(int32 position) const {
+        int32 tile = position;
+        if constexpr (Tiles::kListed) tile = tiles.at(position);
+        return tile * kBc;
     }
 };
 
