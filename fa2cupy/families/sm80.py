@@ -161,6 +161,12 @@ class Sm80(Family):
             TileRow(256, TileConfig(64, 32, 4, 1, 2), _H100),
             TileRow(256, TileConfig(32, 32, 2, 1, 2)),
             TileRow(256, TileConfig(32, 32, 2)),
+            TileRow(384, TileConfig(64, 32, 8, 2)),
+            TileRow(512, TileConfig(64, 32, 8)),
+            TileRow(512, TileConfig(32, 32, 4)),
+            TileRow(512, TileConfig(16, 32, 2)),
+            TileRow(512, TileConfig(64, 32, 4)),
+            TileRow(512, TileConfig(32, 16, 2)),
         ),
         "backward_dkdv": (
             TileRow(32, TileConfig(64, 64, 4, 2, 4), _H100),
@@ -174,6 +180,9 @@ class Sm80(Family):
             TileRow(256, TileConfig(64, 64, 8, 2), _H100),
             TileRow(256, TileConfig(32, 64, 8)),
             TileRow(256, TileConfig(32, 32, 4)),
+            TileRow(512, TileConfig(32, 32, 8, 2)),
+            TileRow(512, TileConfig(32, 32, 8)),
+            TileRow(512, TileConfig(32, 16, 4)),
         ),
         # They have not been swept. Several blocks on a multiprocessor hide each other's latencies.
         "dbias": (
@@ -184,6 +193,8 @@ class Sm80(Family):
             TileRow(128, TileConfig(64, 64, 4)),
             TileRow(256, TileConfig(64, 32, 4, 1, 2)),
             TileRow(256, TileConfig(64, 32, 4)),
+            TileRow(512, TileConfig(64, 32, 4)),
+            TileRow(512, TileConfig(32, 16, 2)),
         ),
     }
 
@@ -202,6 +213,13 @@ class Sm80(Family):
     def methods_of(self, problem: AttentionProblem) -> tuple[str, ...]:
         is_wider = max(problem.head_dim, problem.columns_of("v")) > _WIDER
         return ("two_pass",) if is_wider else self.default_methods
+
+    def head_dims(self, head_dim: int, head_dim_v: int) -> tuple[int, int]:
+        taken = super().head_dims(head_dim, head_dim_v)
+        if max(taken) <= _WIDER:
+            return taken
+        columns, columns_v = (-(-n // 32) * 32 if n <= _WIDE else n for n in taken)  # two warps share dK, and dV
+        return columns, columns_v
 
     def padded_head_dim(self, head_dim: int) -> int:
         step = self.column_step * _sharers(head_dim)  # warps that share rows have a k-step each
@@ -222,7 +240,7 @@ class Sm80(Family):
         if operation == "dq_jvp":
             return 2 * (b_r * both + tile.num_stages * b_c * both)
         if operation == "backward_dq":
-            return b_r * both + tile.num_stages * b_c * both
+            return b_r * both + tile.num_stages * b_c * both + (scores if head_dim > _WIDER else 0)
         if operation == "dbias":
             return tile.num_stages * (b_r + b_c) * both
         if operation == "decode":
@@ -234,7 +252,8 @@ class Sm80(Family):
             return own + (share if tile.cluster > 1 else 0)
         if operation == "dkdv_jvp":
             return 2 * (b_c * both + tile.num_stages * b_r * both) + 2 * 16 * b_r
-        by_keys = b_c * both + tile.num_stages * b_r * both + scores + 4 * b_r * 4
+        exchanged = scores if max(head_dim, head_dim_v) > _WIDER else 0
+        by_keys = b_c * both + tile.num_stages * b_r * both + scores + exchanged + 4 * b_r * 4
         return {"backward": by_keys + 2 * scores, "backward_dkdv": by_keys}[operation]
 
     def blocks_of_tile(self, kernel: Kernel, tile: TileConfig) -> int:
@@ -246,8 +265,10 @@ class Sm80(Family):
             return _why_no_forward(tile, head_dim_v)
         if operation in ("jvp", "output_jvp"):
             return _why_no_jvp(tile, head_dim_v, with_output=operation == "jvp")
-        if operation in ("backward_dq", "dq_jvp"):
-            return _why_no_query_rows(tile, head_dim, 2 if operation == "backward_dq" else 4)
+        if operation == "backward_dq":
+            return _why_no_dq(tile, head_dim)
+        if operation == "dq_jvp":
+            return _why_no_query_rows(tile, head_dim, 4)
         if operation == "dbias":
             return _why_no_query_rows(tile, 0, 3, most_stages=2)
         if operation == "decode":
@@ -287,6 +308,17 @@ def _why_no_jvp(tile: TileConfig, head_dim_v: int, *, with_output: bool) -> str 
     return _why_no_query_rows(replace(tile, num_warps=tile.num_warps // parts), columns, 2)
 
 
+def _why_no_dq(tile: TileConfig, head_dim: int) -> str | None:
+    if head_dim <= _WIDER:
+        return _why_no_query_rows(tile, head_dim, 2)
+    if tile.num_warps % 2 or tile.num_warps > 30:
+        return f"num_warps={tile.num_warps} is not an even number up to 30"
+    if tile.b_c % 32:
+        return f"b_c={tile.b_c} is not a multiple of 32"
+    one_of_two = replace(tile, num_warps=tile.num_warps // 2, b_c=tile.b_c // 2, blocks_per_sm=2 * tile.blocks_per_sm)
+    return _why_no_query_rows(one_of_two, head_dim // 2, 2)
+
+
 def _why_no_query_rows(tile: TileConfig, columns: int, score_fragments: int, *, most_stages: int = 4) -> str | None:
     """The reason why kernels whose warps own rows of O or dQ cannot have this tile, or None if they can."""
     if tile.b_c % 16:
@@ -301,20 +333,21 @@ def _why_no_query_rows(tile: TileConfig, columns: int, score_fragments: int, *, 
 
 def _why_no_key_rows(tile: TileConfig, head_dim: int, head_dim_v: int, *, with_dq: bool) -> str | None:
     """The reason why kernels whose pairs of warps own rows of keys cannot have this tile, or None if they can."""
-    pairs = tile.num_warps // 2
-    if tile.num_warps % 2 or pairs > 15:
-        return f"num_warps={tile.num_warps} is not an even number up to 30"
-    if tile.b_c % (16 * pairs) or tile.b_c // pairs not in (16, 32, 64):
-        return f"b_c={tile.b_c} does not give each of {pairs} pairs of warps 16, 32 or 64 keys"
-    if tile.b_r % 16 or 2 * tile.b_r > tile.num_threads:
-        return f"b_r={tile.b_r} is not a multiple of 16 with two threads a row"
+    sharers = 2 if max(head_dim, head_dim_v) > _WIDER else 1  # pairs of warps that share keys
+    groups, most = tile.num_warps // (2 * sharers), 30 // sharers // (2 * sharers) * 2 * sharers
+    if tile.num_warps % (2 * sharers) or tile.num_warps > most:
+        return f"num_warps={tile.num_warps} is not a multiple of {2 * sharers} up to {most}"
+    if tile.b_c % (16 * groups) or tile.b_c // groups not in (16, 32, 64):
+        return f"b_c={tile.b_c} does not give each {2 * sharers} of {tile.num_warps} warps 16, 32 or 64 keys"
+    if tile.b_r % (16 * sharers) or 2 * tile.b_r > tile.num_threads:
+        return f"b_r={tile.b_r} is not a multiple of {16 * sharers} with two threads a row"
     if tile.num_stages > 2:
         return f"num_stages={tile.num_stages} is more than 2"
     if with_dq and not _dq_divides(tile, head_dim):
         return f"dQ of {tile.b_r} x {head_dim} does not divide among {tile.num_warps} warps"
-    fragments = tile.b_c // pairs // 16
+    fragments = tile.b_c // groups // 16
     # One warp of a pair has dV, the other dK.
-    return register_shortage(fragments * (max(head_dim, head_dim_v) + tile.b_r) // 2, 32, tile)
+    return register_shortage(fragments * (max(head_dim, head_dim_v) + tile.b_r) // (2 * sharers), 32, tile)
 
 
 def _why_no_dkdv_jvp(tile: TileConfig, head_dim: int, head_dim_v: int) -> str | None:

@@ -57,7 +57,7 @@ struct ForwardSplit {
     using QTile = SmemTile<kBr, kD>;
     using OTile = SmemTile<kBr, kDv>;
     using Ring = KeyRing<common::KeyTiles<Spec>, Element, kBc, Spec::kStages, kThreads, kHeadDim, kHeadDimV, NoOthers,
-                         (kD > 256 || kDv > 256) && Spec::kStages == 1>;
+                         turns_of(common::max_of(kD, kDv), Spec::kStages, Turns::kKeysFirst)>;
     using KTile = typename Ring::KTile;
     using VTile = typename Ring::VTile;
     static constexpr int kKeys = QTile::kBytes;
@@ -123,8 +123,7 @@ struct ForwardSplit {
 #pragma unroll
                 for (int step = 1; step < kSharers; step *= 2)
 #pragma unroll
-                    for (int s = 0; s < kSharers; s += 2 * step)
-                        of_sharer[s] = meet(of_sharer[s], of_sharer[s + step]);
+                    for (int s = 0; s < kSharers; s += 2 * step) of_sharer[s] = meet(of_sharer[s], of_sharer[s + step]);
                 stat[m][i] = of_sharer[0];
             }
     }
@@ -231,7 +230,7 @@ struct ForwardSplit {
 
             const uint32 v = slot + KTile::kBytes;
             const int32 first_c16 = part * (kPartCols / 16);
-            ring.acquire_values(position);
+            ring.acquire_second(position);
             accumulate(output, {v, part * kPartKeys, lane}, first_c16, [&](int m, int kk) { return p[m].k16(kk); });
 #pragma unroll
             for (int s = 1; s < kSharers; ++s)

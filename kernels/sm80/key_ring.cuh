@@ -6,20 +6,29 @@
 
 namespace fa2::sm80 {
 
+// The matrix whose copies come first where K and V alternate in one slot.
+enum class Turns { kTogether, kKeysFirst, kValuesFirst };
+
+// The turns of K and V with so many columns: `alternating` where tiles are wide and have one slot.
+__host__ __device__ constexpr Turns turns_of(int columns, int stages, Turns alternating) {
+    return columns > 256 && stages == 1 ? alternating : Turns::kTogether;
+}
+
 // No further tiles.
 struct NoOthers {
     static constexpr int kBytes = 0;
     __device__ void load(uint32, int32, int32, int32) const {}
 };
 
-// kAlternates: the copy of V starts where its K is there, and that of the next K where V is: the one slot is then filled
-// beside the products, at the cost of one more barrier.
+// kTurns: if K and V alternate, the copy of one starts where the other is there: the one slot is then filled beside the
+// products, at the cost of one more barrier.
 // Tiles: a range of key tiles (common/tile_lists.cuh). The ring's tiles are numbered by their positions in it.
 template <class Tiles, class Element, int kBc, int kStages, int kThreads, int kHeadDim, int kHeadDimV,
-          class Others = NoOthers, bool kAlternates = false>
+          class Others = NoOthers, Turns kTurns = Turns::kTogether>
 struct KeyRing {
     using KTile = SmemTile<kBc, padded_head_dim(kHeadDim)>;
     using VTile = SmemTile<kBc, padded_head_dim(kHeadDimV)>;
+    static constexpr bool kAlternates = kTurns != Turns::kTogether;
     static constexpr int kOthers = KTile::kBytes + VTile::kBytes;
     static constexpr int kSlotBytes = kOthers + Others::kBytes;  // K, V, then the others
     static constexpr int kBytes = kStages * kSlotBytes;
@@ -36,7 +45,7 @@ struct KeyRing {
     __device__ void start() const {
 #pragma unroll
         for (int s = 1; s < kStages; ++s) load(end - s);
-        if constexpr (kAlternates) load_keys(end - 1);
+        if constexpr (kAlternates) load_one<kTurns == Turns::kKeysFirst>(end - 1);
     }
 
     // Waits for a tile and returns its slot. All warps of the block call this once per tile. After the barrier no warp
@@ -53,15 +62,15 @@ struct KeyRing {
         }
         __syncthreads();
         if constexpr (kStages > 1) load(position - (kStages - 1));
-        if constexpr (kAlternates) load_values(position);
+        if constexpr (kAlternates) load_one<kTurns != Turns::kKeysFirst>(position);
         return slot(position);
     }
-    // Waits for V of the tile, where it comes later than K. No warp reads K any more.
-    __device__ void acquire_values(int32 position) const {
+    // Waits for the second matrix of the tile, where they alternate. No warp reads the first one any more.
+    __device__ void acquire_second(int32 position) const {
         if constexpr (kAlternates) {
             cp_async_wait<0>();
             __syncthreads();
-            load_keys(position - 1);
+            load_one<kTurns == Turns::kKeysFirst>(position - 1);
         }
     }
 
@@ -78,14 +87,15 @@ struct KeyRing {
         }
         cp_async_commit();
     }
-    __device__ void load_keys(int32 position) const {
-        if (position >= begin)
-            load_tile_async<KTile, kThreads, kHeadDim>(smem, k, k_stride, row_of(position), seqlen_k, thread);
-        cp_async_commit();
-    }
-    __device__ void load_values(int32 position) const {
-        load_tile_async<VTile, kThreads, kHeadDimV>(smem + KTile::kBytes, v, v_stride, row_of(position), seqlen_k,
-                                                    thread);
+    template <bool kOfKeys>
+    __device__ void load_one(int32 position) const {
+        if (position >= begin) {
+            const int32 row = row_of(position);
+            if constexpr (kOfKeys)
+                load_tile_async<KTile, kThreads, kHeadDim>(smem, k, k_stride, row, seqlen_k, thread);
+            else
+                load_tile_async<VTile, kThreads, kHeadDimV>(smem + KTile::kBytes, v, v_stride, row, seqlen_k, thread);
+        }
         cp_async_commit();
     }
     // The first row of a tile.

@@ -15,6 +15,9 @@ __host__ __device__ constexpr int log2_of(int x) { return x <= 1 ? 0 : 1 + log2_
 // The warps of the forward that share rows of O with so many columns.
 __host__ __device__ constexpr int sharers_of_columns(int columns) { return columns > 256 ? 4 : columns > 128 ? 2 : 1; }
 
+// The same of the kernels of gradients that own rows of dQ, or of dK and dV.
+__host__ __device__ constexpr int sharers_of_gradient(int columns) { return columns > 256 ? 2 : 1; }
+
 // The number of columns on chip: a multiple of a k-step of 16 for each warp that shares them.
 __host__ __device__ constexpr int padded_head_dim(int head_dim) {
     return common::round_up(head_dim, 16 * sharers_of_columns(head_dim));
