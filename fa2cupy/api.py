@@ -36,7 +36,7 @@ def forward(
     ----------
     q : ndarray, shape (batch, seqlen_q, num_heads, head_dim)
         Queries: a NumPy or CuPy array of float16, bfloat16 (``ml_dtypes.bfloat16``), float32 or float64, head_dim up to
-        256. The first axes may be omitted: (seqlen_q, num_heads, head_dim) and (seqlen_q, head_dim) give results of the
+        512. The first axes may be omitted: (seqlen_q, num_heads, head_dim) and (seqlen_q, head_dim) give results of the
         same rank. An array (batch * heads, seqlen, head_dim) of other libraries is one of many rows and heads here.
         In place of batch there may be several leading axes, (..., seqlen_q, num_heads, head_dim), the same for all
         arrays and results; lse is then (..., num_heads, seqlen_q). The number of a sequence, for functions, dropout and
@@ -44,7 +44,7 @@ def forward(
     k, v : ndarray, shape (batch, seqlen_k, num_heads_kv, head_dim)
         Keys and values, of q's dtype and device. num_heads must be a multiple of num_heads_kv: query head ``h``
         reads K/V head ``h // (num_heads // num_heads_kv)`` (multi-head, grouped-query and multi-query attention). v
-        may have another head_dim than q and k, up to 256, too; o then has that of v. Views such as ``qkv[:, :, 0]`` of
+        may have another head_dim than q and k, up to 512, too; o then has that of v. Views such as ``qkv[:, :, 0]`` of
         a packed array are not copied.
     causal : bool, optional
         Key ``j`` is visible to query ``i`` iff ``j <= i + seqlen_k - seqlen_q``: the mask is aligned to the bottom
@@ -148,7 +148,7 @@ def forward(
     IndexError
         A function reads outside an array, on NumPy.
     UnsupportedProblemError
-        head_dim is above 256, no kernel supports the dtype or a feature on this GPU, or a function is too long for
+        head_dim is above 512, no kernel supports the dtype or a feature on this GPU, or a function is too long for
         kernels.
     KernelCompileError, KernelLaunchError
         NVRTC or the driver refused a kernel; the text says what to do.

@@ -97,9 +97,7 @@ def legal_configs(
     check_keywords("fa2cupy.legal_configs", unknown)
     kernel, device = _checked(operation, dtype, head_dim, head_dim_v, arch)
     check_bool("promising", promising)
-    own = family_of_kernel(
-        operation, kernel.dtype, device, family, columns=(kernel.head_dim, kernel.head_dim_v)
-    )
+    own = family_of_kernel(operation, kernel.dtype, device, family, columns=(kernel.head_dim, kernel.head_dim_v))
     columns, columns_v = own.head_dims(kernel.head_dim, kernel.head_dim_v)
     return _legal_tiles(own, kernel._replace(head_dim=columns, head_dim_v=columns_v), device, promising=promising)
 

@@ -39,7 +39,7 @@ _COSTS = Costs(
     drift=0.1,
 )
 
-_WIDE, _WIDER = 128, 256  # for more columns, two warps, or four, share their rows
+_WIDE, _WIDER = 128, 256  # for more columns, warps share their rows
 _UP_TO_512 = ("forward", "backward_dq", "backward_dkdv", "dbias")
 _NAMED = {"backward": "'single_pass'"}  # in messages
 
@@ -73,8 +73,8 @@ class Sm80(Family):
             TileRow(256, TileConfig(128, 64, 8)),
             TileRow(256, TileConfig(64, 32, 4)),
             TileRow(512, TileConfig(64, 64, 8)),
-            TileRow(512, TileConfig(32, 64, 4)),
-            TileRow(512, TileConfig(16, 64, 4)),
+            TileRow(512, TileConfig(64, 32, 8)),
+            TileRow(512, TileConfig(32, 32, 4)),
             TileRow(512, TileConfig(128, 32, 8), head_dim_v=256),
             TileRow(512, TileConfig(32, 32, 2), head_dim_v=256),
         ),
@@ -222,7 +222,7 @@ class Sm80(Family):
         return columns, columns_v
 
     def padded_head_dim(self, head_dim: int) -> int:
-        step = self.column_step * _sharers(head_dim)  # warps that share rows have a k-step each
+        step = self.column_step * _most_sharers(head_dim)  # warps that share rows have a k-step each
         return -(-head_dim // step) * step
 
     def shared_memory_bytes(self, kernel: Kernel, tile: TileConfig) -> int:
@@ -231,7 +231,7 @@ class Sm80(Family):
         b_r, b_c, both = tile.b_r, tile.b_c, row + row_v
         scores = 2 * b_r * b_c
         if operation == "forward":
-            sharers, tiles = _sharers(head_dim_v), b_r * row + tile.num_stages * b_c * both
+            sharers, tiles = _sharers(head_dim_v, b_c), b_r * row + tile.num_stages * b_c * both
             # O is staged where Q and keys have been, but not where rows are exchanged.
             is_shared = sharers > 1
             return max(tiles + is_shared * scores, b_r * row_v) + is_shared * sharers * 4 * b_r
@@ -281,15 +281,20 @@ class Sm80(Family):
         return _why_no_key_rows(tile, head_dim, head_dim_v, with_dq=with_dq)
 
 
-def _sharers(columns: int) -> int:
-    """The warps of the forward that share rows of O with so many columns."""
+def _most_sharers(columns: int) -> int:
+    """The most warps of the forward that share rows of O with so many columns."""
     return 4 if columns > _WIDER else 2 if columns > _WIDE else 1
+
+
+def _sharers(columns: int, keys: int) -> int:
+    """The same in tiles of so many keys, of which four warps have 16 each, or two."""
+    return 2 if keys % 64 and columns > _WIDE else _most_sharers(columns)
 
 
 def _why_no_forward(tile: TileConfig, head_dim_v: int) -> str | None:
     if head_dim_v <= _WIDE:
         return _why_no_query_rows(tile, head_dim_v, 1)
-    sharers = _sharers(head_dim_v)
+    sharers = _sharers(head_dim_v, tile.b_c)
     groups = tile.num_warps // sharers
     if tile.b_c % (16 * sharers):
         return f"b_c={tile.b_c} is not a multiple of {16 * sharers}"

@@ -147,9 +147,7 @@ def layout_of_kernel(
     operation, dtype, head_dim, head_dim_v, _ = kernel
     call = "forward" if operation == "forward" else "backward"
     problem, strides = next(_problems(call, dtype, head_dim, head_dim_v, CallOptions(causal), features, functions))
-    chosen = family_of_kernel(
-        operation, dtype, device, family, tuple(problem.features), (head_dim, head_dim_v)
-    )
+    chosen = family_of_kernel(operation, dtype, device, family, tuple(problem.features), (head_dim, head_dim_v))
     problem = chosen.padded(problem)
     return StageLayout(problem, device, chosen, strides | problem.contiguous_strides())
 

@@ -2,7 +2,7 @@
 //
 // At this width a warp's registers hold O of only 16 rows. Every right operand read from shared memory would then feed
 // half as many mma instructions, and shared memory bandwidth would be the limit. So two warps share 32 (or 16) rows, and
-// four beyond 256 columns:
+// beyond 256 columns four, or two that share 16:
 //
 //   block   owns kBr query rows of one head; loops over the key tiles of B_c = kBc keys that these rows see
 //   group   kSharers warps own kGroupRows of these rows
@@ -47,7 +47,7 @@ struct ForwardSplit {
     static constexpr int kHeadDim = Spec::kHeadDim, kHeadDimV = Spec::kHeadDimV;
     static constexpr int kD = padded_head_dim(kHeadDim), kDv = padded_head_dim(kHeadDimV);
     static constexpr int kThreads = kWarps * 32;
-    static constexpr int kSharers = sharers_of_columns(kDv), kGroups = kWarps / kSharers;
+    static constexpr int kSharers = sharers_of_output(kDv, kBc), kGroups = kWarps / kSharers;
     static constexpr int kGroupRows = kBr / kGroups;
     static constexpr int kGroupThreads = 32 * kSharers;
     static constexpr int kM16 = kGroupRows / 16;
@@ -82,6 +82,8 @@ struct ForwardSplit {
         return smem + kStats + ((group * kSharers + of_part) * kGroupRows + 16 * m + Output::row(i, lane)) * 4;
     }
     __device__ int32 barrier() const { return 1 + group; }
+    // The part of the s-th of the other sharers.
+    __device__ int32 other(int s) const { return kSharers == 2 ? 1 - part : part ^ s; }
 
     __device__ void write_p(const Packed (&p)[kM16]) const {
 #pragma unroll
@@ -119,7 +121,7 @@ struct ForwardSplit {
             for (int i = 0; i < 2; ++i) {
                 float of_sharer[kSharers] = {stat[m][i]};
 #pragma unroll
-                for (int s = 1; s < kSharers; ++s) of_sharer[s] = load_shared<float>(stat_address(part ^ s, m, i));
+                for (int s = 1; s < kSharers; ++s) of_sharer[s] = load_shared<float>(stat_address(other(s), m, i));
 #pragma unroll
                 for (int step = 1; step < kSharers; step *= 2)
 #pragma unroll
@@ -234,8 +236,8 @@ struct ForwardSplit {
             accumulate(output, {v, part * kPartKeys, lane}, first_c16, [&](int m, int kk) { return p[m].k16(kk); });
 #pragma unroll
             for (int s = 1; s < kSharers; ++s)
-                accumulate(output, {v, (part ^ s) * kPartKeys, lane}, first_c16,
-                           [&](int m, int kk) { return load_shared_operand(p_address(part ^ s, m, kk)); });
+                accumulate(output, {v, other(s) * kPartKeys, lane}, first_c16,
+                           [&](int m, int kk) { return load_shared_operand(p_address(other(s), m, kk)); });
         }
 
         // If there was no key tile, the copy of Q is still in flight, and O is about to overwrite it.

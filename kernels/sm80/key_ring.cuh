@@ -79,30 +79,28 @@ struct KeyRing {
 
     __device__ void load(int32 position) const {
         if (position >= begin) {
-            const int32 row = row_of(position);
-            load_tile_async<KTile, kThreads, kHeadDim>(slot(position), k, k_stride, row, seqlen_k, thread);
-            load_tile_async<VTile, kThreads, kHeadDimV>(slot(position) + KTile::kBytes, v, v_stride, row, seqlen_k,
-                                                        thread);
-            others.load(slot(position) + kOthers, row, seqlen_k, thread);
+            int32 tile = position;
+            if constexpr (Tiles::kListed) tile = tiles.at(position);
+            load_tile_async<KTile, kThreads, kHeadDim>(slot(position), k, k_stride, tile * kBc, seqlen_k, thread);
+            load_tile_async<VTile, kThreads, kHeadDimV>(slot(position) + KTile::kBytes, v, v_stride, tile * kBc,
+                                                        seqlen_k, thread);
+            others.load(slot(position) + kOthers, tile * kBc, seqlen_k, thread);
         }
         cp_async_commit();
     }
+    // The same for K or V alone.
     template <bool kOfKeys>
     __device__ void load_one(int32 position) const {
         if (position >= begin) {
-            const int32 row = row_of(position);
+            int32 tile = position;
+            if constexpr (Tiles::kListed) tile = tiles.at(position);
             if constexpr (kOfKeys)
-                load_tile_async<KTile, kThreads, kHeadDim>(smem, k, k_stride, row, seqlen_k, thread);
+                load_tile_async<KTile, kThreads, kHeadDim>(smem, k, k_stride, tile * kBc, seqlen_k, thread);
             else
-                load_tile_async<VTile, kThreads, kHeadDimV>(smem + KTile::kBytes, v, v_stride, row, seqlen_k, thread);
+                load_tile_async<VTile, kThreads, kHeadDimV>(smem + KTile::kBytes, v, v_stride, tile * kBc, seqlen_k,
+                                                            thread);
         }
         cp_async_commit();
-    }
-    // The first row of a tile.
-    __device__ int32 row_of(int32 position) const {
-        int32 tile = position;
-        if constexpr (Tiles::kListed) tile = tiles.at(position);
-        return tile * kBc;
     }
 };
 

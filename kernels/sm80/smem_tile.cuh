@@ -12,8 +12,12 @@ using common::min_of;
 __host__ __device__ constexpr int lowest_set_bit(int x) { return x & -x; }
 __host__ __device__ constexpr int log2_of(int x) { return x <= 1 ? 0 : 1 + log2_of(x / 2); }
 
-// The warps of the forward that share rows of O with so many columns.
+// The most warps of the forward that share rows of O with so many columns.
 __host__ __device__ constexpr int sharers_of_columns(int columns) { return columns > 256 ? 4 : columns > 128 ? 2 : 1; }
+// The same in tiles of so many keys, of which four warps have 16 each, or two.
+__host__ __device__ constexpr int sharers_of_output(int columns, int keys) {
+    return keys % 64 ? 2 : sharers_of_columns(columns);
+}
 
 // The same of the kernels of gradients that own rows of dQ, or of dK and dV.
 __host__ __device__ constexpr int sharers_of_gradient(int columns) { return columns > 256 ? 2 : 1; }

@@ -273,11 +273,11 @@ MUTANTS = (
     # sm80: beyond 256 columns, where four warps share rows of O, and two those of a gradient
     Mutant("V taken with its K", "forward", "ring.acquire_second(position);", "", "race", WIDER),
     Mutant(
-        "keys never copied in turns",
+        "first keys in turns those of the next tile",
         "forward",
         "load_one<kTurns == Turns::kKeysFirst>(end - 1);",
-        "",
-        "uninitialised",
+        "load_one<kTurns == Turns::kKeysFirst>(end);",
+        "numbers",
         WIDER,
     ),
     Mutant(
