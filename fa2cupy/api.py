@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Any
 from .backends import backend_of
 from .numerics.arrays import stacked
 from .problem.array_types import ArrayT
+from .problem.attention import MAX_HEAD_DIM
 from .problem.conversions import explains_absence
+from .problem.decoding import check_values_in_keys
 from .problem.keywords import NoKeywords, check_keywords, options_of, takes
 from .problem.names import Layout
 from .problem.options import call_options
@@ -485,7 +487,9 @@ def decode(
     k_cache, v_cache : ndarray, shape (batch, rows, num_heads_kv, head_dim)
         Keys and values, of q's dtype and device; with `block_table`, pages of the shape (pages, page_size,
         num_heads_kv, head_dim), where page_size is a multiple of 16. num_heads must be a multiple of num_heads_kv, as
-        for `forward`. v_cache, and `v` with it, may have another head_dim than q; o then has that of v_cache.
+        for `forward`. v_cache, and `v` with it, may have another head_dim than q; o then has that of v_cache. head_dim
+        may be up to 576, as in latent attention, if v_cache is ``k_cache[..., :n]`` with n up to 512, and `v` is
+        ``k[..., :n]``: kernels of 16 bits then read each row once.
     cache_seqlens : ndarray of int32, shape (batch,)
         Number of rows of each sequence in the cache, those of `k` and `v` not included. Rows of the cache behind them
         are not read.
@@ -530,8 +534,8 @@ def decode(
         entries of `block_table` that rows of a sequence need and that are not pages of `k_cache`, or that two sequences
         have where rows are written. On GPUs also
         UnsupportedProblemError where two tiles of keys and values do not fit in shared memory: in float64 beyond
-        head_dim 160 (96 on Turing, 64 on Pascal) except on compute capability 8.0, 9.0 and 10.x, in float32 beyond
-        192 on Turing and 160 on Pascal.
+        head_dim 256 on compute capability 8.0, 384 on 9.0 and 10.x, else 160 (96 on Turing, 64 on Pascal), in float32
+        beyond 320 except on these three (192 on Turing, 160 on Pascal), and in 16 bits beyond 512 except there.
 
     Notes
     -----
@@ -567,4 +571,6 @@ def decode(
         given = {name: value for name, value in keywords.items() if value is not None}
     options = call_options(causal=causal, softmax_scale=softmax_scale, layout=layout, num_splits=num_splits)
     backend = backend_of("q", q)
+    if q.ndim and q.shape[-1] > MAX_HEAD_DIM:
+        check_values_in_keys({"k_cache": k_cache, "v_cache": v_cache, "k": k, "v": v})
     return backend.decode(q, k_cache, v_cache, cache_seqlens, k, v, block_table, out, options, given)

@@ -94,7 +94,7 @@ class Simt(Family):
             TileRow(256, TileConfig(8, 16, 1, 2)),
             TileRow(256, TileConfig(4, 16, 1, 2)),
             TileRow(512, TileConfig(16, 16, 1, 2), dtypes=_FLOAT),
-            TileRow(512, TileConfig(4, 16, 1, 2)),
+            TileRow(576, TileConfig(4, 16, 1, 2), head_dim_v=512),
         ),
         "backward": (
             TileRow(64, TileConfig(64, 64, 4, 1, 2), dtypes=_FLOAT),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from ..problem.attention import AttentionProblem
+from ..problem.attention import MAX_HEAD_DIM, AttentionProblem
 from ..problem.strides import AnyStrides
 from .estimate import BlockCost, Costs
 from .family import Family, Kernel, TileRow, register_shortage, why_no_decode
@@ -101,6 +101,13 @@ class Sm80(Family):
             TileRow(256, TileConfig(16, 64, 4, 3)),
             TileRow(256, TileConfig(16, 64, 4, 2)),
             TileRow(256, TileConfig(16, 32, 2, 2)),
+            TileRow(512, TileConfig(16, 32, 4, 3)),
+            TileRow(512, TileConfig(16, 32, 4, 2)),
+            TileRow(512, TileConfig(16, 16, 2, 2)),
+            TileRow(512, TileConfig(16, 32, 2, 2)),
+            TileRow(512, TileConfig(16, 16, 1, 2)),
+            TileRow(576, TileConfig(16, 64, 4, 2), head_dim_v=512),
+            TileRow(576, TileConfig(16, 32, 2, 2), head_dim_v=512),
         ),
         "jvp": (
             TileRow(64, TileConfig(64, 64, 4, 2, 2)),
@@ -244,11 +251,12 @@ class Sm80(Family):
         if operation == "dbias":
             return tile.num_stages * (b_r + b_c) * both
         if operation == "decode":
-            keys = b_c // tile.num_warps
-            slot = max(keys * both, 2 * 16 * row_v)  # K and V, or 16 rows of O
+            groups = tile.num_warps // _sharers_of_gradient(head_dim_v)
+            own_v = 0 if head_dim > MAX_HEAD_DIM else row_v  # V of more columns is in K
+            slot = max(b_c // groups * (row + own_v), 2 * 16 * row_v)  # K and V, or 16 rows of O
             share = tile.cluster * (8 * b_r + 16 * -(-b_r * -(-head_dim_v // 4) // tile.cluster))
             queries = 1 if tile.cluster > 1 else 2
-            own = queries * b_r * row + tile.num_stages * tile.num_warps * slot + 8 * tile.num_warps * b_r
+            own = queries * b_r * row + groups * (tile.num_stages * slot + 8 * b_r)
             return own + (share if tile.cluster > 1 else 0)
         if operation == "dkdv_jvp":
             return 2 * (b_c * both + tile.num_stages * b_r * both) + 2 * 16 * b_r
@@ -272,9 +280,7 @@ class Sm80(Family):
         if operation == "dbias":
             return _why_no_query_rows(tile, 0, 3, most_stages=2)
         if operation == "decode":
-            keys = tile.b_c // tile.num_warps
-            why_not = why_no_decode(tile, (16, 32), (16, 32))
-            return why_not or register_shortage(tile.b_r // 16 * (head_dim_v + keys) // 2, 40, tile)
+            return _why_no_decode(tile, head_dim_v)
         if operation == "dkdv_jvp":
             return _why_no_dkdv_jvp(tile, head_dim, head_dim_v)
         with_dq = {"backward": True, "backward_dkdv": False}[operation]
@@ -303,6 +309,23 @@ def _why_no_forward(tile: TileConfig, head_dim_v: int) -> str | None:
     if tile.num_stages > 4:
         return f"num_stages={tile.num_stages} is more than 4"
     return register_shortage(tile.b_r // groups // 16 * (head_dim_v + tile.b_c) // (2 * sharers), 40, tile)
+
+
+def _sharers_of_gradient(columns: int) -> int:
+    """The warps that share rows of a gradient with so many columns, and of O in ``decode``."""
+    return 2 if columns > _WIDER else 1
+
+
+def _why_no_decode(tile: TileConfig, head_dim_v: int) -> str | None:
+    sharers = _sharers_of_gradient(head_dim_v)
+    if tile.num_warps % sharers:
+        return f"num_warps={tile.num_warps} is not even"
+    groups = tile.num_warps // sharers
+    if groups > 15 and sharers > 1:
+        return f"num_warps={tile.num_warps} is more than 30"
+    why_not = why_no_decode(replace(tile, num_warps=groups), (16, 32), (16, 32))
+    keys = tile.b_c // groups
+    return why_not or register_shortage(tile.b_r // 16 * (head_dim_v // sharers + keys) // 2, 40, tile)
 
 
 def _why_no_jvp(tile: TileConfig, head_dim_v: int, *, with_output: bool) -> str | None:
@@ -338,7 +361,7 @@ def _why_no_query_rows(tile: TileConfig, columns: int, score_fragments: int, *, 
 
 def _why_no_key_rows(tile: TileConfig, head_dim: int, head_dim_v: int, *, with_dq: bool) -> str | None:
     """The reason why kernels whose pairs of warps own rows of keys cannot have this tile, or None if they can."""
-    sharers = 2 if max(head_dim, head_dim_v) > _WIDER else 1  # pairs of warps that share keys
+    sharers = _sharers_of_gradient(max(head_dim, head_dim_v))  # pairs of warps
     groups, most = tile.num_warps // (2 * sharers), 30 // sharers // (2 * sharers) * 2 * sharers
     if tile.num_warps % (2 * sharers) or tile.num_warps > most:
         return f"num_warps={tile.num_warps} is not a multiple of {2 * sharers} up to {most}"
