@@ -461,7 +461,7 @@ WRONG = {
     "dtype": ("sm_80", {"dtypes": "fp16"}, ValueError, "^dtype: expected float16, bfloat16, .* or float64, got 'fp16'"),
     "dtype int8": ("sm_80", {"dtypes": ["int8"]}, UnsupportedProblemError, "^dtype: expected float16, .* got int8"),
     "head_dim 0": ("sm_80", {"head_dims": 0}, ValueError, "^head_dims: expected at least 1, got 0"),
-    "head_dim 300": ("sm_80", {"head_dims": (64, 300)}, UnsupportedProblemError, "^head_dims: up to 256 is supported"),
+    "head_dim 600": ("sm_80", {"head_dims": (64, 600)}, UnsupportedProblemError, "^head_dims: up to 512 is supported"),
     "head_dim float": ("sm_80", {"head_dims": 64.0}, TypeError, "^head_dims: expected an int, got float"),
     "head_dim_v": ("sm_80", {"head_dim_v": -1}, ValueError, "^head_dim_v: expected at least 1, got -1"),
     "causal": ("sm_80", {"causal": [0, 1]}, TypeError, "^causal: expected a bool, got int; write causal=False"),

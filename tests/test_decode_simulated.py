@@ -37,9 +37,13 @@ CLUSTERS = dataclasses.replace(H100, multiprocessors=64)
 def on_device(q, k_cache, v_cache, lengths, view=place, **options):
     """Runs `decode` of NumPy arrays on the simulated device. New rows come back in the caches."""
     caches = view(k_cache), view(v_cache)
+    if np.shares_memory(k_cache, v_cache):
+        caches = caches[0], caches[0][..., : v_cache.shape[-1]]
     placed = {name: place(x) if isinstance(x, np.ndarray) else x for name, x in options.items()}
     if "softmax_scale" in placed:
         placed["scale"] = placed.pop("softmax_scale")
+    if "v" in placed and np.shares_memory(options["k"], options["v"]):
+        placed["v"] = placed["k"][..., : v_cache.shape[-1]]
     results = decode_on_gpu(view(q), *caches, place(lengths), **placed)
     k_cache[...], v_cache[...] = caches
     return results
@@ -60,6 +64,21 @@ def test_v_with_a_head_dim_of_its_own(launched, dtype, pair):
     check(on_device, Case(dtype, (0, 1, 65, 200), heads=(2, 1), page_size=16, num_new=1, **sizes))
     check(functools.partial(on_device, view=packed), Case(dtype, (17, 130), heads=(6, 2), seqlen_q=3, **sizes))
     assert {(stage.spec.head_dim, stage.spec.head_dim_v) for stage in launched} == {pair}
+
+
+#: Pairs beyond 256 columns, in the last of which v is the first columns of k.
+WIDE_PAIRS = ((512, 512), (320, 264), (512, 64), (64, 512), (576, 512))
+
+
+@pytest.mark.sample(dtype=("bfloat16",), pair=((576, 512),))
+@pytest.mark.parametrize("pair", WIDE_PAIRS, ids=str)
+@pytest.mark.parametrize("dtype", ("float16", "bfloat16", "float32"))
+def test_more_than_256_columns(launched, dtype, pair):
+    sizes = {"head_dim": pair[0], "head_dim_v": pair[1] if pair[1] != pair[0] else None}
+    check(on_device, Case(dtype, (0, 1, 65, 200), heads=(20, 1), page_size=16, num_new=1, **sizes))
+    options = {"window": (100, 0), "sink": True, "alibi_slopes": "batch"}
+    check(on_device, Case(dtype, (17, 130), heads=(6, 2), seqlen_q=3, layout="bhsd", **sizes), **options)
+    assert {(stage.spec.head_dim, stage.spec.head_dim_v or stage.spec.head_dim) for stage in launched} == {pair}
 
 
 #: Calls, and the cluster and the keys of their tiles; everyday tests take the first four.

@@ -15,7 +15,7 @@ import numpy as np
 
 from ..families.registry import family_of_decode
 from ..problem.arguments import check_overlap
-from ..problem.attention import AttentionProblem, CacheShape
+from ..problem.attention import MAX_HEAD_DIM, AttentionProblem, CacheShape
 from ..problem.decoding import cache_lengths, check_caches, check_decode, check_pages
 from ..problem.features import ARRAYS, feature_arrays
 from ..problem.options import CallOptions
@@ -60,7 +60,8 @@ def decode(
     if block_table is not None:
         check_pages(block_table, lengths, shape)
     if shape.num_new:
-        check_overlap(caches, given)
+        in_keys = problem.head_dim > MAX_HEAD_DIM  # v_cache lies in k_cache
+        check_overlap({"k_cache": k_cache} if in_keys else caches, given)
     tables = [[number] for number in range(problem.batch)] if block_table is None else block_table
     for cache, new in ((k_cache, k), (v_cache, v)):
         if new is not None and shape.num_new:

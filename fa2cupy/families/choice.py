@@ -374,7 +374,7 @@ def _why_not_split(family: Family, operations: Sequence[str], options: CallOptio
 def _methods(family: Family, problem: AttentionProblem, options: CallOptions) -> tuple[str, ...]:
     """The methods that come into question."""
     requested = requested_method(options.method, options.deterministic)
-    methods = (requested,) if requested else family.default_methods
+    methods = (requested,) if requested else family.methods_of(problem)
     if problem.settings.dbias or problem.settings.dscore_args:
         methods = tuple(dict.fromkeys(map(family.method_with_dbias, methods)))
     return methods
@@ -391,10 +391,11 @@ def _why_not(
     lacking = family.why_not_here() if is_launched and operations else None
     if lacking:
         return lacking
+    columns = problem.head_dim, problem.columns_of("v")
     for operation in operations:
         if operation not in family.operations:
             return f"has no kernel of {operation}"
-        reason = family.why_not(operation, problem, strides)
+        reason = family.why_not_columns(*columns) or family.why_not(operation, problem, strides)
         if reason:
             return f"for this problem: {reason}"
     return None

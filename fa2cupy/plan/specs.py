@@ -82,7 +82,8 @@ def default_specs(
         Columns of v if they differ.
     """
     call = "forward" if method is None else "backward"
-    head_dims = choose_family(call, dtype, device, family).head_dims(head_dim, head_dim_v or head_dim)
+    columns = head_dim, head_dim_v or head_dim
+    head_dims = choose_family(call, dtype, device, family, columns=columns).head_dims(*columns)
     options = CallOptions(causal, config=config, family=family, method=method, num_splits=num_splits)
     specs: dict[KernelSpec, None] = {}
     plan_call = plan_backward if method else plan_forward
@@ -146,7 +147,7 @@ def layout_of_kernel(
     operation, dtype, head_dim, head_dim_v, _ = kernel
     call = "forward" if operation == "forward" else "backward"
     problem, strides = next(_problems(call, dtype, head_dim, head_dim_v, CallOptions(causal), features, functions))
-    chosen = family_of_kernel(operation, dtype, device, family, tuple(problem.features))
+    chosen = family_of_kernel(operation, dtype, device, family, tuple(problem.features), (head_dim, head_dim_v))
     problem = chosen.padded(problem)
     return StageLayout(problem, device, chosen, strides | problem.contiguous_strides())
 
@@ -205,7 +206,8 @@ def second_order_specs(
     without it has the kernels of `double_backward`. The calls have no choice of a family: one of IEEE arithmetic stands
     for those whose lse needs not be computed again.
     """
-    head_dims = choose_family("jvp", dtype, device, family).head_dims(head_dim, head_dim_v or head_dim)
+    columns = head_dim, head_dim_v or head_dim
+    head_dims = choose_family("jvp", dtype, device, family, columns=columns).head_dims(*columns)
     options = CallOptions(causal, family=family)
     moved: dict[str, Any] = {name: True for name in OF_TANGENTS if name in features}
     calls = (

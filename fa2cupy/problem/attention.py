@@ -16,6 +16,7 @@ from .strides import Strides, flat_stride
 __all__ = [
     "LETTERS_OF_TANGENTS",
     "MAX_HEAD_DIM",
+    "MAX_KEY_COLUMNS",
     "MAX_SEQLEN",
     "ROWS_OF",
     "SOURCE_AXES",
@@ -26,7 +27,9 @@ __all__ = [
     "canonical_view",
 ]
 
-MAX_HEAD_DIM = 256
+MAX_HEAD_DIM = 512
+#: Columns of k in ``decode``, whose v is then the first columns of k.
+MAX_KEY_COLUMNS = 576
 MAX_SEQLEN = 2**31 - 2**16  # row indices have 32 bits, also those of a tile that crosses the end
 
 _Size = TypeVar("_Size")

@@ -349,7 +349,7 @@ class BackwardGroup : protected KeyGroup<Spec, Shape, BackwardMemory<Shape>> {
         using Shares = typename Shape::Shares;
         using Own = common::AccumulatorTile<Spec::kBc, 8 * kN8>;
         float* share = Shares::template of_block<Spec>(params, tile_index<Spec>()) + kIsDv * Shares::Dk::kElements;
-        Shares::template put<Own>(share, x, row16 + rank_ * (kBc / 16), lane_);
+        Shares::template put<Own>(share, x, row16 + rank_ * (kBc / 16), 0, lane_);
     }
 
     const uint32 rank_;      // of the block in a pair
