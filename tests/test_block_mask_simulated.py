@@ -23,6 +23,8 @@ import fa2cupy
 from fa2cupy import BlockMask, TileConfig, UnsupportedProblemError, mods
 from fa2cupy.families.device import DeviceInfo
 from fa2cupy.families.operations import TILED
+from fa2cupy.gpu import calls
+from fa2cupy.problem import block_mask
 from fa2cupy.problem.block_mask import EMPTY, FULL, MIXED
 from fa2cupy.testing import Expectation, make_inputs
 
@@ -104,6 +106,93 @@ def test_maps_are_those_of_numpy(launched, name, tile):
     found = fa2cupy.block_mask(case.function, tuple(map(place, case.arrays)), 2, 3, 21, 75, tile=tile, like=like)
     np.testing.assert_array_equal(found.states, wanted.states)
     assert (found.layout, found.density, str(found)) == (wanted.layout, wanted.density, str(wanted))
+    for own, other in zip(found.intervals, wanted.intervals, strict=True):
+        np.testing.assert_array_equal(own, other)
+    assert [stage.spec.operation for stage in launched] == ["tile_states", "close_intervals"]
+
+
+def ends_of(visible: np.ndarray) -> np.ndarray | None:
+    """Returns begin and end of up to two intervals in each row, or None if some row has more."""
+    ends = np.zeros((len(visible), 4), int)
+    for row, seen in enumerate(visible):
+        (edges,) = np.nonzero(np.diff([False, *seen, False]))
+        if len(edges) > 4:
+            return None
+        ends[row, : len(edges)] = edges
+    return ends
+
+
+def of_table(b, h, q, k, table):
+    """A function with an element for each pair."""
+    return table[h, q, k]
+
+
+def tables_of_intervals(lengths: tuple[int, int]) -> dict[str, np.ndarray]:
+    """Returns masks of two heads by what they show; all but the last have at most two intervals along some side."""
+    rows, keys = (np.arange(n) for n in lengths)
+    q, k = rows[:, None], keys
+    rng = np.random.default_rng(7)
+    begin, middle, end = (rng.integers(0, lengths[1] // 3 + 1, (lengths[0], 1)) + i * lengths[1] // 3 for i in range(3))
+    two = (k < begin) | (k >= middle) & (k < end)
+    odd = np.zeros(lengths, bool)
+    odd[lengths[0] // 2, ::2] = True
+    tables = {
+        "two intervals in a row": two,
+        "rows that begin at the first key or end at the last": (k >= middle) | (k < begin) & (q % 3 > 0),
+        "nothing and everything": np.broadcast_to(q % 5 < 2, lengths),
+        "one key": q == k,
+        "two in rows, one in columns": (k < 3) & (q >= 3) | (abs(q - k) < 2) & (k >= 5),
+        "three in one row": odd,
+    }
+    return {name: np.stack([table, np.roll(table, 1, axis=0)]) for name, table in tables.items()}
+
+
+def check_intervals(table: np.ndarray, tile: tuple[int, int], like=place) -> BlockMask:
+    """Checks the intervals of a map on the GPU, and of one on NumPy arrays, against those of the table."""
+    wanted = [[ends_of(one) for one in side] for side in (table, table.swapaxes(1, 2))]
+    for given in (table, like(table)):
+        made = fa2cupy.block_mask(of_table, (given,), 1, *table.shape, tile=tile)
+        for found, own in zip(made.intervals, wanted, strict=True):
+            if any(one is None for one in own):
+                assert found is None
+            else:
+                np.testing.assert_array_equal(found, [own])
+    return made
+
+
+@pytest.mark.sample(tile=((128, 128), (12, 33)))
+@pytest.mark.parametrize("tile", [(8, 8), (16, 40), (12, 33), (128, 128)])
+@pytest.mark.parametrize("name", tables_of_intervals((1, 1)))
+def test_intervals(launched, name, tile):
+    check_intervals(tables_of_intervals((37, 90))[name], tile)
+
+
+def test_intervals_of_long_rows(launched):
+    """Checks tiles of more keys than a warp evaluates at a time, and of more queries."""
+    check_intervals(tables_of_intervals((140, 150))["two intervals in a row"], (140, 140))
+
+
+def test_a_third_interval_is_found_across_tiles():
+    """Checks intervals of which no tile has three: between tiles, and at their borders."""
+    for places in ((0, 8, 16), (7, 9, 40), (7, 16, 31), (0, 15, 44)):
+        table = np.zeros((1, 3, 45), bool)
+        table[0, 1, list(places)] = True
+        assert fa2cupy.block_mask(of_table, (table,), 1, 1, 3, 45, tile=(4, 8)).intervals.rows is None
+
+
+def test_large_intervals_are_not_kept(launched, monkeypatch):
+    monkeypatch.setattr(block_mask, "_LARGEST_INTERVALS", 16 * 66)
+    like = place(np.empty(1, "float32"))
+    for own in (None, like):
+        assert fa2cupy.block_mask(mods.causal(), (), 1, 1, 33, 33, like=own).layout.intervals == (True, True)
+        assert fa2cupy.block_mask(mods.causal(), (), 1, 1, 33, 34, like=own).layout.intervals == (False, False)
+
+
+def test_captured_maps_keep_the_function(launched, monkeypatch):
+    monkeypatch.setattr(calls, "is_captured", lambda array: True)
+    ids = place(documents("simt"))
+    sparse = fa2cupy.block_mask(mods.document, (ids,), *shape_of("simt"), tile=(8, 8))
+    assert sparse.layout.intervals == (False, False)
     assert [stage.spec.operation for stage in launched] == ["tile_states"]
 
 
