@@ -51,7 +51,7 @@ struct VisibleBits {
   private:
     // The lowest bits, for any number of them.
     __device__ __forceinline__ static uint32 ones(int32 number) {
-        return number >= 32 ? ~0u : (1u << max_of(number, 0)) - 1;
+        return __funnelshift_lc(~0u, 0, max_of(number, 0));  // bits that leave a word of ones; a shift of 32 at most
     }
 };
 

@@ -58,7 +58,8 @@ struct TileStates {
 
     // Past the last key it is repeated: no edges are found there.
     __device__ int32 key_of_lane(int32 keys, int i) const {
-        return min_of(keys + 32 * i + static_cast<int32>(threadIdx.x % 32), end_key - 1);
+        const int32 lane = threadIdx.x % 32;
+        return min_of(keys + 32 * i + lane, end_key - 1);
     }
     __device__ bool look_at(int32 query, int32 key) {
         const bool visible = sees(query, key);
