@@ -667,7 +667,7 @@ MUTANTS = {
     "a lane has one key only": ("tile_states", "min_of(keys + 32 * i + lane,", "min_of(keys + lane,", "maps"),
     "a warp leaves out a query": (
         "tile_states", "ceil_div(end_query - first_query, Spec::kWarps)", "(end_query - first_query) / Spec::kWarps",
-        "maps",
+        "edges",
     ),
     "a warp stops at its first kind": (
         "tile_states", "__any_sync(kFullWarp, is_seen) && __any_sync(kFullWarp, is_hidden)", "true", "captured maps",
@@ -800,6 +800,8 @@ def check_edges(monkeypatch, patch=None) -> None:
         far[0, 5:9, [3, 70, 149]] = True
         check_intervals(far, (8, 50))
         check_intervals(far.swapaxes(1, 2), (50, 8))
+        check_intervals(tables_of_intervals((20, 150))["two intervals in a row"], (8, 150))
+        check_intervals(tables_of_intervals((37, 80))["three in one row"].swapaxes(1, 2), (80, 12))
 
 
 def check_two(monkeypatch, patch=None, **features) -> None:
