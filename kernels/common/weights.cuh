@@ -177,7 +177,7 @@ __device__ __forceinline__ void take_weights(Fragment& x, P& p, bool masked, con
             const Real capped = mod.capped(mod.called(x(i, j), position, 0, 0, of_distance, slope));
             const Real score = mod.template score<true>(capped, position, 0, 0, mod.at(query, key));
             bool hidden = masked && mask.hides(query, key);
-            hidden = hidden || (masked && by_map.at(mod, query, key, i, j));
+            if constexpr (kMasksByMap<Spec>) hidden = hidden || (masked && by_map.at(mod, query, key, i, j));
             const Real probability = hidden ? Real(0) : exp_accurate(at_most_zero(score - lse(i, j)));
             bool keep = true;
             if constexpr (Spec::kDropout) keep = mod.dropout().keeps_element(query, key);
