@@ -659,8 +659,8 @@ def test_kernels_of_float32_parts_leave_maps_to_those_without(launched):
 
 #: (kernel, text, replacement, name of the check in `CHECKS` that catches the mutant).
 MUTANTS = {
-    "hidden pairs are not seen": ("tile_states", "is_hidden |= !visible;", "", "maps"),
-    "visible pairs are not seen": ("tile_states", "is_seen |= visible;", "", "maps"),
+    "hidden pairs are not seen": ("tile_states", "is_hidden |= seen != kAll;", "", "maps"),
+    "visible pairs are not seen": ("tile_states", "is_seen |= seen != 0;", "", "maps"),
     "lanes read past the last key": (
         "tile_states", "min_of(keys + 32 * i + lane, end_key - 1)", "keys + 32 * i + lane", "maps",
     ),
@@ -674,16 +674,20 @@ MUTANTS = {
     ),
     "no edge is looked for in mixed tiles": ("tile_states", "is_mixed && !params.row_intervals", "is_mixed", "edges"),
     "every tile begins with rises": ("tile_states", "keys > 0 && queries + lane", "false && queries + lane", "edges"),
-    "every warp begins with rises": ("tile_states", "first_query > 0 && sees", "false && sees", "edges"),
+    "every warp begins with rises": ("tile_states", "first_query > 0 ? seen_by", "false ? seen_by", "edges"),
     "the key ahead is that of the first row": ("tile_states", "ahead >> (query - queries) & 1", "ahead & 1", "edges"),
-    "lanes forget the bit before theirs": ("tile_states", "before = seen >> 31;", "", "edges"),
-    "no fall behind the last key": ("tile_states", "if (before && end_key", "if (false && end_key", "edges"),
+    "lanes forget the bit before theirs": ("tile_states", "before = bits >> 31;", "", "edges"),
+    "no fall behind the last key": ("tile_states", "if (before && ends_row)", "if (false)", "edges"),
     "falls behind the last key of each tile": (
-        "tile_states", "before && end_key == params.seqlen_k", "before", "edges",
+        "tile_states", "ends_row = end_key == params.seqlen_k &&", "ends_row =", "edges",
     ),
-    "no fall behind the last query": ("tile_states", "if (above[i] && end_query", "if (false && end_query", "edges"),
-    "the first fall is the last": ("tile_states", "atomicMax(intervals + 3, last_fall)", "atomicMax(intervals + 3, "
-                                   "kEnd - first_fall)", "edges"),
+    "no fall behind the last query": (
+        "tile_states", "if (above >> i & 1 && end_query", "if (false && end_query", "edges",
+    ),
+    "rows that see all keys do not end": ("tile_states", " || (before && ends_row))", ")", "edges"),
+    "the first fall is the last": (
+        "tile_states", "atomicMax(intervals + 3, last_fall)", "atomicMax(intervals + 3, kEnd - first_fall)", "edges",
+    ),
     "a third interval in a tile is missed": (
         "tile_states", "atomicMax(params.most_intervals, kMostIntervals + 1)", "{}", "edges",
     ),
@@ -703,8 +707,9 @@ MUTANTS = {
         "forward", "min_of(first_row + Fragment::row(i, lane), params.interval_rows - 1)",
         "first_row + Fragment::row(i, lane)", "two",
     ),
-    "all heads have the intervals of the first": ("forward", "(tile.head) * params.interval", "(0) * params.i"
-                                                  "nterval", "two"),
+    "all heads have the intervals of the first": (
+        "forward", "(tile.head) * params.interval", "(0) * params.interval", "two",
+    ),
     "all sequences have the intervals of the first": (
         "backward_dkdv", "(tile.batch) * params.interval", "(0) * params.interval", "two",
     ),

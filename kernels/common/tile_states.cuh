@@ -13,6 +13,7 @@ namespace fa2::common {
 template <class Spec, class Params = fa2::Params>
 struct TileStates {
     static constexpr int kKeys = 4;  // of a lane at a time
+    static constexpr uint32 kAll = (1u << kKeys) - 1;
 
     const Params& params;
     int32 batch, head, first_query, end_query, end_key;  // queries are those of the warp
@@ -61,60 +62,72 @@ struct TileStates {
         const int32 lane = threadIdx.x % 32;
         return min_of(keys + 32 * i + lane, end_key - 1);
     }
-    __device__ bool look_at(int32 query, int32 key) {
-        const bool visible = sees(query, key);
-        is_seen |= visible;
-        is_hidden |= !visible;
-        return visible;
+    // Which of a lane's keys a query sees, a bit for each.
+    __device__ uint32 seen_by(int32 query, int32 keys) {
+        uint32 seen = 0;
+#pragma unroll
+        for (int i = 0; i < kKeys; ++i) seen |= static_cast<uint32>(sees(query, key_of_lane(keys, i))) << i;
+        return seen;
+    }
+    __device__ uint32 look_at(int32 query, int32 keys) {
+        const uint32 seen = seen_by(query, keys);
+        is_seen |= seen != 0;
+        is_hidden |= seen != kAll;
+        return seen;
     }
     __device__ void find_states(int32 keys) {
 #pragma unroll 4
-        for (int32 query = first_query; query < end_query; ++query)
-#pragma unroll
-            for (int i = 0; i < kKeys; ++i) look_at(query, key_of_lane(keys, i));
+        for (int32 query = first_query; query < end_query; ++query) look_at(query, keys);
     }
 
     __device__ void find_edges(int32 keys) {
         const int32 lane = threadIdx.x % 32;
         const int64 matrix = static_cast<int64>(batch) * params.num_heads + head;
-        bool above[kKeys];
+        const bool ends_row = end_key == params.seqlen_k && keys + 32 * kKeys >= end_key;
+        uint32 above = first_query > 0 ? seen_by(first_query - 1, keys) : 0;
         MapEdges of_column[kKeys];
-#pragma unroll
-        for (int i = 0; i < kKeys; ++i) above[i] = first_query > 0 && sees(first_query - 1, key_of_lane(keys, i));
         for (int32 queries = first_query; queries < end_query; queries += 32) {
-            // What 32 queries see of the key ahead of these.
+            // Which of 32 queries see the key ahead of these.
             const bool is_seen_ahead =
                 keys > 0 && queries + lane < end_query && sees(queries + lane, keys > 0 ? keys - 1 : 0);
             const uint32 ahead = __ballot_sync(kFullWarp, is_seen_ahead);
 #pragma unroll 2
             for (int32 query = queries; query < min_of(queries + 32, end_query); ++query) {
-                uint32 before = ahead >> (query - queries) & 1;
-                MapEdges of_row;
+                const uint32 seen = look_at(query, keys), before = ahead >> (query - queries) & 1;
+                if (seen != above) {
 #pragma unroll
-                for (int i = 0; i < kKeys; ++i) {
-                    const bool visible = look_at(query, key_of_lane(keys, i));
-                    of_column[i].step(above[i], visible, query);
-                    above[i] = visible;
-                    const uint32 seen = __ballot_sync(kFullWarp, visible), previous = seen << 1 | before;
-                    of_row.add_rises(seen & ~previous, keys + 32 * i);
-                    of_row.add_falls(previous & ~seen, keys + 32 * i);
-                    before = seen >> 31;
+                    for (int i = 0; i < kKeys; ++i) of_column[i].step(above >> i & 1, seen >> i & 1, query);
+                    above = seen;
                 }
-                if (before && end_key == params.seqlen_k && keys + 32 * kKeys >= end_key) of_row.fall(end_key);
-                is_many_in_rows |= of_row.rises > kMostIntervals;
-                if (lane == 0 && !is_many_in_rows)
-                    of_row.add_to(params.row_intervals, params.row_rises, matrix * params.seqlen_q + query);
+                // Most rows of most tiles have no edge.
+                if (!__all_sync(kFullWarp, seen == (before ? kAll : 0)) || (before && ends_row))
+                    add_row(seen, before, keys, ends_row, matrix * params.seqlen_q + query);
             }
         }
 #pragma unroll
         for (int i = 0; i < kKeys; ++i) {
             const int32 key = keys + 32 * i + lane;
             if (key >= end_key) break;
-            if (above[i] && end_query == params.seqlen_q) of_column[i].fall(end_query);
+            if (above >> i & 1 && end_query == params.seqlen_q) of_column[i].fall(end_query);
             is_many_in_columns |= of_column[i].rises > kMostIntervals;
             if (!is_many_in_columns)
                 of_column[i].add_to(params.column_intervals, params.column_rises, matrix * params.seqlen_k + key);
         }
+    }
+
+    // Adds the edges of a row, number `index` of all; `before`: whether its query sees the key ahead of these.
+    __device__ void add_row(uint32 seen, uint32 before, int32 keys, bool ends_row, int64 index) {
+        MapEdges edges;
+#pragma unroll
+        for (int i = 0; i < kKeys; ++i) {
+            const uint32 bits = __ballot_sync(kFullWarp, seen >> i & 1), previous = bits << 1 | before;
+            edges.add_rises(bits & ~previous, keys + 32 * i);
+            edges.add_falls(previous & ~bits, keys + 32 * i);
+            before = bits >> 31;
+        }
+        if (before && ends_row) edges.fall(end_key);
+        is_many_in_rows |= edges.rises > kMostIntervals;
+        if (threadIdx.x % 32 == 0 && !is_many_in_rows) edges.add_to(params.row_intervals, params.row_rises, index);
     }
 };
 
