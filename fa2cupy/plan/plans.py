@@ -10,10 +10,11 @@ from ..families.choice import Choice
 from ..families.device import DeviceInfo
 from ..families.kept_bias import with_kept_bias
 from ..families.operations import OPERATIONS
-from ..families.records import EXCEPTIONS, SHARES
+from ..families.records import COLUMN_RISES, EXCEPTIONS, ROW_RISES, SHARES
 from ..families.tile import TileConfig
 from ..jit.params import gradient_arrays
 from ..problem.attention import AttentionProblem
+from ..problem.block_mask import COLUMN_INTERVALS, MOST_INTERVALS, ROW_INTERVALS
 from ..problem.dtypes import ITEMSIZE
 from ..problem.strides import AnyStrides
 from .dbias import with_dbias
@@ -148,7 +149,16 @@ def plan_tile_states(
     assert sparse is not None, "the map to make"
     layout = StageLayout(problem, device, choice.family, strides)
     tile, blocks, (*_, rows, columns) = _tile_of("tile_states", *sparse.tile), math.prod(sparse.shape), sparse.shape
-    return _plan([layout.stage("tile_states", tile, blocks, map_rows=rows, map_columns=columns)])
+    states = layout.stage("tile_states", tile, blocks, map_rows=rows, map_columns=columns)
+    found = (ROW_INTERVALS, COLUMN_INTERVALS, MOST_INTERVALS)
+    if not any(sparse.intervals):
+        return _plan([replace(states, renamed=dict.fromkeys((*found, ROW_RISES, COLUMN_RISES)))])
+    num_rows, num_columns = (problem.batch * problem.num_heads * n for n in (problem.seqlen_q, problem.seqlen_k))
+    rises = [Workspace(ROW_RISES, 4 * num_rows), Workspace(COLUMN_RISES, 4 * num_columns)]
+    tile = _tile_of("close_intervals")
+    blocks = -(-(num_rows + num_columns) // tile.num_threads)
+    closes = layout.stage("close_intervals", tile, blocks, num_rows=num_rows, num_columns=num_columns)
+    return _plan([states, closes], rises, (*found, ROW_RISES, COLUMN_RISES))
 
 
 def plan_backward(

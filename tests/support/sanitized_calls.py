@@ -209,6 +209,9 @@ def sparse() -> None:
         made = fa2cupy.block_mask(fa2cupy.mods.document, (ids,), 2, 2, 250, 230, tile=(64, 64))
         own = {"mask_mod": fa2cupy.mods.document, "mask_args": (ids,), "block_mask": made}
         check_calls(q, k, v, do, dtype, own)
+        many = fa2cupy.mods.dilated_window(100, 3)  # more than two intervals
+        made = fa2cupy.block_mask(many, (), 2, 2, 250, 230, tile=(64, 64), like=q)
+        check_calls(q, k, v, do, dtype, {"mask_mod": many, "block_mask": made})
         given = fa2cupy.BlockMask(cupy.asarray(np.eye(2, dtype=bool)), 250, 230)
         check_calls(q, k, v, do, dtype, {"block_mask": given, "causal": True})
 

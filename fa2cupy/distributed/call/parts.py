@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from ...problem.array_types import Array
 from ...problem.attention import AttentionProblem
-from ...problem.block_mask import BlockMask
+from ...problem.block_mask import BlockMask, Intervals
 from ...problem.features import ARRAY_KEYWORDS, ARRAYS, feature_arrays
 from ...problem.function_checks import program_of
 from ...problem.strides import with_score_axes
@@ -121,13 +121,20 @@ def _place_functions(keywords: dict[str, Any], part: Part, place: Array | None) 
         keywords[args] = (*keywords.get(args, ()), place)
     sparse = keywords.get("block_mask")
     if isinstance(sparse, BlockMask):
-        states = sparse.states[:, part.heads].copy() if sparse.shape[1] > 1 else sparse.states
+        states, *intervals = (_of_heads(array, part.heads) for array in (sparse.states, *sparse.intervals))
         program = sparse.program
         if program is not None and place is not None:
             program = program_of("mask_mod", keywords["mask_mod"], keywords["mask_args"])
         lengths, arrays = sparse.layout[1:3], keywords.get("mask_args", ())
-        made = keywords["block_mask"] = BlockMask.of_states(states, *lengths, sparse.tile, program, arrays)
+        made = keywords["block_mask"] = BlockMask.of_states(
+            states, *lengths, sparse.tile, program, arrays, intervals=Intervals(*intervals)
+        )
         made.kept = None  # it is one of this call
+
+
+def _of_heads(array: Array | None, heads: slice) -> Array | None:
+    """An array of a map for some heads."""
+    return array if array is None or array.shape[1] == 1 else array[:, heads].copy()
 
 
 def _placed(role: str, function: Callable[..., Any]) -> Callable[..., Any]:
