@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import ranks
-from support.feature_cases import assert_bits_equal, assert_close, numbers, options_of
+from support.feature_cases import assert_bits_equal, assert_close, booleans, numbers, options_of
 
 import fa2cupy
 import fa2cupy.distributed as dist
@@ -505,6 +505,17 @@ class TestChoice:
         found = dist.simulate(4, work, ranks_per_host=2)[0]
         np.testing.assert_allclose(found, fa2cupy.forward(*arrays, **options)[0], rtol=1e-12, atol=1e-12)
         assert {request.scheme for request in taken} == {scheme}
+
+    @pytest.mark.parametrize("scheme", SCHEMES)
+    @pytest.mark.parametrize("shape", [(2, 48), (1, 48), (48,), (2, 1)], ids=str)
+    def test_axes_of_one_are_shared(self, scheme, shape):
+        options = {
+            "causal": True,
+            "key_padding_mask": booleans(shape),
+            "alibi_slopes": numbers((len(shape), 1), "float64"),
+        }
+        inputs = inputs_of()
+        assert_close(ranks.on_ranks(4, inputs, how={"scheme": scheme}, **options), ranks.whole_call(inputs, **options))
 
     def test_one_rank_makes_the_plain_call(self):
         inputs = inputs_of(seqlen_q=7, seqlen_k=11)

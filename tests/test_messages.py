@@ -326,7 +326,7 @@ forward(q, k, v, alibi_slopes=[0.5, 0.25, 0.1, 0.05])
 forward(q, k, v, alibi_slopes=ones(4, dtype="float64"))
     alibi_slopes: expected dtype float32, got float64; write alibi_slopes.astype("float32")
 forward(q, k, v, alibi_slopes=ones(3))
-    alibi_slopes: expected shape (4,) or (2, 4) to match q and k, got (3,)
+    alibi_slopes: expected a shape that can be broadcast to (batch, heads) = (2, 4), got (3,)
 forward(q, k, v, bias=ones(8, 8, dtype="float64"))
     bias: expected dtype float32, got float64; write bias.astype("float32")
 forward(q, k, v, bias=ones(8, 8, dtype=int))
@@ -356,9 +356,8 @@ forward(q, k, v, attn_mask=ones(8, 8, dtype=bool))
     unexpected keyword argument 'attn_mask'; write mask=attn_mask.
 forward(q, k, v, key_padding_mask=ones(2, 8, dtype=int))
     key_padding_mask: expected dtype bool, got int64; write key_padding_mask != 0 where ones are visible keys
-forward(q, k, v, key_padding_mask=ones(8, dtype=bool))
-    key_padding_mask: expected shape (2, 8) to match q and k, got (8,); write mask=key_padding_mask where all
-    sequences have the same keys
+forward(q, k, v, key_padding_mask=ones(2, 7, dtype=bool))
+    key_padding_mask: expected a shape that can be broadcast to (batch, seqlen_k) = (2, 8), got (2, 7)
 forward(q, k, v, key_padding_mask=[True] * 8)
     key_padding_mask: ... got list; convert it with numpy.asarray(key_padding_mask, "bool")
 forward(q, k, v, sink=0.0)

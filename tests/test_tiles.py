@@ -327,7 +327,7 @@ def test_legal_configs_refuses_what_does_not_exist():
     [
         (0, ValueError, "^head_dim: expected at least 1, got 0"),
         (-8, ValueError, "^head_dim: expected at least 1, got -8"),
-        (300, UnsupportedProblemError, "^head_dim: up to 256 is supported, got 300"),
+        (600, UnsupportedProblemError, "^head_dim: up to 512 is supported, got 600"),
         (64.0, TypeError, "^head_dim: expected an int, got float"),
         (True, TypeError, "^head_dim: expected an int, got bool"),
         ("64", TypeError, "^head_dim: expected an int, got str"),
@@ -358,7 +358,7 @@ def test_volta_and_turing_have_tiles_for_float32(operation, arch):
 
 def test_where_no_tile_fits_the_message_says_what_there_is_room_for():
     with pytest.raises(UnsupportedProblemError, match="fits T4, which has 65536 bytes of shared memory for a block"):
-        choose_tile("backward", "simt", problem("float64", 256), DeviceInfo.named("sm_75"))
+        choose_tile("backward", "simt", problem("float64", 400), DeviceInfo.named("sm_75"))
 
 
 def test_before_ampere_blocks_can_have_all_of_the_shared_memory():
@@ -493,6 +493,54 @@ def chosen_rows() -> set[int]:
     return found
 
 
+def wide_rows() -> set[int]:
+    """Returns the positions of the tiles of calls of more than 256 columns, on the GPUs that have one."""
+    found = set()
+    columns = (264, 320, 384, 448, 512)
+    for position, (family, operation, entry) in enumerate(ROWS):
+        if entry.head_dim <= 256:
+            continue
+        dtypes, of_v = entry.dtypes or family.dtypes, (64, 160, *columns)
+        pairs = [(n, n_v) for n, n_v in itertools.product((64, 160, *columns), of_v) if max(n, n_v) > 256]
+        for device, (head_dim, head_dim_v) in itertools.product(reversed(DEVICES), pairs):
+            if not family.supports(operation, dtypes[0], device):
+                continue
+            call = family.padded(
+                problem(dtypes[0], head_dim, head_dim_v=head_dim_v if head_dim_v != head_dim else None)
+            )
+            try:
+                tile = choose_tile_of(operation, family, call, device)
+            except UnsupportedProblemError:
+                continue
+            if tile == entry.tile:
+                found.add(position)
+                break
+    return found
+
+
+@pytest.mark.parametrize("dtype", ("float16", "bfloat16", "float32", "float64"))
+@pytest.mark.parametrize("columns", [(512, 512), (320, 320), (512, 256), (256, 512), (512, 40)], ids=str)
+def test_calls_of_more_than_256_columns_have_tiles_from_ampere_on(dtype, columns):
+    call = problem(dtype, columns[0], head_dim_v=columns[1] if columns[1] != columns[0] else None)
+    strides = call.contiguous_strides()
+    for arch in ("sm_80", "sm_86", "sm_90", "sm_120"):
+        for name in ("forward", "backward"):
+            choice = choose(name, call, DeviceInfo.named(arch), strides, is_launched=False)
+            assert choice.family.public_name == ("sm80" if dtype in ("float16", "bfloat16") else "simt")
+
+
+def test_kernels_that_end_at_256_columns_say_so():
+    wide = problem("float16", 384)
+    strides, text = wide.contiguous_strides(), "^family 'sm80' for this problem: head_dim=384 is above the 256 of"
+    for call, options, reason in (
+        ("backward", {"family": "sm80", "method": "single_pass"}, f"{text} 'single_pass'; use 'two_pass' or None$"),
+        ("forward", {"family": "sm90"}, "^family 'sm90' for this problem: head_dim=384 is above 256$"),
+        ("jvp", {"family": "sm80"}, f"{text} jvp$"),
+    ):
+        with pytest.raises(UnsupportedProblemError, match=reason):
+            choose(call, wide, H100, strides, CallOptions(**options), is_launched=False)
+
+
 def rows_of_some_sizes() -> set[int]:
     """Returns the positions of the tiles on the H100 of blocks that keep the bias, and of some lengths or jobs."""
     found = set()
@@ -530,7 +578,7 @@ def rows_of_some_sizes() -> set[int]:
 
 
 def test_calls_on_every_gpu_have_a_legal_default_tile_and_every_row_serves_one():
-    chosen = chosen_rows() | rows_of_some_sizes()
+    chosen = chosen_rows() | wide_rows() | rows_of_some_sizes()
     assert [row for position, row in enumerate(ROWS) if position not in chosen] == []
 
 

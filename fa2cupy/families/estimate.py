@@ -133,7 +133,7 @@ class Costs:
 
 def _of_widest(rows: Mapping[int, _Cost], problem: AttentionProblem) -> _Cost:
     """The row of the wider head_dim."""
-    widest = max(problem.head_dim, problem.columns_of("v"))
+    widest = max(problem.head_dim, problem.head_dim_v or 0)
     return rows[min((limit for limit in rows if widest <= limit), default=max(rows))]
 
 

@@ -5,11 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from ..problem.block_mask import KEY_LISTS, LIST_STRIDES, QUERY_LISTS
+from ..problem.block_mask import (
+    COLUMN_INTERVALS,
+    KEY_LISTS,
+    LIST_STRIDES,
+    MOST_INTERVALS,
+    QUERY_LISTS,
+    ROW_INTERVALS,
+)
 from ..problem.features import FEATURES
-from .records import COPIED, PARTS, SHARERS, SHARES, SUMMED, Record
+from .records import COLUMN_RISES, COPIED, PARTS, ROW_RISES, SHARERS, SHARES, SUMMED, Record
 
-__all__ = ["METHODS", "OF_DIRECTION", "ONE_TILE", "OPERATIONS", "SEVERAL", "TILED", "Operation"]
+__all__ = ["METHODS", "OF_DIRECTION", "ONE_TILE", "ONE_TILE_DBIAS", "OPERATIONS", "SEVERAL", "TILED", "Operation"]
 
 
 @dataclass(frozen=True)
@@ -74,6 +81,8 @@ _OF_LISTS = (
     "list_tiles", *LIST_STRIDES, "map_batches", "map_heads", "map_rows", "map_columns", "map_b_r", "map_b_c",
     "has_other_function",
 )  # fmt: skip
+#: Results of the kernels that find intervals.
+_OF_INTERVALS = " ".join(f"{name}:output_int" for name in (ROW_INTERVALS, COLUMN_INTERVALS, MOST_INTERVALS))
 #: Integer members of the kernels that sum shares.
 _KEY_SIDE = ("batch", "num_heads", "heads_per_group", "seqlen_k", "num_key_tiles", "num_copies")
 
@@ -191,7 +200,20 @@ OPERATIONS = _Operations(
             num_warps=4,
             is_common=True,
             record=Record(
-                "states:output_bytes", (), (), ("num_heads", "seqlen_q", "seqlen_k", "map_rows", "map_columns")
+                f"states:output_bytes {_OF_INTERVALS} {ROW_RISES}:output_int {COLUMN_RISES}:output_int",
+                (),
+                (),
+                ("num_heads", "seqlen_q", "seqlen_k", "map_rows", "map_columns"),
+            ),
+        ),
+        # The intervals of its rows and columns, from where visibility begins and ends in them.
+        Operation(
+            "close_intervals",
+            (),
+            num_warps=4,
+            is_common=True,
+            record=Record(
+                f"{_OF_INTERVALS} {ROW_RISES}:input_int {COLUMN_RISES}:input_int", (), (), ("num_rows", "num_columns")
             ),
         ),
         # Under a sparse map, the key tiles that blocks with query tiles visit, and the other way round.
@@ -349,7 +371,8 @@ METHODS = {
     "one_tile": ("backward_one_tile",),
 }
 #: The kernels of ``one_tile``, without and with dbias of a broadcast bias.
-ONE_TILE = (*METHODS["one_tile"], "backward_one_tile_dbias")
+ONE_TILE_DBIAS = "backward_one_tile_dbias"
+ONE_TILE = (*METHODS["one_tile"], ONE_TILE_DBIAS)
 #: The tiled operations of the calls that are given lse and have no methods.
 SEVERAL = {
     "output_jvp": ("output_jvp",),

@@ -9,12 +9,14 @@ from typing import NamedTuple
 
 __all__ = [
     "ARRIVALS",
+    "COLUMN_RISES",
     "COPIED",
     "EXCEPTIONS",
     "LENGTHS",
     "PARTIALS",
     "PARTS",
     "POINTER_RECORDS",
+    "ROW_RISES",
     "SCALES",
     "SCHEDULE",
     "SHARERS",
@@ -54,6 +56,8 @@ class Record(NamedTuple):
 SHARES = "shares"
 #: The workspace and the counters of a kernel whose last block merges what others have left.
 PARTIALS, ARRIVALS = "partials", "arrivals"
+#: The workspaces with the number of intervals of each row and column of a map.
+ROW_RISES, COLUMN_RISES = "row_rises", "column_rises"
 #: The matrices that a launch copies, and the arrays that it sums.
 COPIED, SUMMED = "copied", "summed"
 #: The maps of the kernel ``dbias`` from sequences of a bias to those of the scores (``problem/strides.py``).

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from ..families.choice import tiles_of_bias
+from ..families.dbias import tiles_of_bias
 from ..families.device import DeviceInfo
 from ..families.estimate import heads_in_cache
 from ..families.family import Family, Kernel
@@ -28,7 +28,16 @@ from .schedule import (
 )
 from .stages import Stage, Workspace
 from .tensor_maps import TensorLayout, packed_layout, tensor_layout
-from .tile_lists import LIST_OPERATIONS, LIST_WARPS, ListLayout, list_layout, list_values, list_workspaces
+from .tile_lists import (
+    LIST_OPERATIONS,
+    LIST_WARPS,
+    ListLayout,
+    interval_strides,
+    list_layout,
+    list_values,
+    list_workspaces,
+    of_side,
+)
 
 __all__ = ["PART_ROWS", "StageLayout"]
 
@@ -182,6 +191,10 @@ class StageLayout:
         """A kernel with its grid. `values` are the members of its record that depend on the grid."""
         problem, row = self.problem, OPERATIONS[operation]
         features = self.family.kernel_features(operation, self.used_features)
+        if "intervals" in features:
+            side = "keys" if self.family.owns(operation) == "keys" else "queries"
+            features = of_side(features, problem, side)
+            values |= interval_strides(problem, side)
         # With a window, its right limit stands for the causal mask.
         causal = problem.causal and row.is_tiled and "window" not in features
         family = None if row.is_common else self.family

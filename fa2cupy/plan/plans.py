@@ -9,15 +9,18 @@ from dataclasses import replace
 from ..families.choice import Choice
 from ..families.device import DeviceInfo
 from ..families.kept_bias import with_kept_bias
-from ..families.operations import OPERATIONS
-from ..families.records import EXCEPTIONS, SHARERS, SHARES
+from ..families.operations import ONE_TILE_DBIAS, OPERATIONS
+from ..families.records import COLUMN_RISES, EXCEPTIONS, ROW_RISES, SHARES
 from ..families.tile import TileConfig
 from ..jit.params import gradient_arrays
 from ..problem.attention import AttentionProblem
+from ..problem.block_mask import COLUMN_INTERVALS, MOST_INTERVALS, ROW_INTERVALS
 from ..problem.dtypes import ITEMSIZE
-from ..problem.strides import AnyStrides, contiguous_like, sharers_of
+from ..problem.strides import AnyStrides
+from .dbias import one_tile_dbias, with_dbias
 from .decode import plan_few_queries
 from .layout import PART_ROWS, StageLayout
+from .own_lse import OWN_LSE, with_given_lse, with_own_lse
 from .stages import Plan, Stage, Workspace
 from .tensor_maps import BOX_COLUMNS
 
@@ -34,8 +37,6 @@ __all__ = [
 
 #: The workspaces that the kernel of delta can clear. They have no bytes in calls that do not need them.
 _CLEARED_BY_DELTA = (Workspace("dq_accum", 0), Workspace(SHARES, 0))
-#: The workspace of the lse that a forward computes again for a backward.
-_OWN_LSE = "own_lse"
 
 
 def plan_forward(
@@ -85,7 +86,7 @@ def plan_gradient_tangents(
     """
     strides = {"dot": (0, 0, 0), **strides}
     layout, tiled, workspaces = _with_given_results(problem, device, strides, choice)
-    workspaces += [Workspace(name, _statistics_bytes(problem)) for name in ("delta", "deltat")]
+    workspaces += [Workspace(name, problem.statistics_bytes) for name in ("delta", "deltat")]
     results = ["dqt", "dkt", "dvt"]
     delta = _of_rows(layout, "delta_jvp")
     if "output_jvp" in choice.tiles:
@@ -93,7 +94,7 @@ def plan_gradient_tangents(
         tiled = [replace(stage, renamed={**stage.renamed, "dot": None}) for stage in tiled]
         delta = replace(delta, renamed=absent)
         if not problem.settings.dlse:  # else it is a result
-            workspaces.append(Workspace("lset", _statistics_bytes(problem)))
+            workspaces.append(Workspace("lset", problem.statistics_bytes))
         results += ["ot", "lset"]
     # delta' is made of the results of all kernels but the last two.
     lists, of_lists = layout.lists(choice.tiles)
@@ -113,9 +114,9 @@ def _with_given_results(
     if "forward" not in choice.tiles:
         layout = StageLayout(problem, device, choice.family, strides)
         return layout, [layout.tiled(operation, tile) for operation, tile in choice.tiles.items()], []
-    layout = StageLayout(_with_given_lse(problem), device, choice.family, strides)
-    tiled = _with_own_lse([layout.tiled(operation, tile) for operation, tile in choice.tiles.items()])
-    return layout, tiled, [Workspace(_OWN_LSE, _statistics_bytes(problem))]
+    layout = StageLayout(with_given_lse(problem), device, choice.family, strides)
+    tiled = with_own_lse([layout.tiled(operation, tile) for operation, tile in choice.tiles.items()])
+    return layout, tiled, [Workspace(OWN_LSE, problem.statistics_bytes)]
 
 
 def plan_delta(
@@ -148,7 +149,16 @@ def plan_tile_states(
     assert sparse is not None, "the map to make"
     layout = StageLayout(problem, device, choice.family, strides)
     tile, blocks, (*_, rows, columns) = _tile_of("tile_states", *sparse.tile), math.prod(sparse.shape), sparse.shape
-    return _plan([layout.stage("tile_states", tile, blocks, map_rows=rows, map_columns=columns)])
+    states = layout.stage("tile_states", tile, blocks, map_rows=rows, map_columns=columns)
+    found = (ROW_INTERVALS, COLUMN_INTERVALS, MOST_INTERVALS)
+    if not any(sparse.intervals):
+        return _plan([replace(states, renamed=dict.fromkeys((*found, ROW_RISES, COLUMN_RISES)))])
+    num_rows, num_columns = (problem.batch * problem.num_heads * n for n in (problem.seqlen_q, problem.seqlen_k))
+    rises = [Workspace(ROW_RISES, 4 * num_rows), Workspace(COLUMN_RISES, 4 * num_columns)]
+    tile = _tile_of("close_intervals")
+    blocks = -(-(num_rows + num_columns) // tile.num_threads)
+    closes = layout.stage("close_intervals", tile, blocks, num_rows=num_rows, num_columns=num_columns)
+    return _plan([states, closes], rises, (*found, ROW_RISES, COLUMN_RISES))
 
 
 def plan_backward(
@@ -175,10 +185,10 @@ def plan_backward(
     if choice.dbias is not None:
         of_tiled, others = problem.with_settings(replace(problem.settings, dbias=False)), replace(choice, dbias=None)
         plan = plan_backward(of_tiled, device, strides, others, with_delta=with_delta, shares_delta=True)
-        return _with_dbias(plan, problem, device, strides, choice.dbias)
+        return with_dbias(plan, problem, device, strides, choice.dbias, _tile_of("sum_dbias"))
     settings = problem.settings
     has_own_lse = "forward" in choice.tiles
-    layout = StageLayout(_with_given_lse(problem) if has_own_lse else problem, device, choice.family, strides)
+    layout = StageLayout(with_given_lse(problem) if has_own_lse else problem, device, choice.family, strides)
     tiled: list[Stage] = []
     workspaces: list[Workspace] = []
     added: list[Workspace] = []  # to which kernels add
@@ -193,8 +203,8 @@ def plan_backward(
         if operation == "backward" and choice.family.backward_owns == "queries":
             cleared += ["dk", "dv"]
     if has_own_lse:
-        tiled = _with_own_lse(tiled)
-        workspaces.append(Workspace(_OWN_LSE, _statistics_bytes(problem)))
+        tiled = with_own_lse(tiled)
+        workspaces.append(Workspace(OWN_LSE, problem.statistics_bytes))
     if settings.block_mask is not None and choice.family.clears_unlisted_keys:
         cleared += ["dk", "dv"]
     if choice.family.multiplies_parts:
@@ -210,7 +220,7 @@ def plan_backward(
         cleared += ["dq"] if 0 in layout.problem.sizes_of("k") else []
     if with_delta:
         stages.append(_delta(layout, added))
-        workspaces.append(Workspace("delta", _statistics_bytes(problem)))
+        workspaces.append(Workspace("delta", problem.statistics_bytes))
         names = {workspace.name for workspace in workspaces}
         workspaces += [workspace for workspace in _CLEARED_BY_DELTA if workspace.name not in names]
     if not stages or not stages[0].blocks:
@@ -226,83 +236,14 @@ def _with_sums(
     layout: StageLayout, operation: str, tile: TileConfig, num_splits: int
 ) -> tuple[list[Stage], list[Workspace], list[Workspace]]:
     """A tiled kernel of a backward with the stage that sums what it leaves; workspaces, and those to which it adds."""
-    if operation == "backward_one_tile_dbias":
-        stages, shares = _one_tile_dbias(layout, tile, num_splits)
+    if operation == ONE_TILE_DBIAS:
+        stages, shares = one_tile_dbias(layout, tile, num_splits, _tile_of("sum_dbias"))
         return stages, [shares], []
     kernel = layout.tiled(operation, tile, num_splits)
     if num_splits > 1 or (operation == "backward" and layout.family.backward_owns == "keys"):
         sums = _Sums(layout, operation, tile, num_splits)
         return [kernel, sums.stage()], sums.workspaces, sums.added
     return [kernel], [], []
-
-
-def _one_tile_dbias(layout: StageLayout, tile: TileConfig, num_splits: int) -> tuple[list[Stage], Workspace]:
-    """The kernel of ``one_tile`` that sums dbias of a broadcast bias, the sum of its blocks' shares, and these."""
-    of_result, shape = layout.strides["dbias"], layout.problem.score_shape
-    sharers, (of_share, share_elements) = sharers_of(of_result, shape[0]), contiguous_like(of_result, shape)
-    strides = {**layout.strides, **dict(zip(SHARERS, (sharers.owned, sharers.shared), strict=True))}
-    shares = StageLayout(layout.problem, layout.device, layout.family, {**strides, "dbias": of_share})
-    kernel = shares.one_tile_dbias(tile, sharers.num_shared, num_splits, share_elements)
-    settings = replace(layout.problem.settings, full_dbias=True)
-    stored = StageLayout(layout.problem.with_settings(settings), layout.device, layout.family, strides)
-    stage, workspace = _sum_dbias(stored, num_splits, share_elements)
-    return [replace(kernel, renamed={"dbias": None}), stage], workspace
-
-
-def _sum_dbias(layout: StageLayout, num_splits: int, share_elements: int) -> tuple[Stage, Workspace]:
-    """The stage that sums the shares of dbias, and their workspace."""
-    problem = layout.problem
-    sizes = dict(zip(("batch", "num_heads", "seqlen_q", "seqlen_k"), problem.score_shape, strict=True))
-    sizes |= {"num_copies": num_splits, "share_elements": share_elements}
-    tile = _tile_of("sum_dbias")
-    stage = layout.stage("sum_dbias", tile, -(-share_elements // tile.num_threads), (), is_split=False, **sizes)
-    return stage, Workspace(SHARES, num_splits * share_elements * ITEMSIZE[problem.accumulator_dtype])
-
-
-def _with_dbias(
-    plan: Plan, problem: AttentionProblem, device: DeviceInfo, strides: Mapping[str, AnyStrides], choice: Choice
-) -> Plan:
-    """The plan of a backward with the kernel that owns tiles of a broadcast bias behind its stages.
-
-    Parameters
-    ----------
-    plan : Plan
-        That of the other gradients.
-    problem, device, strides
-    choice : Choice
-        That of the kernel.
-    """
-    shape, of_result = problem.score_shape, strides["dbias"]
-    if 0 in shape:
-        return replace(plan, cleared=(*plan.cleared, "dbias"))
-    # It stores its sums as other kernels store the elements of a full dbias; those of shares are not rounded yet.
-    stored = problem.with_settings(replace(problem.settings, full_dbias=True, dscore_args=False))
-    summed = stored.with_settings(replace(stored.settings, full_dbias=False))
-    tile, num_splits = choice.tiles["dbias"], choice.num_splits.get("dbias", 1)
-    sharers, (of_share, share_elements) = sharers_of(of_result, shape[0]), contiguous_like(of_result, shape)
-    strides = {**strides, **dict(zip(SHARERS, (sharers.owned, sharers.shared), strict=True))}
-    layout = StageLayout(stored, device, choice.family, strides)
-    workspaces = {workspace.name: workspace for workspace in plan.workspaces}
-    stages, added = layout.lists({"dbias": tile})
-    if "forward" in choice.tiles:
-        again = StageLayout(_with_given_lse(stored), device, choice.family, strides)
-        stages += _with_own_lse([again.tiled("forward", choice.tiles["forward"])])
-        workspaces[_OWN_LSE] = Workspace(_OWN_LSE, _statistics_bytes(problem))
-    renamed: dict[str, str | None] = {"lse": _OWN_LSE} if _OWN_LSE in workspaces else {}
-    if num_splits == 1:
-        stages.append(replace(layout.dbias(tile, sharers.num_shared, 1, share_elements), renamed=renamed))
-    else:
-        shares = StageLayout(summed, device, choice.family, {**strides, "dbias": of_share})
-        split = shares.dbias(tile, sharers.num_shared, num_splits, share_elements)
-        stages.append(replace(split, renamed={**renamed, "dbias": None}))
-        stage, workspace = _sum_dbias(layout, num_splits, share_elements)
-        stages.append(stage)
-        added.append(workspace)
-    # Other stages of the plan have workspaces of these names.
-    own = {workspace.name: f"{workspace.name}_of_dbias" for workspace in added}
-    workspaces |= {own[workspace.name]: replace(workspace, name=own[workspace.name]) for workspace in added}
-    stages = [replace(stage, renamed={**stage.renamed, **own}) for stage in stages]
-    return replace(plan, stages=(*plan.stages, *stages), workspaces=(*workspaces.values(),))
 
 
 def _cleared_dbias(problem: AttentionProblem) -> list[str]:
@@ -334,30 +275,13 @@ def _with_parts(layout: StageLayout, tiled: Sequence[Stage], choice: Choice) -> 
         all_blocks = 0  # nobody reads the parts
     operation = "split_gradients" if choice.method else "split_inputs"
     split = layout.stage(operation, _tile_of(operation, PART_ROWS, PART_ROWS), all_blocks)
-    of_others = _with_given_lse(problem) if choice.method else problem
+    of_others = with_given_lse(problem) if choice.method else problem
     others = StageLayout(of_others, layout.device, fallback.family, layout.strides, is_fallback=True)
     left = [others.tiled(operation, tile) for operation, tile in fallback.tiles.items()]
     if choice.method:
-        left = _with_own_lse(left)
-        workspaces.append(Workspace(_OWN_LSE, _statistics_bytes(problem)))
+        left = with_own_lse(left)
+        workspaces.append(Workspace(OWN_LSE, problem.statistics_bytes))
     return [split, *tiled, *left], workspaces
-
-
-def _with_given_lse(problem: AttentionProblem) -> AttentionProblem:
-    """The problem of a backward whose first kernel, a forward, recomputes lse for the others."""
-    return problem.with_settings(replace(problem.settings, given_lse=True))
-
-
-def _with_own_lse(tiled: Iterable[Stage]) -> list[Stage]:
-    """The tiled kernels of a backward. The first, a forward, recomputes lse for the others."""
-    of_forward: dict[str, str | None] = {"given_lse": "lse", "lse": _OWN_LSE, "o": None}
-    of_others: dict[str, str | None] = {"lse": _OWN_LSE}
-    return [replace(stage, renamed=of_forward if stage.spec.operation == "forward" else of_others) for stage in tiled]
-
-
-def _statistics_bytes(problem: AttentionProblem) -> int:
-    """The size of an array with a number for each query row, such as lse."""
-    return problem.batch * problem.num_heads * problem.seqlen_q * ITEMSIZE[problem.accumulator_dtype]
 
 
 def _delta(layout: StageLayout, cleared: Sequence[Workspace] = ()) -> Stage:

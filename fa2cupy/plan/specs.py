@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -22,7 +23,7 @@ from ..families.registry import choose_family, family_of_kernel, supporting_fami
 from ..families.tile import TileConfig, requested_tile
 from ..jit.spec import KernelSpec
 from ..problem.attention import AttentionProblem
-from ..problem.block_mask import MIXED, BlockMask
+from ..problem.block_mask import MIXED, BlockMask, Intervals
 from ..problem.checks import check_backward, check_forward, check_tile_states, problem_from_parts
 from ..problem.decoding import check_decode
 from ..problem.dtypes import ACCUMULATOR
@@ -85,7 +86,8 @@ def default_specs(
         Columns of v if they differ.
     """
     call = "forward" if method is None else "backward"
-    head_dims = choose_family(call, dtype, device, family).head_dims(head_dim, head_dim_v or head_dim)
+    columns = head_dim, head_dim_v or head_dim
+    head_dims = choose_family(call, dtype, device, family, columns=columns).head_dims(*columns)
     options = CallOptions(causal, config=config, family=family, method=method, num_splits=num_splits)
     specs: dict[KernelSpec, None] = {}
     plan_call = plan_backward if method else plan_forward
@@ -95,7 +97,7 @@ def default_specs(
             for choice in _choices(call, problem, device, strides, options):
                 plan = plan_call(problem, device, strides, choice)
                 specs.update(dict.fromkeys(stage.spec for stage in plan.stages))
-    sparse = _map(functions).layout if "block_mask" in features else None
+    sparse = _maps(functions)[-1].layout if "block_mask" in features else None
     if sparse is not None and sparse.program is not None:
         problem = check_tile_states({"mask_args": (), **functions, "block_mask": sparse}).problem
         strides = {**argument_layouts(functions)}
@@ -131,7 +133,7 @@ def _choices_of_dbias(
         ):
             yield found
             if found.dbias is not None:
-                yield dataclasses.replace(found, dbias=dataclasses.replace(found.dbias, num_splits={"dbias": 2}))
+                yield dataclasses.replace(found, dbias=dataclasses.replace(found.dbias, num_splits=2))
 
 
 def layout_of_kernel(
@@ -151,7 +153,7 @@ def layout_of_kernel(
     operation, dtype, head_dim, head_dim_v, _ = kernel
     call = "forward" if operation == "forward" else "backward"
     problem, strides = next(_problems(call, dtype, head_dim, head_dim_v, CallOptions(causal), features, functions))
-    chosen = family_of_kernel(operation, dtype, device, family, tuple(problem.features))
+    chosen = family_of_kernel(operation, dtype, device, family, tuple(problem.features), (head_dim, head_dim_v))
     problem = chosen.padded(problem)
     return StageLayout(problem, device, chosen, strides | problem.contiguous_strides())
 
@@ -210,7 +212,8 @@ def second_order_specs(
     without it has the kernels of `double_backward`. The calls have no choice of a family: one of IEEE arithmetic stands
     for those whose lse needs not be computed again.
     """
-    head_dims = choose_family("jvp", dtype, device, family).head_dims(head_dim, head_dim_v or head_dim)
+    columns = head_dim, head_dim_v or head_dim
+    head_dims = choose_family("jvp", dtype, device, family, columns=columns).head_dims(*columns)
     options = CallOptions(causal, family=family)
     moved: dict[str, Any] = {name: True for name in OF_TANGENTS if name in features}
     calls = (
@@ -300,7 +303,7 @@ def _of_lengths(
 
 
 def _examples(features: Sequence[str], dtype: str, functions: FeatureKeywords) -> Iterator[FeatureKeywords]:
-    """Keywords of calls with these features, for each kind of bias. Kernels do not depend on their values."""
+    """Keywords of calls with these features, for each kind of bias and map. Kernels do not depend on their values."""
     wide = ACCUMULATOR[dtype]
     dtypes = {"input": dtype, "input_accum": wide, "input_bool": "bool", "input_int": "int32"}
     keywords: Any = {**functions}
@@ -308,23 +311,25 @@ def _examples(features: Sequence[str], dtype: str, functions: FeatureKeywords) -
         for name, value in (feature.example or {}).items():
             array = feature.arrays.get(name)
             keywords[name] = value if array is None else _array(value, dtypes[array.kind])
-    if "block_mask" in features:
-        keywords["block_mask"] = _map(functions)
-    if "bias" not in features:
-        yield keywords
-        return
-    shapes = ((1, 1), (_ROWS, _ROWS)) if "return_dbias" in features else ((1, 1),)
-    for bias_dtype, shape in itertools.product(dict.fromkeys((dtype, wide)), shapes):
-        yield {**keywords, "bias": _array(shape, bias_dtype)}
+    of_map: list[Any] = [{"block_mask": made} for made in _maps(functions)] if "block_mask" in features else [{}]
+    of_bias: list[Any] = [{}]
+    if "bias" in features:
+        shapes = ((1, 1), (_ROWS, _ROWS)) if "return_dbias" in features else ((1, 1),)
+        kinds = itertools.product(dict.fromkeys((dtype, wide)), shapes)
+        of_bias = [{"bias": _array(shape, bias_dtype)} for bias_dtype, shape in kinds]
+    for bias, made in itertools.product(of_bias, of_map):
+        yield {**keywords, **bias, **made}
 
 
-def _map(functions: FeatureKeywords) -> BlockMask:
-    """A sparse map of one tile: of the mask function, or given if there is none."""
+def _maps(functions: FeatureKeywords) -> list[BlockMask]:
+    """Sparse maps of one tile: of the mask function, without intervals and with them, or given if there is none."""
     given = functions.get("mask_mod")
     if given is None:
-        return BlockMask(np.ones((1, 1, 1, 1), "bool"), _ROWS, _ROWS, tile=(_ROWS, _ROWS))
+        return [BlockMask(np.ones((1, 1, 1, 1), "bool"), _ROWS, _ROWS, tile=(_ROWS, _ROWS))]
     program = program_of("mask_mod", given, functions.get("mask_args", ()))
-    return BlockMask.of_states(np.full((1, 1, 1, 1), MIXED, "uint8"), _ROWS, _ROWS, (_ROWS, _ROWS), program)
+    states, side = np.full((1, 1, 1, 1), MIXED, "uint8"), np.zeros((1, 1, _ROWS, 4), "int32")
+    made = functools.partial(BlockMask.of_states, states, _ROWS, _ROWS, (_ROWS, _ROWS), program)
+    return [made(), made(intervals=Intervals(side, side))]
 
 
 def _array(shape: tuple[int, ...], dtype: str) -> np.ndarray:

@@ -49,9 +49,12 @@ from typing import Any, NamedTuple, TypedDict
 from ..functions.tracing import BoundFunction
 from .array_types import AnyArray, Array
 from .block_mask import (
+    COLUMN_INTERVALS,
+    INTERVAL_STRIDES,
     KEY_LISTS,
     LIST_STRIDES,
     QUERY_LISTS,
+    ROW_INTERVALS,
     BlockMask,
     MapLayout,
     check_block_mask,
@@ -534,6 +537,16 @@ FEATURES = {
         may_hide_rows=True,
         in_gather="never",
         example={},  # a map depends on `mask_mod`, so that plans make it
+    ),
+    # The intervals of a map, in the place of `mask_mod`. Plans decide it for each kernel by the side that it owns.
+    "intervals": Feature(
+        "kIntervals",
+        lambda settings: settings.block_mask is not None and any(settings.block_mask.intervals),
+        arrays=dict.fromkeys((ROW_INTERVALS, COLUMN_INTERVALS), FeatureArray("input_int", axes=None)),
+        values=dict.fromkeys(INTERVAL_STRIDES, "int"),
+        acts_on="scores",
+        may_hide_rows=True,
+        in_gather="never",
     ),
     "given_lse": Feature(
         "kGivenLse",

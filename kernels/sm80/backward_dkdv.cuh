@@ -6,9 +6,12 @@
 //
 //   block   owns kBc keys of one K/V head; loops over the query tiles of B_r = kBr rows that see them, in all query
 //           heads of the group, so that dK and dV are summed on chip in a fixed order
-//   pair    two warps own kPairKeys = 16 kM16 of these keys and divide the work by role:
+//   group   a pair of warps, or two of them where a gradient has more than 256 columns, owns kGroupKeys = 16 kM16 keys
+//   pair    two warps divide the work by role:
 //             probability warp    S^T, then dV
 //             derivative warp     dP^T, then dK
+//           Two pairs of a group have one half of the rows of S^T and dP^T each. Warps of one role exchange what they have
+//           computed of P^T, or dS^T, and each has one half of the columns of the gradient
 //
 // Scores are computed transposed. The accumulators of S^T or dP^T, rounded to 16 bits, are then the left operand of the
 // second product and stay in registers.
@@ -28,14 +31,17 @@
 //   V [kBc][kDv]                      all warps           derivative warps, for dP^T
 //   (Q, dO) [kStages], [kBr][kD, kDv] all warps           all warps, as right operands of the four products
 //   dS^T [2][kBc][kBr]                derivative warps    all warps, for dQ one iteration later (`single_pass` only)
-//   P^T [kBc][kBr]                    probability warps   the derivative warp of the same pair
+//   P^T [kBc][kBr]                    probability warps   the derivative warp of the same pair, which leaves its dS^T there
+//                                                         for that of the other pair, if any
+//   P^T [kBc][kBr]                    probability warps   the probability warp of the other pair of a group, if any
 //   (lse, -delta) [2], [kBr]          first 2 kBr threads probability warps (lse), derivative warps (-delta)
 //
 // At the end dV and dK are staged at the place of K and V, in this order.
 //
 // Barriers: query_tile_barrier at the top of an iteration guarantees that the query tile has landed, that dS of the
 // previous tile is complete, and that the slots read by the previous iteration are free. With one stage, another one
-// before it protects the only slot from the next copy. Named barrier 1 + pair: P^T is written.
+// before it protects the only slot from the next copy. Named barrier 1 + pair: P^T is written; those behind them: both
+// halves of P^T, or of dS^T, of a group are written.
 #pragma once
 #include "common/bias_owner.cuh"
 #include "common/delta.cuh"
@@ -80,16 +86,18 @@ struct BackwardDkdv {
     static constexpr int kThreads = kWarps * 32;
     static constexpr int kPairs = kWarps / 2;
     static constexpr bool kInterleaved = kWithDq && kD > 64;
-    static constexpr int kPairKeys = kBc / kPairs;
-    static constexpr int kM16 = kPairKeys / 16;
+    static constexpr int kSharers = sharers_of_gradient(common::max_of(kD, kDv));  // pairs of a group
+    static constexpr int kGroupKeys = kBc / (kPairs / kSharers), kM16 = kGroupKeys / 16;
+    static constexpr int kPartRows = kBr / kSharers;
+    static_assert(kSharers == 1 || (!kWithDq && kD % 32 == 0 && kDv % 32 == 0));
 
     using KTile = SmemTile<kBc, kD>;
     using VTile = SmemTile<kBc, kDv>;
     using QTile = SmemTile<kBr, kD>;
     using DoTile = SmemTile<kBr, kDv>;
     using DsTile = SmemTile<kBc, kBr>;
-    using Scores = QuadFragment<kBr / 8>;
-    using Exchanged = PackedFragment<float16, kBr / 8>;
+    using Scores = QuadFragment<kPartRows / 8>;
+    using Exchanged = PackedFragment<float16, kPartRows / 8>;
 
     static constexpr int kK = 0;
     static constexpr int kV = kK + KTile::kBytes;
@@ -99,7 +107,8 @@ struct BackwardDkdv {
     static constexpr int kDs = kQ + kStages * kStageBytes;
     static constexpr int kP = kDs + (kStoresDq ? 1 : kWithDq ? 2 : 0) * DsTile::kBytes;
     static constexpr int kO = kP;
-    static constexpr int kRowStats = kP + common::max_of(kBc * kBr * 2, kStoresDq ? DoTile::kBytes : 0);
+    static constexpr int kShared = kP + common::max_of(kBc * kBr * 2, kStoresDq ? DoTile::kBytes : 0);
+    static constexpr int kRowStats = kShared + (kSharers > 1 ? kBc * kBr * 2 : 0);
     static constexpr int kRowStatsBytes = 2 * kBr * 4;
     static constexpr int kDbias = kRowStats + 2 * kRowStatsBytes;
     static constexpr int kSharedBytes = kDbias + (kSumsDbias ? kBc * kBr * 4 : 0);
@@ -123,7 +132,7 @@ struct BackwardDkdv {
     template <bool kProbability>
     using Role = RoleTiles<kProbability, KTile, VTile, QTile, DoTile>;
     template <bool kProbability>
-    using Gradient = QuadFragment<Role<kProbability>::Result::kCols / 8>;
+    using Gradient = QuadFragment<Role<kProbability>::Result::kCols / kSharers / 8>;
     template <bool kProbability>
     static constexpr int kResultDim = kProbability ? kHeadDimV : kHeadDim;
 
@@ -132,6 +141,13 @@ struct BackwardDkdv {
     common::TileCoordinates where;
     common::QueryTiles<Spec> tiles;
     int32 thread, lane, warp, pair;
+
+    __device__ int32 first_own_key() const { return pair / kSharers * kGroupKeys; }  // in the tile
+    __device__ int32 part() const { return pair % kSharers; }
+    template <bool kProbability>
+    __device__ int32 first_column8() const {
+        return part() * (Role<kProbability>::Result::kCols / kSharers / 8);
+    }
 
     __device__ static void run(const Params& params, char* smem) {
         common::TileCoordinates where{};
@@ -244,7 +260,7 @@ struct BackwardDkdv {
 #pragma unroll 1
             for (int m = 0; m < kM16; ++m) {
                 const common::ScoreTile tile{where.batch, step.head, step.tile * kBr,
-                                             where.tile * kBc + pair * kPairKeys + 16 * m, lane};
+                                             where.tile * kBc + first_own_key() + 16 * m, lane};
                 if (Held::Tile::takes(params))
                     Held::Tile::load(held_address(m), params, tile);
                 else
@@ -318,7 +334,20 @@ struct BackwardDkdv {
     }
 
     __device__ uint32 exchange_address(int m, int s) const {
-        return smem + kP + (((pair * kM16 + m) * (kBr / 16) + s) * 32 + lane) * 16;
+        return smem + kP + (((pair * kM16 + m) * (kPartRows / 16) + s) * 32 + lane) * 16;
+    }
+    // The same of the second operand of a role, by the pair. dS^T takes the place of the P^T that it is made of.
+    template <bool kProbability>
+    __device__ uint32 shared_address_of(int32 of_pair, int m, int s) const {
+        return smem + (kProbability ? kShared : kP) + (((of_pair * kM16 + m) * (kPartRows / 16) + s) * 32 + lane) * 16;
+    }
+
+    // gradient += P^T dO, or dS^T Q, over one part of the query tile's rows, at which `second` starts.
+    template <bool kProbability, class Second, class Fetch>
+    __device__ void accumulate(Gradient<kProbability> (&gradient)[kM16], const Second& second, Fetch fetch) const {
+        const int32 first_c16 = first_column8<kProbability>() / 2;
+        multiply<Element, kPartRows / 16>(
+            gradient, fetch, [&](int n, int kk) { return ldmatrix_x4<true>(second.at(kk, first_c16 + n)); });
     }
 
     // One role's part of an iteration.
@@ -328,15 +357,18 @@ struct BackwardDkdv {
         const uint32 q = smem + kQ + slot * kStageBytes, dout = smem + kDo + slot * kStageBytes;
         using Tiles = Role<kProbability>;
         const LaneAddress<typename Tiles::Own, MatrixOrder::kRowsFirst> own(smem + (kProbability ? kK : kV),
-                                                                            pair * kPairKeys, lane);
-        const LaneAddress<typename Tiles::Right, MatrixOrder::kChunksFirst> right(kProbability ? q : dout, 0, lane);
-        const LaneAddress<typename Tiles::Second, MatrixOrder::kRowsFirst> second(kProbability ? dout : q, 0, lane);
+                                                                            first_own_key(), lane);
+        const int32 first_row = part() * kPartRows;  // in the tile
+        const LaneAddress<typename Tiles::Right, MatrixOrder::kChunksFirst> right(kProbability ? q : dout, first_row,
+                                                                                  lane);
+        using Second = LaneAddress<typename Tiles::Second, MatrixOrder::kRowsFirst>;
+        const Second second(kProbability ? dout : q, first_row, lane);
         const uint32 row_stats =
-            smem + kRowStats + parity * kRowStatsBytes + (kProbability ? 0 : kBr * 4) + lane % 4 * 8;
+            smem + kRowStats + parity * kRowStatsBytes + (kProbability ? 0 : kBr * 4) + first_row * 4 + lane % 4 * 8;
 
         Scores x[kM16];
 #pragma unroll
-        for (int n = 0; n < kBr / 8; ++n) {
+        for (int n = 0; n < kPartRows / 8; ++n) {
             float minus_delta[2] = {};
             if constexpr (!kProbability && common::kProductsFromDelta<Spec>)
                 load_shared(row_stats + n * 32, minus_delta);
@@ -349,10 +381,10 @@ struct BackwardDkdv {
             x, [&](int m, int kk) { return ldmatrix_x4<false>(own.at(m, kk)); },
             [&](int n, int kk) { return ldmatrix_x4<false>(right.at(n, kk)); });
 
-        PackedFragment<Element, kBr / 8> packed[kM16];
+        PackedFragment<Element, kPartRows / 8> packed[kM16];
         const Step own_step = tiles.at(step);
-        const common::ScoreTile score_tile{where.batch, own_step.head, own_step.tile * kBr,
-                                           where.tile * kBc + pair * kPairKeys, lane};
+        const common::ScoreTile score_tile{where.batch, own_step.head, own_step.tile * kBr + first_row,
+                                           where.tile * kBc + first_own_key(), lane};
         if constexpr (kProbability) {
             if constexpr (common::kTakesWeights<Spec>) {
                 const bool masked = step.tile < tiles.full_begin || (tiles.kLeftLimit && step.tile >= tiles.full_end);
@@ -364,7 +396,7 @@ struct BackwardDkdv {
                         {common::score_args_of(params), score_tile.shifted(0, 16 * m)});
             } else {
 #pragma unroll
-                for (int n = 0; n < kBr / 8; ++n) {
+                for (int n = 0; n < kPartRows / 8; ++n) {
                     float lse[2];
                     load_shared(row_stats + n * 32, lse);
 #pragma unroll
@@ -386,7 +418,7 @@ struct BackwardDkdv {
                 Exchanged p;
                 p.set(x[m]);
 #pragma unroll
-                for (int s = 0; s < kBr / 16; ++s) store_shared(exchange_address(m, s), p.k16(s));
+                for (int s = 0; s < kPartRows / 16; ++s) store_shared(exchange_address(m, s), p.k16(s));
             }
             barrier_arrive(1 + pair, 64);
         } else {
@@ -394,7 +426,7 @@ struct BackwardDkdv {
 #pragma unroll
             for (int m = 0; m < kM16; ++m)
 #pragma unroll
-                for (int s = 0; s < kBr / 16; ++s)
+                for (int s = 0; s < kPartRows / 16; ++s)
                     common::weigh_k16<Spec>(
                         x[m], s, load_shared_operand(exchange_address(m, s)), params, score_tile.shifted(0, 16 * m),
                         [&](int n, float (&minus_delta)[2]) { load_shared(row_stats + n * 32, minus_delta); });
@@ -411,16 +443,28 @@ struct BackwardDkdv {
 #pragma unroll
             for (int m = 0; m < kM16; ++m)
 #pragma unroll
-                for (int n = 0; n < kBr / 8; ++n)
+                for (int n = 0; n < kPartRows / 8; ++n)
 #pragma unroll
                     for (int i = 0; i < 2; ++i) {
-                        const int32 key = pair * kPairKeys + 16 * m + Scores::row(i, lane);
+                        const int32 key = first_own_key() + 16 * m + Scores::row(i, lane);
                         store_shared(ds + DsTile::offset(key, n) + lane % 4 * 4, packed[m].word[n][i]);
                     }
         }
-        multiply<Element, kBr / 16>(
-            gradient, [&](int m, int kk) { return packed[m].k16(kk); },
-            [&](int n, int kk) { return ldmatrix_x4<true>(second.at(kk, n)); });
+        if constexpr (kSharers > 1) {
+#pragma unroll
+            for (int m = 0; m < kM16; ++m)
+#pragma unroll
+                for (int s = 0; s < kPartRows / 16; ++s)
+                    store_shared(shared_address_of<kProbability>(pair, m, s), packed[m].k16(s));
+        }
+        accumulate<kProbability>(gradient, second, [&](int m, int kk) { return packed[m].k16(kk); });
+        if constexpr (kSharers > 1) {
+            const int32 other = pair ^ 1;
+            barrier_sync(1 + kPairs + pair / kSharers * 2 + kProbability, 32 * kSharers);
+            accumulate<kProbability>(
+                gradient, Second(kProbability ? dout : q, other % kSharers * kPartRows, lane),
+                [&](int m, int kk) { return load_shared_operand(shared_address_of<kProbability>(other, m, kk)); });
+        }
     }
 
     // This warp's part of dS K: from which blocks of 16 rows and columns on, and the sums.
@@ -585,7 +629,8 @@ struct BackwardDkdv {
         using Own = common::AccumulatorTile<kBc, kResultDim<kProbability>>;
         float* own = Shares::template of_block<Spec>(params) + kProbability * Shares::Dk::kElements;
 #pragma unroll
-        for (int m = 0; m < kM16; ++m) Shares::template put<Own>(own, gradient[m], pair * kM16 + m, lane);
+        for (int m = 0; m < kM16; ++m)
+            Shares::template put<Own>(own, gradient[m], first_own_key() / 16 + m, first_column8<kProbability>(), lane);
     }
 
     // No warp reads K and V any more.
@@ -605,9 +650,9 @@ struct BackwardDkdv {
         if constexpr (!kSumsDbias) where = common::scheduled_tile<Spec, kByKeys>(params, computed_anew(blockIdx.x));
         const Strides& strides = kProbability ? params.dv_strides : params.dk_strides;
         Element* gmem = (kProbability ? params.dv : params.dk) + strides.offset(where.batch, 0, where.head);
-        store_rows<Result, kM16, kResultDim<kProbability>>(smem + (kProbability ? 0 : VTile::kBytes), pair * kPairKeys,
-                                                           0, gradient, gmem, strides.row,
-                                                           where.tile * kBc + pair * kPairKeys, params.seqlen_k, lane);
+        store_rows<Result, kM16, kResultDim<kProbability>>(smem + (kProbability ? 0 : VTile::kBytes), first_own_key(),
+                                                           first_column8<kProbability>(), gradient, gmem, strides.row,
+                                                           where.tile * kBc + first_own_key(), params.seqlen_k, lane);
     }
 };
 

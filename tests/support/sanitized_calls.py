@@ -38,8 +38,11 @@ KINDS = (
     ("float16", 96),
     ("bfloat16", 160),
     ("float16", 256),
+    ("bfloat16", 320),
     ("float32", 64),
+    ("float32", 320),
     ("float16", 40, 72),
+    ("float16", 512, 96),
     ("float32", 72, 40),
 )
 #: Features that are compiled into the same kernels, and the (dtype, head_dim) that these are called on.
@@ -84,7 +87,7 @@ def plain(kinds: tuple = KINDS) -> None:
                 how = {"causal": causal, "family": family, "num_splits": num_splits}
                 if num_splits > 1:
                     fa2cupy.forward(q, k, v, **how)
-                for method in ("single_pass", "two_pass"):
+                for method in ("single_pass", "two_pass")[half and max(columns) > 256 :]:
                     fa2cupy.backward(q, k, v, o, lse, do, method=method, **how)
 
 
@@ -206,6 +209,9 @@ def sparse() -> None:
         made = fa2cupy.block_mask(fa2cupy.mods.document, (ids,), 2, 2, 250, 230, tile=(64, 64))
         own = {"mask_mod": fa2cupy.mods.document, "mask_args": (ids,), "block_mask": made}
         check_calls(q, k, v, do, dtype, own)
+        many = fa2cupy.mods.dilated_window(100, 3)  # more than two intervals
+        made = fa2cupy.block_mask(many, (), 2, 2, 250, 230, tile=(64, 64), like=q)
+        check_calls(q, k, v, do, dtype, {"mask_mod": many, "block_mask": made})
         given = fa2cupy.BlockMask(cupy.asarray(np.eye(2, dtype=bool)), 250, 230)
         check_calls(q, k, v, do, dtype, {"block_mask": given, "causal": True})
 
