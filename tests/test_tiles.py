@@ -408,6 +408,7 @@ def test_a_wrong_formula_for_shared_memory_does_not_compile(operation, family, d
 
 
 DROPPED = FeatureSettings(dropout_p=0.5, seed=0)
+BIASED = FeatureSettings(arrays=("bias",))
 OF_DOUT = FeatureSettings(tangents="o")
 OF_A_FUNCTION = FeatureSettings(mask_mod=bound_function("mask_mod", mods.causal(), ()))
 CAPPED, WINDOW, SINK = (
@@ -547,8 +548,10 @@ def rows_of_some_sizes() -> set[int]:
     for position, (family, operation, entry) in enumerate(ROWS):
         if OPERATIONS[operation].holds_keys:
             rows = entry.tile.b_c if OPERATIONS[operation].owns == "keys" else entry.tile.b_r
+            used = next((one for one in (DROPPED, BIASED) if {*one.features} & {*entry.features}), NO_SETTINGS)
+            sizes = {"seqlen_q": rows, "seqlen_k": entry.tile.b_c, "settings": used}
             calls = [
-                (dataclasses.replace(problem(head_dim=head_dim), seqlen_q=rows, seqlen_k=entry.tile.b_c), device)
+                (dataclasses.replace(problem(head_dim=head_dim), **sizes), device)
                 for head_dim in range(16, entry.head_dim + 1, 16)
                 for device in DEVICES
                 if family.supports(operation, "float16", device)

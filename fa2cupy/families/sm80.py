@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from ..problem.attention import MAX_HEAD_DIM, AttentionProblem
+from ..problem.features import features_in_registers
 from ..problem.strides import AnyStrides
 from .estimate import BlockCost, Costs
 from .family import Family, Kernel, TileRow, register_shortage, why_no_decode
@@ -13,20 +14,24 @@ from .operations import ONE_TILE
 from .records import POINTER_RECORDS, Record
 from .tile import TileConfig
 
-__all__ = ["ONE_TILE_COSTS", "SM80", "Sm80"]
+__all__ = ["ONE_TILE_COSTS", "ONE_TILE_ROWS", "SM80", "Sm80"]
 
 _H100, _H200 = "NVIDIA H100 80GB HBM3, 2026-11-21", "NVIDIA H200, 2026-11-24"
 _H200_LATER = "NVIDIA H200, 2026-11-28"
 _H100_LATER, _H100_LAST = "NVIDIA H100 80GB HBM3, 2026-11-25", "NVIDIA H100 80GB HBM3, 2026-11-27"
-#: What blocks cost that have all keys of a sequence, also in sm90.
-ONE_TILE_COSTS = {64: BlockCost(3.5, 3.5), 128: BlockCost(3.3, 5.0)}
+#: What blocks cost that have all keys of a sequence, also in sm90: of thousands of sequences of 64 and 128 rows on an
+#: H200, 2026-11-28, with head_dim 32 and 64, and with dbias 32. The others are predicted.
+ONE_TILE_COSTS = {
+    "backward_one_tile": {32: BlockCost(8.0, 4.1), 64: BlockCost(7.0, 4.2), 256: BlockCost(6.0, 5.0)},
+    "backward_one_tile_dbias": {32: BlockCost(12.4, 4.1), 256: BlockCost(10.0, 5.0)},
+}
 #: Fitted like those of sm90. Only the number of splits follows from them.
 _COSTS = Costs(
     blocks={
         "forward": {64: BlockCost(0.8, 2.0), 128: BlockCost(1.1, 2.0)},
         "backward": {64: BlockCost(3.6, 6.3), 128: BlockCost(3.43, 8.9), 256: BlockCost(4.36, 7.3)},
         "backward_dkdv": {64: BlockCost(2.8, 4.8), 128: BlockCost(2.64, 6.4), 256: BlockCost(4.0, 2.1)},
-        **dict.fromkeys(ONE_TILE, ONE_TILE_COSTS),
+        **ONE_TILE_COSTS,
         "backward_dq": {64: BlockCost(2.4, 2.9), 128: BlockCost(2.17, 5.8), 256: BlockCost(2.46, 5.0)},
     },
     read_rows=1.2,
@@ -42,6 +47,33 @@ _COSTS = Costs(
     copy_rows=3.3,
     drift=0.1,
 )
+
+#: Features whose arrays are read in global memory, so that tiles with 32 keys for each warp would spill registers.
+_IN_REGISTERS = (*(name for name in features_in_registers(1) if name != "bias"), "wide_bias")
+#: Tiles of blocks that have all keys of a sequence, also in sm90.
+ONE_TILE_ROWS = {
+    "backward_one_tile": (
+        TileRow(64, TileConfig(64, 64, 8, 1, 2), features=_IN_REGISTERS),
+        TileRow(32, TileConfig(64, 64, 8, 1, 3), _H200_LATER, features=("bias",)),
+        TileRow(32, TileConfig(64, 64, 4, 1, 4), _H200_LATER),
+        TileRow(64, TileConfig(64, 64, 4, 1, 3), _H200_LATER),
+        TileRow(128, TileConfig(64, 64, 8, 1, 2)),
+        TileRow(256, TileConfig(64, 64, 8)),
+        TileRow(32, TileConfig(64, 128, 8, 1, 2), _H200_LATER),
+        TileRow(64, TileConfig(32, 128, 8, 1, 2), _H200_LATER),
+        TileRow(128, TileConfig(64, 128, 8)),
+        TileRow(256, TileConfig(32, 64, 8)),
+        TileRow(256, TileConfig(16, 32, 4)),
+    ),
+    "backward_one_tile_dbias": (
+        TileRow(64, TileConfig(64, 64, 8, 1, 2), features=_IN_REGISTERS),
+        TileRow(32, TileConfig(64, 64, 4, 1, 4), _H200_LATER),
+        TileRow(64, TileConfig(64, 64, 4, 1, 3)),
+        TileRow(256, TileConfig(64, 64, 8)),
+        TileRow(256, TileConfig(32, 64, 8)),
+        TileRow(256, TileConfig(16, 32, 4)),
+    ),
+}
 
 _WIDE, _WIDER = 128, 256  # for more columns, warps share their rows
 _UP_TO_512 = ("forward", "backward_dq", "backward_dkdv", "dbias")
@@ -195,26 +227,7 @@ class Sm80(Family):
             TileRow(512, TileConfig(32, 32, 8)),
             TileRow(512, TileConfig(32, 16, 4)),
         ),
-        # A block has all keys of a sequence.
-        "backward_one_tile": (
-            TileRow(32, TileConfig(64, 64, 4, 1, 4)),
-            TileRow(64, TileConfig(64, 64, 4, 1, 3)),
-            TileRow(128, TileConfig(64, 64, 8, 1, 2)),
-            TileRow(128, TileConfig(64, 64, 8)),
-            TileRow(32, TileConfig(64, 128, 8, 1, 2)),
-            TileRow(64, TileConfig(32, 128, 8, 1, 2)),
-            TileRow(128, TileConfig(64, 128, 8)),
-            TileRow(256, TileConfig(64, 64, 8)),
-            TileRow(256, TileConfig(32, 64, 8)),
-            TileRow(256, TileConfig(16, 32, 4)),
-        ),
-        "backward_one_tile_dbias": (
-            TileRow(32, TileConfig(64, 64, 4, 1, 4)),
-            TileRow(64, TileConfig(64, 64, 8, 1, 2)),
-            TileRow(256, TileConfig(64, 64, 8)),
-            TileRow(256, TileConfig(32, 64, 8)),
-            TileRow(256, TileConfig(16, 32, 4)),
-        ),
+        **ONE_TILE_ROWS,
         # They have not been swept. Several blocks on a multiprocessor hide each other's latencies.
         "dbias": (
             TileRow(64, TileConfig(64, 64, 4, 2, 3)),

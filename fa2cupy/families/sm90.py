@@ -15,7 +15,7 @@ from .estimate import BlockCost, Costs
 from .family import Family, Kernel, TileRow
 from .operations import OF_DIRECTION, ONE_TILE
 from .records import LENGTHS, POINTER_RECORDS, SCALES, SCHEDULE, Record
-from .sm80 import ONE_TILE_COSTS, SM80
+from .sm80 import ONE_TILE_COSTS, ONE_TILE_ROWS, SM80
 from .tile import TileConfig
 
 __all__ = ["SM90", "Sm90"]
@@ -111,7 +111,7 @@ _COSTS = Costs(
         "forward": {128: BlockCost(0.58, 1.5), 256: BlockCost(0.379, 0.32)},
         "backward": {64: BlockCost(1.884, 4.4), 128: BlockCost(1.593, 8.44), 256: BlockCost(2.355, 11.6)},
         "backward_dq": {64: BlockCost(1.68, 3.44), 128: BlockCost(1.161, 1.27), 256: BlockCost(0.689, 5.0)},
-        **dict.fromkeys(ONE_TILE, ONE_TILE_COSTS),
+        **ONE_TILE_COSTS,
         "backward_dkdv": {64: BlockCost(1.256, 4.48), 128: BlockCost(1.27, 9.18), 256: BlockCost(1.563, 11.36)},
     },
     # The start is that of a block; the step is from times of 192/128 relative to those of ``two_pass``, on the H200.
@@ -209,21 +209,8 @@ class Sm90(Family):
             TileRow(192, TileConfig(96, 64, 12, 2), _H100),
             TileRow(256, TileConfig(64, 64, 12, 2), _H100),
         ),
-        # Kernels of sm80, without the tiles for GPUs with less shared memory.
-        "backward_one_tile": (
-            TileRow(32, TileConfig(64, 64, 4, 1, 4)),
-            TileRow(64, TileConfig(64, 64, 4, 1, 3)),
-            TileRow(128, TileConfig(64, 64, 8, 1, 2)),
-            TileRow(256, TileConfig(64, 64, 8)),
-            TileRow(32, TileConfig(64, 128, 8, 1, 2)),
-            TileRow(64, TileConfig(32, 128, 8, 1, 2)),
-            TileRow(128, TileConfig(64, 128, 8)),
-        ),
-        "backward_one_tile_dbias": (
-            TileRow(32, TileConfig(64, 64, 4, 1, 4)),
-            TileRow(64, TileConfig(64, 64, 8, 1, 2)),
-            TileRow(256, TileConfig(64, 64, 8)),
-        ),
+        # The other tiles are for GPUs with less shared memory.
+        **{operation: rows[:-2] for operation, rows in ONE_TILE_ROWS.items()},
         "dbias": (
             TileRow(64, TileConfig(64, 64, 8, 3, 2), least_saving=1.2),
             TileRow(64, TileConfig(128, 64, 12, 3), features=_BESIDE_BIAS),
