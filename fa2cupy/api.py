@@ -316,10 +316,12 @@ def backward(
         Also returns the gradient of `bias`, and of `sink`.
     return_dscore_args : bool, optional
         Also returns the gradients of the floating-point arrays in `score_args`, in their order.
-    method : {None, "single_pass", "two_pass"}, optional
+    method : {None, "single_pass", "two_pass", "one_tile"}, optional
         ``"single_pass"`` computes every tile of scores once, and adds up dq, or dk and dv, in memory with atomics.
-        ``"two_pass"`` computes every tile twice, for dq and for dk and dv, without atomics or a workspace. None is the
-        faster one.
+        ``"two_pass"`` computes every tile twice, for dq and for dk and dv, without atomics or a workspace.
+        ``"one_tile"`` computes every tile once and adds nothing up in memory: a block has all keys of a sequence. It is
+        for 16-bit data with up to 128 keys, 64 beyond head_dim 128, without packed lengths or a `block_mask`. None is
+        the fastest one.
     deterministic : bool, optional
         Allows only methods whose results have the same bits from run to run. NumPy refuses the others, too, although
         its own always have. With ``num_splits=1`` the bits of a sequence's results do not depend on the sequences
@@ -330,7 +332,8 @@ def backward(
         overlap.
     config : TileConfig, or dict of TileConfig by operation, optional
         Tile of the kernel ``"backward"`` (single_pass), or tiles of ``"backward_dq"`` and ``"backward_dkdv"``
-        (two_pass); a single TileConfig applies to all of them.
+        (two_pass), or of ``"backward_one_tile"`` (one_tile); a single TileConfig applies to all of them. Without
+        `method`, calls with tiles but none for ``"backward_one_tile"`` take one of the others.
     family : str, optional
         As for `forward`; the family must have every kernel of the method.
     num_splits : int, optional
@@ -350,8 +353,9 @@ def backward(
         The requested ones. dbias is summed over broadcast axes in lse's dtype: on the GPU with atomics, which imply
         ``"two_pass"`` in all families but ``"simt"``, or by a further kernel, which computes the scores once more and
         sums in a fixed order. `deterministic` takes that one, and so do calls with 16-bit data on Hopper for which it
-        is estimated to be faster. Without broadcast axes dbias has the same bits from run to run in any case, and
-        implies ``"two_pass"`` likewise.
+        is estimated to be faster. ``"one_tile"`` has the sums in its own kernel, in a fixed order, if all sequences of
+        up to 64 rows have as many K/V heads as query heads, and no softcap or function changes scores. Without
+        broadcast axes dbias has the same bits from run to run in any case, and implies ``"two_pass"`` likewise.
     *dscore_args : ndarray, shapes and dtypes of the floating-point arrays in score_args
         If requested, one result for each of them, summed in lse's dtype (on NumPy in float64). On the GPU they are
         summed with atomics, which `deterministic` refuses, and imply ``"two_pass"`` in all families but ``"simt"``.
@@ -369,14 +373,14 @@ def backward(
     row's contributions may be too large by a factor of up to the number of its keys. For 16-bit data on the GPU they
     are 0 where lse is below -2.3e38, such as for the lowest float32.
 
-    On the GPU a call allocates, in addition to results: delta, unless it is passed (4 bytes for each row of a head, 8
-    for float64); in ``single_pass`` of 16-bit data, and of float32 data on tensor cores, a float32 dq, with
-    rows rounded up to whole tiles of up to 128 and head_dim to a multiple of 16; where blocks share tiles of 16-bit
-    data, float32 copies of dk and dv, rounded up alike: one in ``single_pass``, and `num_splits` in ``two_pass``, by
-    default at most four, or sixteen where all of them take less than 64 MiB; for `return_dbias` of a broadcast bias the
-    sum of dbias in lse's dtype, or from the further kernel as many copies as blocks share a tile of the bias, which
-    they do where tiles are too few to fill the GPU; and the copies that `forward` makes. A captured call allocates the
-    same as memory of its graph.
+    On the GPU a call allocates, in addition to results: delta, unless it is passed or ``one_tile`` needs no array of it
+    (4 bytes for each row of a head, 8 for float64); in ``single_pass`` of 16-bit data, and of float32 data on tensor
+    cores, a float32 dq, with rows rounded up to whole tiles of up to 128 and head_dim to a multiple of 16; where blocks
+    share tiles of 16-bit data, float32 copies of dk and dv, rounded up alike: one in ``single_pass``, and `num_splits`
+    in ``two_pass``, by default at most four, or sixteen where all of them take less than 64 MiB; for `return_dbias` of
+    a broadcast bias the sum of dbias in lse's dtype, or from the further kernel as many copies as blocks share a tile
+    of the bias, which they do where tiles are too few to fill the GPU; and the copies that `forward` makes. A captured
+    call allocates the same as memory of its graph.
 
     Where CUDA cores compute gradients of float32 data that `forward` multiplies on tensor cores, they first compute lse
     again, into a workspace: with ``method="single_pass"`` where only ``"two_pass"`` has kernels for tensor cores; for
@@ -384,10 +388,11 @@ def backward(
     the backward because of the values of do. An lse of more keys than k has, such as that of `merge`, is taken as it
     is.
 
-    ``two_pass`` has the same bits from run to run, and so has NumPy. ``single_pass`` on the GPU has not, because the
-    order of its atomic additions varies: on tensor cores, in dq, which is added up in a workspace of its size,
-    and in dk and dv where blocks share tiles, which ``num_splits=1`` excludes; on CUDA cores in dk and dv. Its other
-    results have the same bits. docs/accuracy.md has a table of that, also for a sequence alone and beside others.
+    ``two_pass`` and ``one_tile`` have the same bits from run to run, and so has NumPy. ``single_pass`` on the GPU has
+    not, because the order of its atomic additions varies: on tensor cores, in dq, which is added up in a workspace of
+    its size, and in dk and dv where blocks share tiles, which ``num_splits=1`` excludes; on CUDA cores in dk and dv.
+    Its other results have the same bits. docs/accuracy.md has a table of that, also for a sequence alone and beside
+    others.
 
     The default method and number of splits are those with the shortest time that a model estimates from the shapes. Its
     constants are fitted to times on an H100 (``fa2cupy/families/estimate.py``), those of float64 computed from its

@@ -57,8 +57,9 @@ def legal_configs(
 
     Parameters
     ----------
-    operation : {"forward", "backward", "backward_dq", "backward_dkdv"}
-        The kernel: ``backward`` is that of ``single_pass``, the other two are those of ``two_pass``.
+    operation : {"forward", "backward", "backward_dq", "backward_dkdv", "backward_one_tile"}
+        The kernel: ``backward`` is that of ``single_pass``, the next two are those of ``two_pass``, and the
+        last one is that of ``one_tile``.
     dtype : str or dtype, optional
     head_dim : int, optional
         Columns of q and k.

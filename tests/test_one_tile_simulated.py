@@ -126,6 +126,70 @@ def test_no_rows(launched, lengths):
         assert not np.asarray(gradient).any()
 
 
+def hidden_by(name: str) -> tuple[dict, np.ndarray]:
+    """Returns the keywords of a call of 40 queries and 29 keys, and which rows see no key."""
+    seventh = np.arange(40) % 7 == 2
+    return {
+        "causal": lambda: ({"causal": True}, np.arange(40) < 11),
+        "mask": lambda: ({"mask": place(np.broadcast_to(~seventh[:, None], (40, 29)).copy())}, seventh),
+        "bias": lambda: (
+            {"bias": place(np.where(seventh[:, None], -np.inf, numbers((40, 29), "float32")).astype("float16"))},
+            seventh,
+        ),
+    }[name]()
+
+
+@pytest.mark.parametrize("returns_dbias", [False, True])
+@pytest.mark.parametrize("name", ["causal", "mask", "bias"])
+@pytest.mark.parametrize("launched", ["sm80"], indirect=True)
+def test_nothing_of_a_row_without_keys_is_seen(launched, name, returns_dbias):
+    if returns_dbias and name != "bias":
+        pytest.skip("there is no bias")
+    options, hidden = hidden_by(name)
+    q, k, v, do = draw("float16", (40, 29), 32, (2, 2), batch=2)
+    dlse = place(numbers((2, 2, 40), "float32"))
+    q[:, hidden], do[:, hidden], dlse[..., hidden] = 0, 0, 0
+    o, lse = forward(q, k, v, **options)
+    assert (np.isneginf(lse) == hidden).all()
+    options |= {"method": "one_tile", "return_dbias": returns_dbias}
+    wanted = backward(q, k, v, o, lse, do, dlse=dlse, **options)
+    q[:, hidden], do[:, hidden], dlse[..., hidden], o[:, hidden] = np.nan, np.inf, np.nan, np.nan
+    for gradient, expected in zip(backward(q, k, v, o, lse, do, dlse=dlse, **options), wanted, strict=True):
+        assert np.isfinite(np.asarray(expected, "float32")).all()
+        np.testing.assert_array_equal(gradient, expected)
+
+
+def test_deterministic_calls_may_take_it(launched):
+    q, k, v, do = draw("float16", (50, 40), 32, (2, 2), batch=40)
+    o, lse = forward(q, k, v, family="sm80")
+    results = [backward(q, k, v, o, lse, do, deterministic=True) for _ in range(2)]
+    assert [stage.spec.operation for stage in launched[1:]] == ["backward_one_tile"] * 2
+    for one, other in zip(*results, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_a_bias_with_an_element_for_each_score_has_two_passes(launched):
+    q, k, v, do = draw("float16", (30, 29), 32, (2, 2))
+    bias = place(numbers((1, 2, 30, 29), "float16"))
+    o, lse = forward(q, k, v, bias=bias, family="sm80")
+    launched.clear()
+    backward(q, k, v, o, lse, do, bias=bias, return_dbias=True, method="one_tile")
+    assert [stage.spec.operation for stage in launched] == ["delta", "backward_dq", "backward_dkdv"]
+
+
+@pytest.mark.parametrize("launched", ["sm80"], indirect=True)
+def test_dbias_beside_it_comes_from_the_kernel_that_owns_tiles(launched):
+    """Checks a bias of heads whose keys several query heads share."""
+    inputs = draw("bfloat16", (37, 29), 32, (2, 1), batch=3)
+    bias = place(numbers((2, 37, 29), "bfloat16"))
+    q, k, v, do = inputs
+    o, lse = forward(q, k, v, bias=bias)
+    launched.clear()
+    results = backward(q, k, v, o, lse, do, bias=bias, return_dbias=True, method="one_tile")
+    Expectation(*inputs, bias=bias).check(**dict(zip(("dq", "dk", "dv", "dbias"), results, strict=True)))
+    assert [stage.spec.operation for stage in launched] == ["delta", "backward_one_tile", "dbias"]
+
+
 def test_more_keys_than_a_tile_has(launched):
     q, k, v, do = draw("float16", (20, 300), 32)
     o, lse = forward(q, k, v)

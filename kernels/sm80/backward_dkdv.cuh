@@ -1,5 +1,7 @@
 // FlashAttention-2 backward by key tiles (Algorithm 2) on mma.sync. The kernel computes dK and dV of a key tile; for
-// `single_pass` it also adds the tile's contribution to dQ to an fp32 workspace (dq_workspace.cuh).
+// `single_pass` it also adds the tile's contribution to dQ to an fp32 workspace (dq_workspace.cuh). For `one_tile`, whose
+// key tile has all keys, it stores dQ and computes delta from O, so that no other kernel is needed; with a bias that
+// sequences share, a block walks over many of them and sums dS.
 //
 //   S^T = K Q^T          P^T = exp(scale S^T - lse)       dV = P^T dO
 //   dP^T = V dO^T        dS^T = P^T o (dP^T - delta)      dK = scale dS^T Q       dQ = scale dS K
@@ -30,11 +32,14 @@
 //   K [kBc][kD]                       all warps           probability warps, for S^T; all warps, for dQ (`single_pass`)
 //   V [kBc][kDv]                      all warps           derivative warps, for dP^T
 //   (Q, dO) [kStages], [kBr][kD, kDv] all warps           all warps, as right operands of the four products
-//   dS^T [2][kBc][kBr]                derivative warps    all warps, for dQ one iteration later (`single_pass` only)
+//   dS^T [2][kBc][kBr]                derivative warps    all warps, for dQ one iteration later (`single_pass`)
 //   P^T [kBc][kBr]                    probability warps   the derivative warp of the same pair, which leaves its dS^T there
 //                                                         for that of the other pair, if any
 //   P^T [kBc][kBr]                    probability warps   the probability warp of the other pair of a group, if any
 //   (lse, -delta) [2], [kBr]          first 2 kBr threads probability warps (lse), derivative warps (-delta)
+//
+// In `one_tile`, there is one buffer of dS^T, where a probability warp's bias lies before; O lies where P^T comes; and
+// behind all this the sums of dS^T have the order of the accumulators, of which each thread reads and writes its own.
 //
 // At the end dV and dK are staged at the place of K and V, in this order.
 //

@@ -182,6 +182,21 @@ def with_settings() -> None:
         fa2cupy.forward(q, k, v, bias=cupy.asarray(numbers((2, 70, keys), "bfloat16")))
 
 
+def short() -> None:
+    """Calls backwards whose blocks have all keys: rows that see no key, features, and dbias that sequences share."""
+    for (dtype, head_dim), family in itertools.product((("float16", 64), ("bfloat16", 32)), (None, "sm80")):
+        for seqlen_q, seqlen_k in ((150, 120), (60, 50)):
+            sizes = {"batch": 9, "seqlen_q": seqlen_q, "seqlen_k": seqlen_k, "num_heads": 2, "head_dim": head_dim}
+            bias = cupy.asarray(numbers((2, seqlen_q, seqlen_k), dtype))
+            for num_heads_kv, options in itertools.product(
+                (1, 2), ({}, {"bias": bias}, {"bias": bias, "softcap": 5.0})
+            ):
+                q, k, v, do = make_inputs(dtype, **sizes, num_heads_kv=num_heads_kv, xp=cupy)
+                o, lse = forward_by_threads(q, k, v, dtype, {"causal": True, **options})
+                how = {"method": "one_tile", "causal": True, "family": family, **options, **extras(options)}
+                fa2cupy.backward(q, k, v, o, lse, do, dlse=lse, **how)
+
+
 def with_functions() -> None:
     """Calls a function of scores whose table has a gradient, and one that hides keys."""
     cases = ready_made(2, 2, 150, 130)
@@ -275,7 +290,7 @@ def forward_by_threads(q, k, v, dtype: str, options: dict, family: str | None = 
 
 
 PARTS = {
-    "plain": plain, "features": with_settings, "pairs": pairs, "functions": with_functions,
+    "plain": plain, "features": with_settings, "pairs": pairs, "functions": with_functions, "short": short,
     "packed": packed, "sparse": sparse,
     "float32-59": functools.partial(of_parts, 59), "float32-128": functools.partial(of_parts, 128),
     "float32-250": functools.partial(of_parts, 250), "float32-96-64": functools.partial(of_parts, 96, 64),
