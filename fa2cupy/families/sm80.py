@@ -48,13 +48,10 @@ _COSTS = Costs(
     drift=0.1,
 )
 
-#: Features whose arrays are read in global memory, so that tiles with 32 keys for each warp would spill registers.
-_IN_REGISTERS = (*(name for name in features_in_registers(1) if name != "bias"), "wide_bias")
 #: Tiles of blocks that have all keys of a sequence, also in sm90.
 ONE_TILE_ROWS = {
     "backward_one_tile": (
-        TileRow(64, TileConfig(64, 64, 8, 1, 2), features=_IN_REGISTERS),
-        TileRow(32, TileConfig(64, 64, 8, 1, 3), _H200_LATER, features=("bias",)),
+        TileRow(32, TileConfig(64, 64, 8, 1, 3), _H200_LATER, features=features_in_registers(1)),
         TileRow(32, TileConfig(64, 64, 4, 1, 4), _H200_LATER),
         TileRow(64, TileConfig(64, 64, 4, 1, 3), _H200_LATER),
         TileRow(128, TileConfig(64, 64, 8, 1, 2)),
@@ -66,7 +63,6 @@ ONE_TILE_ROWS = {
         TileRow(256, TileConfig(16, 32, 4)),
     ),
     "backward_one_tile_dbias": (
-        TileRow(64, TileConfig(64, 64, 8, 1, 2), features=_IN_REGISTERS),
         TileRow(32, TileConfig(64, 64, 4, 1, 4), _H200_LATER),
         TileRow(64, TileConfig(64, 64, 4, 1, 3)),
         TileRow(256, TileConfig(64, 64, 8)),
