@@ -66,8 +66,8 @@ struct BiasTile {
                                                                           existing ? first_key + 8 * chunk : 0);
             int32 row = lane / kChunks;
             const auto* from = column + min_of(first_query + row, last_row) * params.bias_strides.row;
-            const uint64 step =
-                as_if_new(static_cast<uint64>(kRows * params.bias_strides.row));  // else loaded each time
+            // Opaque: it would be loaded from the record for each row.
+            const uint64 step = as_if_new(static_cast<uint64>(kRows * params.bias_strides.row));
 #pragma unroll kUnrolled
             for (int i = 0; i < kQueries / kRows; ++i) {
                 cp_async_16(smem + offset(row, chunk), from, existing);

@@ -42,7 +42,7 @@ struct HeldType<false, true, OfBias, OfMask> {
 template <class Spec, int kKeys>
 using HeldOfQueries = typename HeldType<kMayHoldBias<Spec>, kMayHoldMask<Spec>,
                                         BiasOfQueries<typename Spec::Element, kKeys>, MaskOfQueries<kKeys>>::Type;
-// In the layout of the accumulators of S^T, 16 keys by kQueries queries. Products start from the bias (start_from_bias.cuh).
+// In the layout of the accumulators of S^T, 16 keys by kQueries queries. The bias is not held: products start from it.
 template <class Spec, int kQueries>
 using HeldOfKeys = typename HeldType<false, kMayHoldMask<Spec>, ArraysInMemory, MaskOfKeys<kQueries>>::Type;
 
