@@ -76,7 +76,7 @@ def precompile(
         the keywords of `forward`, ``"cu_seqlens"`` for packed sequences, ``"dlse"``, ``"return_dbias"`` and
         ``"return_dsink"`` of `backward`, and ``"bias_tangent"`` and ``"sink_tangent"`` of `jvp`, which are the
         cotangents of `double_backward`, too. Kernels do not depend on the features' values. ``"block_mask"`` is a map
-        of `mask_mod`, or without that function one that the caller gives directly.
+        of `mask_mod`, with intervals or without, or without that function one that the caller gives directly.
     score_mod, mask_mod : callable, optional
         Functions that all the calls have, as for `forward`: their kernels depend on what the functions compute.
     score_args, mask_args : sequence of numpy.ndarray, optional
