@@ -14,7 +14,7 @@ from .device import ARCHITECTURES, DeviceInfo
 from .estimate import Costs, OwnedTiles, backward_time, forward_splits, owner_splits, split_candidates
 from .family import Family, Kernel
 from .kept_bias import kept_bias
-from .operations import METHODS, OPERATIONS, SEVERAL
+from .operations import IN_ONE_LAUNCH, METHODS, OPERATIONS, SEVERAL
 from .registry import FAMILIES, supporting_families
 from .simt import SIMT
 from .tile import TileConfig
@@ -200,9 +200,8 @@ def _choices_of(
     """The choices of a family, by methods and splits, and the reasons why other methods are none."""
     choices: list[Choice] = []
     reasons: list[str] = []
-    methods = _methods(family, problem, options) if call == "backward" else (None,)
-    for method in methods:
-        names = METHODS[method] if method else SEVERAL.get(call, (call,))
+    ways = _ways(family, problem, options) if call == "backward" else [(None, SEVERAL.get(call, (call,)))]
+    for method, names in ways:
         operations = [operation for operation in names if OPERATIONS[operation].is_tiled]
         reason = (
             _why_not(family, operations, problem, strides, is_launched)
@@ -224,7 +223,7 @@ def _choices_of(
             ):
                 tiles = {"forward": choose_tile("forward", family, problem, device), **tiles}
         except UnsupportedProblemError as error:
-            if method == methods[-1] and not choices:
+            if (method, names) == ways[-1] and not choices:
                 raise
             reasons.append(str(error))
             continue
@@ -444,6 +443,16 @@ def _methods(family: Family, problem: AttentionProblem, options: CallOptions) ->
     if problem.settings.dbias or problem.settings.dscore_args:
         methods = tuple(dict.fromkeys(map(family.method_with_dbias, methods)))
     return methods
+
+
+def _ways(family: Family, problem: AttentionProblem, options: CallOptions) -> list[tuple[str, tuple[str, ...]]]:
+    """The methods that come into question, each with its operations. With tiles or splits, they are those of METHODS."""
+    methods = _methods(family, problem, options)
+    ways = [(method, METHODS[method]) for method in methods]
+    if options.config is None and options.num_splits is None:
+        both = [(method, IN_ONE_LAUNCH[method]) for method in methods if method in IN_ONE_LAUNCH]
+        ways = [way for way in both if set(way[1]) <= set(family.operations)] + ways
+    return ways
 
 
 def _why_not(

@@ -79,6 +79,8 @@ class Costs:
         Merging the shares of a forward; elements of the tiles of q, for each share.
     call, call_rows : float
         Delta, and what every backward takes; elements of q.
+    both : float
+        Delta of the rows that a block reads, where both passes of ``two_pass`` run side by side.
     convert, convert_rows : float
         Clearing and converting the workspace of dQ; elements of q.
     add, add_rows : float
@@ -105,6 +107,7 @@ class Costs:
     merge_rows: float = 0.0
     call: float = 0.0
     call_rows: float = 0.0
+    both: float = 0.0
     convert: float
     convert_rows: float
     add: float = 0.0
@@ -193,6 +196,8 @@ def backward_time(
     sequences = _Sequences.of(problem)
     queries = problem.batch * problem.seqlen_q * problem.num_heads * problem.mean_head_dim / 1e6
     keys = problem.batch * problem.seqlen_k * problem.num_heads_kv * problem.mean_head_dim / 1e6
+    if "backward_both" in tiles:
+        return _time_of_both(costs, problem, device, tiles["backward_both"])
     time = costs.call + costs.call_rows * queries
     for operation, tile in tiles.items():
         splits, blocks = num_splits.get(operation, 1), blocks_of_tile.get(operation, 1)
@@ -213,6 +218,20 @@ def backward_time(
             )
         time += _time_of_blocks(cost, step, steps, device, tile, blocks)
     return time
+
+
+def _time_of_both(costs: Costs, problem: AttentionProblem, device: DeviceInfo, tile: TileConfig) -> float:
+    """The estimated time of a backward whose blocks of both passes run side by side, in microseconds."""
+    sequences = _Sequences.of(problem)
+    heads = problem.num_heads * sequences.number
+    blocks: Counter[float] = Counter()
+    sides = {"backward_dkdv": sequences.steps_of_keys(tile), "backward_dq": sequences.steps_of_queries(tile)}
+    for operation, steps in sides.items():
+        cost = costs.of_block(operation, problem)
+        step = _step(cost, tile, problem.mean_head_dim)
+        for count, number in steps.items():
+            blocks[costs.both + cost.start + step * count] += number * heads
+    return _makespan(blocks, device.multiprocessors * tile.blocks_per_sm, tile.blocks_per_sm)
 
 
 def _step(cost: BlockCost, tile: TileConfig, head_dim: int) -> float:

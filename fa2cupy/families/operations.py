@@ -9,7 +9,7 @@ from ..problem.block_mask import KEY_LISTS, LIST_STRIDES, QUERY_LISTS
 from ..problem.features import FEATURES
 from .records import COPIED, PARTS, SHARERS, SHARES, SUMMED, Record
 
-__all__ = ["METHODS", "OF_DIRECTION", "OPERATIONS", "SEVERAL", "TILED", "Operation"]
+__all__ = ["IN_ONE_LAUNCH", "METHODS", "OF_DIRECTION", "OPERATIONS", "SEVERAL", "TILED", "Operation"]
 
 
 @dataclass(frozen=True)
@@ -88,6 +88,8 @@ OPERATIONS = _Operations(
         Operation("backward", (*_OF_SCORES, *_OF_DBIAS)),
         Operation("backward_dq", (*_OF_SCORES, *_OF_DBIAS), owns="queries"),
         Operation("backward_dkdv", _OF_SCORES, owns="keys"),
+        # The last two in one launch, which computes delta, too.
+        Operation("backward_both", ("dlse",), has_config=False),
         # The gradient of a broadcast bias, where the others do not add it atomically.
         Operation("dbias", (*_OF_SCORES, "dbias", "full_dbias"), owns="pairs", has_config=False),
         # The tangents of the forward's results: with these results, and where they are given.
@@ -324,6 +326,8 @@ TILED = tuple(name for name, operation in OPERATIONS.items() if operation.is_til
 
 #: The tiled operations of each method of the backward.
 METHODS = {"single_pass": ("backward",), "two_pass": ("backward_dq", "backward_dkdv")}
+#: Those of methods in one launch, where a family has such a kernel.
+IN_ONE_LAUNCH = {"two_pass": ("backward_both",)}
 #: The tiled operations of the calls that are given lse and have no methods.
 SEVERAL = {
     "output_jvp": ("output_jvp",),

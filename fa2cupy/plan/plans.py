@@ -184,6 +184,8 @@ def plan_backward(
         cleared += [name for function in settings.functions for name, _ in gradient_arrays(function)]
     for operation, tile in choice.tiles.items():
         num_splits = choice.num_splits.get(operation, 1)
+        if operation == "backward_both":
+            return _plan([layout.both(tile)])
         tiled.append(layout.tiled(operation, tile, num_splits))
         if operation == "backward" and choice.family.backward_owns == "queries":
             cleared += ["dk", "dv"]

@@ -12,17 +12,22 @@
 
 namespace fa2::common {
 
-template <class Spec>
+template <class Spec, int kLanes_ = 32 * Spec::kWarps / Spec::kBr>
 struct RowProducts {
     using Element = typename Spec::Element;
     using Accum = typename ElementTraits<Element>::Accum;
     static constexpr int kVector = sizeof(Element) == 2 ? 8 : 1;
-    static constexpr int kLanes = 32 * Spec::kWarps / Spec::kBr;
+    static constexpr int kLanes = kLanes_;
     static constexpr int kSteps = ceil_div(Spec::kHeadDim / kVector, kLanes);
     static_assert(Spec::kHeadDim % kVector == 0 && kLanes <= 32);
 
     // The dot product of two rows, for all lanes that share them.
     __device__ __forceinline__ static Accum dot(const Element* x, const Element* y, int32 lane, bool valid) {
+        return row_sum<kLanes>(part(x, y, lane, valid));
+    }
+
+    // A lane's part of the sum.
+    __device__ __forceinline__ static Accum part(const Element* x, const Element* y, int32 lane, bool valid) {
         using Load = Vector<Element, kVector>;
         Accum sum = 0;
 #pragma unroll
@@ -35,7 +40,7 @@ struct RowProducts {
                 for (int e = 0; e < kVector; ++e) sum += to_accum(a.item[e]) * to_accum(b.item[e]);
             }
         }
-        return row_sum<kLanes>(sum);
+        return sum;
     }
 };
 

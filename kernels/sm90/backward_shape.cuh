@@ -5,6 +5,7 @@
 #include "common/shares.cuh"
 #include "common/tile_lists.cuh"
 #include "sm90/dq_workspace.cuh"
+#include "sm90/own_delta.cuh"
 #include "sm90/layout.cuh"
 #include "sm90/tma_rows.cuh"
 #include "sm90/statistic.cuh"
@@ -68,7 +69,7 @@ struct BackwardShape {
     static constexpr int kHeldBytes = kBc / 16 * common::HeldOfKeys<Spec, kBr>::Tile::kBytes;
     static constexpr bool kHoldsArray = common::kMayHoldArray<Spec> && kWithoutArray + kHeldBytes <= kMaxSharedBytes;
     static constexpr int kSharedBytes = kWithoutArray + (kHoldsArray ? kHeldBytes : 0);
-    static_assert(kSharedBytes == Spec::kSharedBytes);
+    static_assert(kIsPass<Spec> || kSharedBytes == Spec::kSharedBytes);
 
     // ------------------------------------------------------------------------------------------------------ registers
     static constexpr int kProducerRegisters = 24, kConsumerRegisters = 240;

@@ -1,0 +1,66 @@
+// For the kernel that runs both passes of `two_pass` side by side (backward_both.cuh): its blocks compute delta of the rows
+// that they read, because no kernel before them has done so. If the caller gives delta, they read that.
+#pragma once
+#include "common/delta.cuh"
+#include "sm90/layout.cuh"
+
+namespace fa2::sm90 {
+
+// True in a pass of that kernel.
+template <class Spec>
+inline constexpr bool kIsPass = false;
+
+// Delta of the rows of a head. Four lanes share a row.
+template <class Spec, class Record = Params>
+class OwnDelta {
+    using Products = common::RowProducts<Spec, 4>;
+    static constexpr int kBarrier = 4;  // a named barrier of the consumers of dK and dV and the warp that prepares delta
+    static constexpr int kConsumers = 2 * kGroupThreads, kRowsAtOnce = 4;
+
+  public:
+    __device__ __forceinline__ OwnDelta(const Record& params, int32 batch, int32 head)
+        : params_(params), batch_(batch), head_(head) {}
+
+    // The part that lane `lane` of four has of a row's sum; 0 unless the row is needed.
+    __device__ __forceinline__ float part(int32 row, int32 lane, bool is_needed) const {
+        const auto* o = params_.o + params_.o_strides.offset(batch_, is_needed ? row : 0, head_);
+        const auto* dout = params_.dout_rows + params_.dout_rows_strides.offset(batch_, is_needed ? row : 0, head_);
+        return Products::part(o, dout, lane, is_needed && params_.delta == nullptr);
+    }
+    // Delta of a row, from the parts of its four lanes.
+    __device__ __forceinline__ float finished(float part, int32 row, bool is_needed) const {
+        float sum = common::row_sum<4>(part);
+        const int64 index = common::first_statistic<Spec>(params_, batch_, head_) + row;
+        if (params_.delta != nullptr && is_needed) sum = params_.delta[index];
+        if constexpr (Spec::kDlse)
+            if (is_needed) sum -= params_.dlse[index];
+        return sum;
+    }
+
+    // Stores delta of the rows from `first` on to shared memory, by row. All consumers call it. The loads of several rows
+    // are in flight at a time.
+    __device__ __forceinline__ void put_from(int32 first, uint32 smem) const {
+        const int32 thread = threadIdx.x - kGroupThreads, lane = thread % 4;
+#pragma unroll 1
+        for (int32 row = first + thread / 4; row - thread / 4 < params_.seqlen_q; row += kRowsAtOnce * kConsumers / 4) {
+            float x[kRowsAtOnce];
+            const auto at = [&](int i) { return row + i * kConsumers / 4; };
+#pragma unroll
+            for (int i = 0; i < kRowsAtOnce; ++i) x[i] = part(at(i), lane, at(i) < params_.seqlen_q);
+#pragma unroll
+            for (int i = 0; i < kRowsAtOnce; ++i) {
+                x[i] = finished(x[i], at(i), at(i) < params_.seqlen_q);
+                if (lane == 0 && at(i) < params_.seqlen_q) store_shared(smem + 4 * at(i), x[i]);
+            }
+        }
+        barrier_arrive(kBarrier, kConsumers + 32);
+    }
+    // Waits until the consumers have called `put_from`.
+    __device__ __forceinline__ static void wait() { barrier_sync(kBarrier, kConsumers + 32); }
+
+  private:
+    const Record& params_;
+    const int32 batch_, head_;
+};
+
+}  // namespace fa2::sm90
