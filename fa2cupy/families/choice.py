@@ -446,7 +446,7 @@ def _methods(family: Family, problem: AttentionProblem, options: CallOptions) ->
 
 
 def _ways(family: Family, problem: AttentionProblem, options: CallOptions) -> list[tuple[str, tuple[str, ...]]]:
-    """The methods that come into question, each with its operations. With tiles or splits, they are those of METHODS."""
+    """The methods that come into question, each with its operations: without tiles and splits, also in one launch."""
     methods = _methods(family, problem, options)
     ways = [(method, METHODS[method]) for method in methods]
     if options.config is None and options.num_splits is None:

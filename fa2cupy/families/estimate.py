@@ -134,7 +134,7 @@ class Costs:
 
 def _of_widest(rows: Mapping[int, _Cost], problem: AttentionProblem) -> _Cost:
     """The row of the wider head_dim."""
-    widest = max(problem.head_dim, problem.columns_of("v"))
+    widest = max(problem.head_dim, problem.head_dim_v or 0)
     return rows[min((limit for limit in rows if widest <= limit), default=max(rows))]
 
 
@@ -223,12 +223,12 @@ def backward_time(
 def _time_of_both(costs: Costs, problem: AttentionProblem, device: DeviceInfo, tile: TileConfig) -> float:
     """The estimated time of a backward whose blocks of both passes run side by side, in microseconds."""
     sequences = _Sequences.of(problem)
-    heads = problem.num_heads * sequences.number
+    heads, columns = problem.num_heads * sequences.number, problem.mean_head_dim
     blocks: Counter[float] = Counter()
     sides = {"backward_dkdv": sequences.steps_of_keys(tile), "backward_dq": sequences.steps_of_queries(tile)}
     for operation, steps in sides.items():
         cost = costs.of_block(operation, problem)
-        step = _step(cost, tile, problem.mean_head_dim)
+        step = _step(cost, tile, columns)
         for count, number in steps.items():
             blocks[costs.both + cost.start + step * count] += number * heads
     return _makespan(blocks, device.multiprocessors * tile.blocks_per_sm, tile.blocks_per_sm)

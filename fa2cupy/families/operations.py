@@ -24,8 +24,8 @@ class Operation:
         Rows of `fa2cupy.problem.features.FEATURES` that change it. ``"cu_seqlens"`` marks kernels that support packed
         sequences.
     owns : str or None
-        The tiles that the blocks of a tiled operation own: ``"queries"``, ``"keys"``, or ``"pairs"`` for tiles of a
-        bias; None if the families differ.
+        The tiles that the blocks of a tiled operation own: ``"queries"``, ``"keys"``, ``"both"``, or ``"pairs"`` for
+        tiles of a bias; None if the families differ.
     num_warps : int or None
         Warps of a block; None for a tiled operation, whose tile says it.
     is_common : bool
@@ -89,7 +89,7 @@ OPERATIONS = _Operations(
         Operation("backward_dq", (*_OF_SCORES, *_OF_DBIAS), owns="queries"),
         Operation("backward_dkdv", _OF_SCORES, owns="keys"),
         # The last two in one launch, which computes delta, too.
-        Operation("backward_both", ("dlse",), has_config=False),
+        Operation("backward_both", ("dlse",), owns="both", has_config=False),
         # The gradient of a broadcast bias, where the others do not add it atomically.
         Operation("dbias", (*_OF_SCORES, "dbias", "full_dbias"), owns="pairs", has_config=False),
         # The tangents of the forward's results: with these results, and where they are given.

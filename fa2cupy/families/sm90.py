@@ -13,7 +13,7 @@ from ..problem.features import FEATURES, changes_of_scores, features_in_register
 from ..problem.strides import AnyStrides
 from .estimate import BlockCost, Costs
 from .family import Family, Kernel, TileRow
-from .operations import OF_DIRECTION
+from .operations import OF_DIRECTION, OPERATIONS
 from .records import LENGTHS, POINTER_RECORDS, SCALES, SCHEDULE, Record
 from .tile import TileConfig
 
@@ -38,6 +38,7 @@ _SHARED_BYTES = 227 * 1024  # the most that a block can have
 _LEAST_WARPS = 12  # of a multiprocessor: with fewer, threads would start with more registers than they have later
 _WIDE = 128  # for a larger head_dim, a warp group's registers hold only one of dK and dV
 _MOST_OF_BOTH = 1024  # rows of a head whose delta a block of both passes keeps
+_MOST_COLUMNS_OF_BOTH = 64  # wider heads have other tiles in each pass
 _MAX_STRIDE = 2**40  # bytes; a limit of tensor maps
 
 _INPUT_MAPS = "q:input_map k:input_map v:input_map"
@@ -258,7 +259,7 @@ class Sm90(Family):
             return f"softmax_scale={problem.softmax_scale} is not positive"
         head_dim = max(problem.head_dim, problem.head_dim_v or 0)
         if operation == "backward_both" and not _has_equal_sides(problem):
-            return f"backward_both has no features, and equal sides of up to {_MOST_OF_BOTH} rows"
+            return "backward_both is for plain and short self-attention"
         if operation == "dkdv_jvp" and head_dim > _WIDE:
             return f"registers do not hold the tangents of dk and dv of head_dim {head_dim}, only up to {_WIDE}"
         if 0 in problem.sizes_of("k" if self.owns(operation) == "keys" else "q"):
@@ -327,9 +328,9 @@ class Sm90(Family):
 def _has_equal_sides(problem: AttentionProblem) -> bool:
     """True if both passes of a backward fit in one launch: their tiles are as many, and nothing changes scores."""
     rows, columns = problem.seqlen_q, problem.head_dim_v or problem.head_dim
-    is_plain = set(problem.features) <= {"dlse"}
-    same = rows == problem.seqlen_k and problem.heads_per_group == 1 and columns == problem.head_dim
-    return is_plain and same and rows <= _MOST_OF_BOTH
+    is_plain = not problem.settings.dsink and set(problem.features).isdisjoint(OPERATIONS["backward_dq"].features)
+    same = rows == problem.seqlen_k and problem.num_heads == problem.num_heads_kv and columns == problem.head_dim
+    return is_plain and same and columns <= _MOST_COLUMNS_OF_BOTH and rows <= _MOST_OF_BOTH
 
 
 @functools.lru_cache(maxsize=None)

@@ -133,13 +133,16 @@ class StageLayout:
         return self.stage(operation, tile, blocks, maps, is_split=is_split, **values)
 
     def both(self, tile: TileConfig) -> Stage:
-        """The kernel whose first blocks own key tiles and whose last ones own as many query tiles, of the same heads."""
-        problem = self.problem
+        """The kernel whose first blocks own key tiles, and whose others own as many query tiles of the same heads."""
+        problem, operation = self.problem, "backward_both"
         num_tiles, heads = self.num_tiles("keys", tile.b_c), problem.num_heads
         values = {"num_tiles": num_tiles, "scheduled_heads": heads, "heads_per_section": problem.batch * heads}
-        maps = tuple(self._map(name, tile.b_r, tile.b_c) for name in param_layout("backward_both", self.family, problem.dtype).maps)
+        maps = [
+            self._map(name, tile.b_r, tile.b_c) for name in param_layout(operation, self.family, problem.dtype).maps
+        ]
         layout = StageLayout(problem, self.device, self.family, {**self.strides, "dout_rows": self.strides["dout"]})
-        stage = layout.stage("backward_both", tile, 2 * num_tiles * heads * problem.batch, maps, **values)
+        blocks = 2 * num_tiles * heads * problem.batch
+        stage = layout.stage(operation, tile, blocks, tuple(maps), is_split=False, **values)
         return replace(stage, renamed={"dout_rows": "dout", TILE_COUNTER: None})
 
     def dbias(self, tile: TileConfig, num_shared: int, num_splits: int, share_elements: int) -> Stage:

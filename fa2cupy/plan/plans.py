@@ -103,7 +103,7 @@ def plan_gradient_tangents(
     # Rows of no sequence are nobody's; nor are keys that a sparse map does not list.
     skips_keys = problem.settings.block_mask is not None and choice.family.clears_unlisted_keys
     cleared = results if problem.is_packed else ["dkt", "dvt"] if skips_keys else []
-    return _plan(stages, [*workspaces, *of_lists], [*cleared, *_cleared_dbias(problem)])
+    return _plan(stages, [*workspaces, *of_lists], [*cleared, *_cleared_gradients(problem)])
 
 
 def _with_given_results(
@@ -179,9 +179,7 @@ def plan_backward(
     tiled: list[Stage] = []
     workspaces: list[Workspace] = []
     added: list[Workspace] = []  # to which kernels add
-    cleared = _cleared_dbias(problem)
-    if settings.dscore_args:
-        cleared += [name for function in settings.functions for name, _ in gradient_arrays(function)]
+    cleared = _cleared_gradients(problem)
     for operation, tile in choice.tiles.items():
         num_splits = choice.num_splits.get(operation, 1)
         if operation == "backward_both":
@@ -267,13 +265,16 @@ def _with_dbias(
     return replace(plan, stages=(*plan.stages, *stages), workspaces=(*workspaces.values(),))
 
 
-def _cleared_dbias(problem: AttentionProblem) -> list[str]:
-    """The gradient of the bias, if it must be zero before kernels write it."""
+def _cleared_gradients(problem: AttentionProblem) -> list[str]:
+    """The gradients of features that must be zero before kernels write them."""
     settings = problem.settings
     # A full dbias is stored by the blocks that own its rows; rows and keys beyond a packed sequence are nobody's, nor
     # are tiles that a sparse map leaves out.
     is_partial = problem.is_packed or settings.block_mask is not None
-    return ["dbias"] if settings.dbias and (not settings.full_dbias or is_partial) else []
+    cleared = ["dbias"] if settings.dbias and (not settings.full_dbias or is_partial) else []
+    if settings.dscore_args:
+        cleared += [name for function in settings.functions for name, _ in gradient_arrays(function)]
+    return cleared
 
 
 def _with_parts(layout: StageLayout, tiled: Sequence[Stage], choice: Choice) -> tuple[list[Stage], list[Workspace]]:

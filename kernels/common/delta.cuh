@@ -44,6 +44,13 @@ struct RowProducts {
     }
 };
 
+// The sum of a row's products less dlse, at the row's place among statistics.
+template <class Spec, class Record, class Accum>
+__device__ __forceinline__ Accum without_dlse(const Record& params, Accum sum, int64 index) {
+    if constexpr (Spec::kDlse) return sum - params.dlse[index];
+    return sum;
+}
+
 template <class Spec, class Params = fa2::Params>
 struct Delta {
     using Products = RowProducts<Spec>;
@@ -63,7 +70,7 @@ struct Delta {
         Accum sum = Products::dot(o, dout, lane, valid);
         if (lane == 0 && valid) {
             const int64 index = first_statistic<Spec>(params, batch, head) + row;
-            if constexpr (Spec::kDlse) sum -= params.dlse[index];
+            sum = without_dlse<Spec>(params, sum, index);
             params.delta[index] = sum;
         }
         clear(params.dq_accum, params.dq_accum_bytes);
@@ -108,7 +115,7 @@ struct DeltaJvp {
         if (params.dot != nullptr) tangent += Products::dot(o, row_of(params.dot, params.dot_strides), lane, valid);
         if (lane == 0 && valid) {
             const int64 index = first_statistic<Spec>(params, batch, head) + row;
-            if constexpr (Spec::kDlse) sum -= params.dlse[index];
+            sum = without_dlse<Spec>(params, sum, index);
             if (params.dlset != nullptr) tangent -= params.dlset[index];
             params.delta[index] = sum;
             params.deltat[index] = tangent;

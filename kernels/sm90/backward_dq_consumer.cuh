@@ -212,8 +212,7 @@ class BackwardDqConsumer : common::HeadTerms<Spec>,
                                                     bool is_needed) const {
         if constexpr (kIsPass<Spec>) {
             const OwnDelta<Spec> deltas(params_, tile.batch(), tile.head());
-            const float delta = deltas.finished(deltas.part(row, lane_ % 4, is_needed), row, is_needed);
-            return is_needed ? -delta : 0.0f;
+            return -deltas.finished(deltas.part(row, lane_ % 4, is_needed), row, is_needed);
         } else {
             const int64 first = common::first_statistic<Spec>(params_, tile.batch(), tile.head());
             return is_needed ? -own.delta[first + row] : 0.0f;

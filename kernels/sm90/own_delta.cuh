@@ -11,14 +11,15 @@ template <class Spec>
 inline constexpr bool kIsPass = false;
 
 // Delta of the rows of a head. Four lanes share a row.
-template <class Spec, class Record = Params>
+template <class Spec>
 class OwnDelta {
     using Products = common::RowProducts<Spec, 4>;
-    static constexpr int kBarrier = 4;  // a named barrier of the consumers of dK and dV and the warp that prepares delta
+    static constexpr int kBarrier =
+        4;  // a named barrier of the consumers of dK and dV and the warp that prepares delta
     static constexpr int kConsumers = 2 * kGroupThreads, kRowsAtOnce = 4;
 
   public:
-    __device__ __forceinline__ OwnDelta(const Record& params, int32 batch, int32 head)
+    __device__ __forceinline__ OwnDelta(const Params& params, int32 batch, int32 head)
         : params_(params), batch_(batch), head_(head) {}
 
     // The part that lane `lane` of four has of a row's sum; 0 unless the row is needed.
@@ -32,9 +33,7 @@ class OwnDelta {
         float sum = common::row_sum<4>(part);
         const int64 index = common::first_statistic<Spec>(params_, batch_, head_) + row;
         if (params_.delta != nullptr && is_needed) sum = params_.delta[index];
-        if constexpr (Spec::kDlse)
-            if (is_needed) sum -= params_.dlse[index];
-        return sum;
+        return is_needed ? common::without_dlse<Spec>(params_, sum, index) : 0.0f;
     }
 
     // Stores delta of the rows from `first` on to shared memory, by row. All consumers call it. The loads of several rows
@@ -59,7 +58,7 @@ class OwnDelta {
     __device__ __forceinline__ static void wait() { barrier_sync(kBarrier, kConsumers + 32); }
 
   private:
-    const Record& params_;
+    const Params& params_;
     const int32 batch_, head_;
 };
 
