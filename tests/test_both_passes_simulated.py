@@ -7,42 +7,33 @@ import pytest
 
 pytest.importorskip("cupy")
 
-from support.fake_cupy import place
-from support.fake_gpu import backward
-from support.simulated_problems import draw
-from support.simulator import simulated_gpu
+from mutants import sm90_both
+from mutants.mutant import CATCHES
 from support.strided_arrays import gapped
-
-from fa2cupy import reference
-from fa2cupy.testing import Expectation
 
 pytestmark = pytest.mark.simulated
 
 
-@pytest.fixture
-def launched(monkeypatch):
-    with simulated_gpu(monkeypatch) as stages:
-        yield stages
+@pytest.mark.parametrize("call", sm90_both.CALLS)
+def test_both_passes(call):
+    """Checks ragged edges, lengths of one tile, delta with dlse and given by the caller, heads and layouts."""
+    sm90_both.results_of(call)
 
 
-def check(length: int, head_dim: int, *, heads=1, batch=1, dtype="float16", out=None, with_dlse=False, **options):
-    """Computes gradients from the reference's o and lse, and checks them against float64."""
-    q, k, v, do = draw(dtype, (length, length), head_dim, (heads, heads), batch=batch)
-    features = {"causal": options["causal"]} if "causal" in options else {}
-    o, lse = reference.forward(q, k, v, **features)
-    o, lse = place(o.astype(q.dtype)), place(lse.astype(np.float32))
-    dlse = place(np.random.default_rng(1).standard_normal(lse.shape, np.float32)) if with_dlse else None
-    expected = Expectation(q, k, v, do, dlse=dlse, **features)
-    if out is not None:
-        out = tuple(out(np.full_like(x, np.nan)) for x in (q, k, v))
-    gradients = backward(q, k, v, o, lse, do, dlse=dlse, out=out, **options)
-    expected.check(**dict(zip(("dq", "dk", "dv"), gradients, strict=True)))
-    return list(gradients)
+def test_results_are_strided():
+    """Checks that what lies between the rows of results is not written."""
+    sm90_both.results_of("causal", out=gapped)
 
 
-@pytest.mark.parametrize("causal", (False, True))
-@pytest.mark.parametrize(("length", "head_dim"), ((1, 8), (300, 64), (128, 40)))
-def test_both_passes(launched, length, head_dim, causal):
-    """Checks ragged edges, and lengths of one tile."""
-    check(length, head_dim, causal=causal, deterministic=True, out=gapped)
-    assert [stage.spec.operation for stage in launched] == ["backward_both"]
+def test_the_bits_are_the_same_in_any_order_of_warps():
+    first, second = (sm90_both.results_of("causal", seed=seed) for seed in (1, 2))
+    assert all(np.array_equal(x, y) for x, y in zip(first, second, strict=True))
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize(("call", "mutant"), sm90_both.MUTANTS, ids=lambda one: getattr(one, "name", one))
+def test_a_broken_kernel_is_caught(call, mutant):
+    sm90_both.check_unbroken(call)
+    exception, text = CATCHES[mutant.caught_by]
+    with pytest.raises(exception, match=text):
+        sm90_both.results_of(call, mutant)
