@@ -77,10 +77,6 @@ struct BackwardDkdv {
             BackwardProducer<Spec, Shape>(params, launch, memory).run();
         } else {
             allocate_registers<Shape::kConsumerRegisters>();
-            if constexpr (kIsPass<Spec>) {
-                const auto own = key_tile<Spec>(params);
-                OwnDelta<Spec>(params, own.batch, own.head).put_from(own.tiles.begin * Spec::kBr, memory.held());
-            }
             if (group == 1)
                 Consumer<0>(params, launch, memory).run();
             else

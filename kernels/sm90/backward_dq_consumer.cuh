@@ -190,7 +190,7 @@ class BackwardDqConsumer : common::HeadTerms<Spec>,
         const int32 row = first_row(tile);
         const auto& own = record_of<Spec>(params_, tile);
         const int64 first = common::first_statistic<Spec>(params_, tile.batch(), tile.head());
-        const float* lse = own.lse + first;
+        const float *lse = own.lse + first, *delta = own.delta + first;
         if constexpr (common::kHasHeadTerms<Spec>)
             static_cast<Terms&>(*this) = common::head_terms<Spec>(params_, tile.batch(), tile.head());
 #pragma unroll
@@ -199,24 +199,17 @@ class BackwardDqConsumer : common::HeadTerms<Spec>,
             const bool valid = at < own.seqlen_q;
             const float natural = valid ? lse[at] : -common::infinity<float>();
             minus_lse_[i] = natural == -common::infinity<float>() ? natural : -common::in_base2(natural);
-            minus_delta_[i] = minus_delta_of(own, tile, at, natural != -common::infinity<float>());
+            const bool is_needed = natural != -common::infinity<float>();
+            if constexpr (kIsPass<Spec>) {
+                const OwnDelta<Spec> deltas(params_, tile.batch(), tile.head());
+                minus_delta_[i] = -deltas.finished(deltas.part(at, lane_ % 4, is_needed), at, is_needed);
+            } else {
+                minus_delta_[i] = is_needed ? -delta[at] : 0.0f;
+            }
         }
         if constexpr (kChoosesBound)
             lse_is_large_ =
                 __any_sync(common::kFullWarp, max_of(fabsf(minus_lse_[0]), fabsf(minus_lse_[1])) > kLargestExactLse);
-    }
-
-    // -delta of a row of the lane's quad; 0 unless it is needed.
-    template <class Record>
-    __device__ __forceinline__ float minus_delta_of(const Record& own, const TileInSlot& tile, int32 row,
-                                                    bool is_needed) const {
-        if constexpr (kIsPass<Spec>) {
-            const OwnDelta<Spec> deltas(params_, tile.batch(), tile.head());
-            return -deltas.finished(deltas.part(row, lane_ % 4, is_needed), row, is_needed);
-        } else {
-            const int64 first = common::first_statistic<Spec>(params_, tile.batch(), tile.head());
-            return is_needed ? -own.delta[first + row] : 0.0f;
-        }
     }
 
     bool lse_is_large_;                    // in one of the warp's rows, which makes it bound P

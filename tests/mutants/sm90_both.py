@@ -70,8 +70,8 @@ MUTANTS = (
         Mutant(
             "both: delta of the first query tile is missing",
             OPERATION,
-            "put_from(own.tiles.begin * Spec::kBr,",
-            "put_from((own.tiles.begin + 1) * Spec::kBr,",
+            "put_from(own_.tiles.begin * kBr,",
+            "put_from((own_.tiles.begin + 1) * kBr,",
             "uninitialised",
         ),
     ),
