@@ -15,6 +15,7 @@ from ..families.choice import Choice, choices_with_copies, choose
 from ..families.device import DeviceInfo
 from ..families.family import Kernel
 from ..families.kept_bias import kept_biases
+from ..families.operations import IN_ONE_LAUNCH
 from ..families.registry import choose_family, family_of_kernel, supporting_families
 from ..families.tile import TileConfig
 from ..jit.spec import KernelSpec
@@ -108,6 +109,16 @@ def _choices(
         return
     choice = choose(call, problem, device, strides, options, is_launched=False)
     yield choice
+    if options.method in IN_ONE_LAUNCH and options.config is None and options.num_splits == 1:
+        of_any = choices_with_copies(  # a number of splits leaves out kernels that have none
+            call,
+            problem,
+            device,
+            lambda family: (family.padded(problem), strides),
+            options._replace(num_splits=None),
+            is_launched=False,
+        )
+        yield from (found for found in of_any if set(found.tiles) <= set(IN_ONE_LAUNCH[options.method]))
     if call == "forward":
         for kept in kept_biases(choice.family, problem, device, options):
             yield Choice(choice.family, {call: kept.tile}, kept_keys=kept.keys)

@@ -63,7 +63,7 @@ def check_unbroken(call: str) -> None:
 MUTANTS = (
     (
         "causal",
-        Mutant("both: delta is read before it is there", OPERATION, "OwnDelta<Spec>::wait();", ";", "uninitialised"),
+        Mutant("both: delta is read before it is there", OPERATION, "OwnDelta<Spec>::wait();", ";", "race"),
     ),
     (
         "causal",
