@@ -245,16 +245,26 @@ class FakeSharing:
     def launch_of(self, word, slices, record):
         return FakeLaunch(self, word, record)
 
-    def cuStreamWriteValue32(self, stream, address, value, flags):
+    def cuStreamBatchMemOp(self, stream, count, operations, flags):
+        assert (count, flags) == (len(operations), 0)
+        kinds = self._driver.CUstreamBatchMemOpType
+        for one in operations:
+            if one.operation == kinds.CU_STREAM_MEM_OP_WRITE_VALUE_32:
+                self._write(stream, int(one.writeValue.address), int(one.writeValue.value))
+            else:
+                assert one.operation == kinds.CU_STREAM_MEM_OP_WAIT_VALUE_32
+                assert one.waitValue.flags == 1  # until equal
+                self._wait(stream, int(one.waitValue.address), int(one.waitValue.value))
+        return (self.SUCCESS,)
+
+    def _write(self, stream, address, value):
         self.log.append(("write", stream))
         with self.changed:
             ctypes.c_uint32.from_address(address).value = value
             self.changed.notify_all()
-        return (self.SUCCESS,)
 
-    def cuStreamWaitValue32(self, stream, address, value, flags):
+    def _wait(self, stream, address, value):
         self.log.append(("wait", stream))
-        assert flags == 1  # until equal
         word = ctypes.c_uint32.from_address(address)
         with self.changed:
             self.waiting += 1
@@ -262,7 +272,6 @@ class FakeSharing:
                 self.never.append(stream)
             self.waiting -= 1
             self.changed.notify_all()
-        return (self.SUCCESS,)
 
     def is_idle(self, timeout):
         """Waits until no stream waits, like CUDA where memory is freed; returns False if that takes too long."""
