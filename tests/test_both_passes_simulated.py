@@ -37,3 +37,10 @@ def test_a_broken_kernel_is_caught(call, mutant):
     exception, text = CATCHES[mutant.caught_by]
     with pytest.raises(exception, match=text):
         sm90_both.results_of(call, mutant)
+
+
+@pytest.mark.parametrize("call", ("causal", "heads", "dlse", "delta"))
+def test_the_bits_are_those_of_two_launches(call):
+    """A call with `num_splits=1` has the same bits beside other sequences, which may change the number of launches."""
+    one, two = sm90_both.results_of(call), sm90_both.results_of(call, in_one=False)
+    assert all(np.array_equal(x.view("uint16"), y.view("uint16")) for x, y in zip(one, two, strict=True))

@@ -446,10 +446,10 @@ def _methods(family: Family, problem: AttentionProblem, options: CallOptions) ->
 
 
 def _ways(family: Family, problem: AttentionProblem, options: CallOptions) -> list[tuple[str, tuple[str, ...]]]:
-    """The methods that come into question, each with its operations: without tiles and splits, also in one launch."""
+    """The methods that come into question, each with its operations: without requested tiles, also in one launch."""
     methods = _methods(family, problem, options)
     ways = [(method, METHODS[method]) for method in methods]
-    if options.config is None and options.num_splits is None:
+    if options.config is None:
         both = [(method, IN_ONE_LAUNCH[method]) for method in methods if method in IN_ONE_LAUNCH]
         ways = [way for way in both if set(way[1]) <= set(family.operations)] + ways
     return ways

@@ -107,21 +107,13 @@ def _choices(
     if call == "backward" and problem.settings.sums_dbias:
         yield from _choices_of_dbias(problem, device, strides, options)
         return
-    choice = choose(call, problem, device, strides, options, is_launched=False)
-    yield choice
-    if options.method in IN_ONE_LAUNCH and options.config is None and options.num_splits == 1:
-        of_any = choices_with_copies(  # a number of splits leaves out kernels that have none
-            call,
-            problem,
-            device,
-            lambda family: (family.padded(problem), strides),
-            options._replace(num_splits=None),
-            is_launched=False,
-        )
-        yield from (found for found in of_any if set(found.tiles) <= set(IN_ONE_LAUNCH[options.method]))
+    found = choices_with_copies(
+        call, problem, device, lambda family: (family.padded(problem), strides), options, is_launched=False
+    )
+    yield from (choice for choice in found if choice is found[0] or options.method in IN_ONE_LAUNCH)
     if call == "forward":
-        for kept in kept_biases(choice.family, problem, device, options):
-            yield Choice(choice.family, {call: kept.tile}, kept_keys=kept.keys)
+        for kept in kept_biases(found[0].family, problem, device, options):
+            yield Choice(found[0].family, {call: kept.tile}, kept_keys=kept.keys)
 
 
 def _choices_of_dbias(

@@ -202,7 +202,7 @@ class BackwardDqConsumer : common::HeadTerms<Spec>,
             const bool is_needed = natural != -common::infinity<float>();
             if constexpr (kIsPass<Spec>) {
                 const OwnDelta<Spec> deltas(params_, tile.batch(), tile.head());
-                minus_delta_[i] = -deltas.finished(deltas.part(at, lane_ % 4, is_needed), at, is_needed);
+                minus_delta_[i] = -deltas.finished(deltas.parts(at, lane_ % 4, is_needed), at, is_needed);
             } else {
                 minus_delta_[i] = is_needed ? -delta[at] : 0.0f;
             }

@@ -10,27 +10,33 @@ namespace fa2::sm90 {
 template <class Spec>
 inline constexpr bool kIsPass = false;
 
-// Delta of the rows of a head. Four lanes share a row.
+// Delta of the rows of a head. Four lanes share a row; its chunks are added in the order of delta.cuh, for the same bits.
 template <class Spec>
 class OwnDelta {
-    using Products = common::RowProducts<Spec, 4>;
+    using Products = common::RowProducts<Spec, 8>;
     static constexpr int kBarrier =
         4;  // a named barrier of the consumers of dK and dV and the warp that prepares delta
     static constexpr int kConsumers = 2 * kGroupThreads, kRowsAtOnce = 4;
 
   public:
+    // What a lane has of the sums of a row's first four chunks and of the others.
+    struct Parts {
+        float low, high;
+    };
+
     __device__ __forceinline__ OwnDelta(const Params& params, int32 batch, int32 head)
         : params_(params), batch_(batch), head_(head) {}
 
-    // The part that lane `lane` of four has of a row's sum; 0 unless the row is needed.
-    __device__ __forceinline__ float part(int32 row, int32 lane, bool is_needed) const {
+    // The parts of lane `lane` of four; 0 unless the row is needed.
+    __device__ __forceinline__ Parts parts(int32 row, int32 lane, bool is_needed) const {
         const auto* o = params_.o + params_.o_strides.offset(batch_, is_needed ? row : 0, head_);
         const auto* dout = params_.dout_rows + params_.dout_rows_strides.offset(batch_, is_needed ? row : 0, head_);
-        return Products::part(o, dout, lane, is_needed && params_.delta == nullptr);
+        const bool is_summed = is_needed && params_.delta == nullptr;
+        return {Products::part(o, dout, lane, is_summed), Products::part(o, dout, lane + 4, is_summed)};
     }
     // Delta of a row, from the parts of its four lanes.
-    __device__ __forceinline__ float finished(float part, int32 row, bool is_needed) const {
-        float sum = common::row_sum<4>(part);
+    __device__ __forceinline__ float finished(const Parts& x, int32 row, bool is_needed) const {
+        float sum = common::row_sum<4>(x.low) + common::row_sum<4>(x.high);
         const int64 index = common::first_statistic<Spec>(params_, batch_, head_) + row;
         if (params_.delta != nullptr && is_needed) sum = params_.delta[index];
         return is_needed ? common::without_dlse<Spec>(params_, sum, index) : 0.0f;
@@ -42,14 +48,14 @@ class OwnDelta {
         const int32 thread = threadIdx.x - kGroupThreads, lane = thread % 4;
 #pragma unroll 1
         for (int32 row = first + thread / 4; row - thread / 4 < params_.seqlen_q; row += kRowsAtOnce * kConsumers / 4) {
-            float x[kRowsAtOnce];
+            Parts x[kRowsAtOnce];
             const auto at = [&](int i) { return row + i * kConsumers / 4; };
 #pragma unroll
-            for (int i = 0; i < kRowsAtOnce; ++i) x[i] = part(at(i), lane, at(i) < params_.seqlen_q);
+            for (int i = 0; i < kRowsAtOnce; ++i) x[i] = parts(at(i), lane, at(i) < params_.seqlen_q);
 #pragma unroll
             for (int i = 0; i < kRowsAtOnce; ++i) {
-                x[i] = finished(x[i], at(i), at(i) < params_.seqlen_q);
-                if (lane == 0 && at(i) < params_.seqlen_q) store_shared(smem + 4 * at(i), x[i]);
+                const float sum = finished(x[i], at(i), at(i) < params_.seqlen_q);
+                if (lane == 0 && at(i) < params_.seqlen_q) store_shared(smem + 4 * at(i), sum);
             }
         }
         barrier_arrive(kBarrier, kConsumers + 32);
