@@ -8,10 +8,11 @@ import fa2cupy
 from fa2cupy.families import choice
 from fa2cupy.families.device import DeviceInfo
 from fa2cupy.families.registry import family_of_kernel
-from fa2cupy.gpu import signatures
 from fa2cupy.testing import Expectation, make_inputs
 
 cp = pytest.importorskip("cupy")
+from fa2cupy.gpu import signatures
+
 pytestmark = pytest.mark.gpu
 
 RUNS = 20
