@@ -40,6 +40,7 @@ _EQUAL_BLOCKS_OF_SHORT_HEADS, _EQUAL_BLOCKS = 8, 2
 #: its share.
 _STEPS_BESIDE, _STEPS_OF_SHARE = 4, 6
 _MOST_WAVES = 8  # of such blocks, if they divide sequences
+_LAUNCHES_MORE = 2  # of a backward by several launches
 _ASSIGNED_SINGLY = 8  # up to so many blocks for each slot, the schedule is simulated block by block
 
 
@@ -79,6 +80,9 @@ class Costs:
         Merging the shares of a forward; elements of the tiles of q, for each share.
     call, call_rows : float
         Delta, and what every backward takes; elements of q.
+    launch : float
+        The start of a launch behind another one of the call, for methods that have several; it differs only from both
+        passes of ``two_pass`` in one launch.
     both : float
         Delta of the rows that a block reads, where both passes of ``two_pass`` run side by side.
     convert, convert_rows : float
@@ -107,6 +111,7 @@ class Costs:
     merge_rows: float = 0.0
     call: float = 0.0
     call_rows: float = 0.0
+    launch: float = 0.0
     both: float = 0.0
     convert: float
     convert_rows: float
@@ -198,7 +203,7 @@ def backward_time(
     keys = problem.batch * problem.seqlen_k * problem.num_heads_kv * problem.mean_head_dim / 1e6
     if "backward_both" in tiles:
         return _time_of_both(costs, problem, device, tiles["backward_both"])
-    time = costs.call + costs.call_rows * queries
+    time = costs.call + costs.call_rows * queries + _LAUNCHES_MORE * costs.launch
     for operation, tile in tiles.items():
         splits, blocks = num_splits.get(operation, 1), blocks_of_tile.get(operation, 1)
         cost = costs.of_block(operation, problem, blocks)

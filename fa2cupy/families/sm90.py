@@ -126,6 +126,7 @@ _COSTS = Costs(
     merge_rows=2.0,
     call=0.47,
     call_rows=0.0434,
+    launch=1.5,
     both=1.0,
     convert=0.935,
     convert_rows=5.31,

@@ -200,7 +200,7 @@ def plan_backward(
     if choice.family.multiplies_parts:
         tiled, of_parts = _with_parts(layout, tiled, choice)
         workspaces += of_parts
-        cleared.append(EXCEPTIONS)
+        added += [workspace for workspace in of_parts if workspace.name == EXCEPTIONS]
     stages: list[Stage] = []
     if with_delta:
         stages.append(_delta(layout, added))
@@ -292,7 +292,8 @@ def _with_parts(layout: StageLayout, tiled: Sequence[Stage], choice: Choice) -> 
         all_blocks += blocks
     # For each K/V head a mark, the largest elements of the columns of q and k, and a count of blocks.
     of_head = 1 + columns["q"] + columns["k"] + 1
-    workspaces.append(Workspace(EXCEPTIONS, problem.batch * problem.num_heads_kv * of_head * ITEMSIZE["float32"]))
+    exceptions = problem.batch * problem.num_heads_kv * of_head * ITEMSIZE["float32"]
+    workspaces.append(Workspace(EXCEPTIONS, -(-exceptions // 16) * 16))  # it is cleared by 16 bytes at a time
     if not any(stage.blocks for stage in tiled):
         all_blocks = 0  # nobody reads the parts
     operation = "split_gradients" if choice.method else "split_inputs"
@@ -324,9 +325,16 @@ def _statistics_bytes(problem: AttentionProblem) -> int:
 
 
 def _delta(layout: StageLayout, cleared: Sequence[Workspace] = ()) -> Stage:
-    """The stage that computes delta, and clears workspaces of the stages after it."""
-    sizes = {f"{workspace.name}_bytes": workspace.nbytes for workspace in (*_CLEARED_BY_DELTA, *cleared)}
-    return _of_rows(layout, "delta", **sizes)
+    """The stage that computes delta, and clears workspaces of the stages after it.
+
+    Exceptions take the place of shares, which families that have them do not make.
+    """
+    places = {EXCEPTIONS: SHARES}
+    sizes = {workspace.name: workspace.nbytes for workspace in _CLEARED_BY_DELTA}
+    sizes |= {places.get(workspace.name, workspace.name): workspace.nbytes for workspace in cleared}
+    stage = _of_rows(layout, "delta", **{f"{name}_bytes": nbytes for name, nbytes in sizes.items()})
+    names = {workspace.name for workspace in cleared}
+    return replace(stage, renamed={place: name for name, place in places.items() if name in names})
 
 
 def _of_rows(layout: StageLayout, operation: str, **values: int) -> Stage:

@@ -12,23 +12,19 @@
 
 namespace fa2::common {
 
-template <class Spec, int kLanes_ = 32 * Spec::kWarps / Spec::kBr>
+template <class Spec>
 struct RowProducts {
     using Element = typename Spec::Element;
     using Accum = typename ElementTraits<Element>::Accum;
     static constexpr int kVector = sizeof(Element) == 2 ? 8 : 1;
-    static constexpr int kLanes = kLanes_;
+    static constexpr int kLanes = 32 * Spec::kWarps / Spec::kBr;
     static constexpr int kSteps = ceil_div(Spec::kHeadDim / kVector, kLanes);
     static_assert(Spec::kHeadDim % kVector == 0 && kLanes <= 32);
 
+    using Load = Vector<Element, kVector>;
+
     // The dot product of two rows, for all lanes that share them.
     __device__ __forceinline__ static Accum dot(const Element* x, const Element* y, int32 lane, bool valid) {
-        return row_sum<kLanes>(part(x, y, lane, valid));
-    }
-
-    // A lane's part of the sum.
-    __device__ __forceinline__ static Accum part(const Element* x, const Element* y, int32 lane, bool valid) {
-        using Load = Vector<Element, kVector>;
         Accum sum = 0;
 #pragma unroll
         for (int step = 0; step < kSteps; ++step) {
@@ -36,10 +32,15 @@ struct RowProducts {
             if (column < Spec::kHeadDim && valid) {
                 const Load a = *reinterpret_cast<const Load*>(x + column);
                 const Load b = *reinterpret_cast<const Load*>(y + column);
-#pragma unroll
-                for (int e = 0; e < kVector; ++e) sum += to_accum(a.item[e]) * to_accum(b.item[e]);
+                sum = with_products(sum, a, b);
             }
         }
+        return row_sum<kLanes>(sum);
+    }
+    // The sum and the products of what a lane has loaded at once.
+    __device__ __forceinline__ static Accum with_products(Accum sum, const Load& a, const Load& b) {
+#pragma unroll
+        for (int e = 0; e < kVector; ++e) sum += to_accum(a.item[e]) * to_accum(b.item[e]);
         return sum;
     }
 };

@@ -13,30 +13,44 @@ inline constexpr bool kIsPass = false;
 // Delta of the rows of a head. Four lanes share a row; its chunks are added in the order of delta.cuh, for the same bits.
 template <class Spec>
 class OwnDelta {
-    using Products = common::RowProducts<Spec, 8>;
+    using Products = common::RowProducts<Spec>;
+    using Load = typename Products::Load;
     static constexpr int kBarrier =
         4;  // a named barrier of the consumers of dK and dV and the warp that prepares delta
     static constexpr int kConsumers = 2 * kGroupThreads, kRowsAtOnce = 4;
+    static constexpr int kChunks = Spec::kHeadDim > 32 ? 2 : 1;  // of a lane
+    static_assert(Spec::kHeadDim <= 64);
 
   public:
-    // What a lane has of the sums of a row's first four chunks and of the others.
-    struct Parts {
-        float low, high;
+    // What a lane has loaded of a row.
+    struct Row {
+        Load o[kChunks], dout[kChunks];
     };
 
     __device__ __forceinline__ OwnDelta(const Params& params, int32 batch, int32 head)
-        : params_(params), batch_(batch), head_(head) {}
+        : params_(params), batch_(batch), head_(head), lane_(threadIdx.x % 4) {}
 
-    // The parts of lane `lane` of four; 0 unless the row is needed.
-    __device__ __forceinline__ Parts parts(int32 row, int32 lane, bool is_needed) const {
-        const auto* o = params_.o + params_.o_strides.offset(batch_, is_needed ? row : 0, head_);
-        const auto* dout = params_.dout_rows + params_.dout_rows_strides.offset(batch_, is_needed ? row : 0, head_);
-        const bool is_summed = is_needed && params_.delta == nullptr;
-        return {Products::part(o, dout, lane, is_summed), Products::part(o, dout, lane + 4, is_summed)};
+    // Loads a row, or another one in the place of a row beyond the sequence: with a condition, loads would wait for each
+    // other.
+    __device__ __forceinline__ Row load(int32 row) const {
+        row = min_of(row, params_.seqlen_q - 1);
+        const auto* o = params_.o + params_.o_strides.offset(batch_, row, head_);
+        const auto* dout = params_.dout_rows + params_.dout_rows_strides.offset(batch_, row, head_);
+        Row x;
+#pragma unroll
+        for (int i = 0; i < kChunks; ++i) {
+            const int32 column = has(i) ? column_of(i) : 0;
+            x.o[i] = *reinterpret_cast<const Load*>(o + column);
+            x.dout[i] = *reinterpret_cast<const Load*>(dout + column);
+        }
+        return x;
     }
-    // Delta of a row, from the parts of its four lanes.
-    __device__ __forceinline__ float finished(const Parts& x, int32 row, bool is_needed) const {
-        float sum = common::row_sum<4>(x.low) + common::row_sum<4>(x.high);
+    // Delta of a row that the four lanes have loaded; 0 unless it is needed.
+    __device__ __forceinline__ float finished(const Row& x, int32 row, bool is_needed) const {
+        float sum = 0.0f;
+#pragma unroll
+        for (int i = 0; i < kChunks; ++i)
+            sum += common::row_sum<4>(has(i) ? Products::with_products(0.0f, x.o[i], x.dout[i]) : 0.0f);
         const int64 index = common::first_statistic<Spec>(params_, batch_, head_) + row;
         if (params_.delta != nullptr && is_needed) sum = params_.delta[index];
         return is_needed ? common::without_dlse<Spec>(params_, sum, index) : 0.0f;
@@ -45,17 +59,17 @@ class OwnDelta {
     // Stores delta of the rows from `first` on to shared memory, by row. All consumers call it. The loads of several rows
     // are in flight at a time.
     __device__ __forceinline__ void put_from(int32 first, uint32 smem) const {
-        const int32 thread = threadIdx.x - kGroupThreads, lane = thread % 4;
+        const int32 own = (threadIdx.x - kGroupThreads) / 4;
 #pragma unroll 1
-        for (int32 row = first + thread / 4; row - thread / 4 < params_.seqlen_q; row += kRowsAtOnce * kConsumers / 4) {
-            Parts x[kRowsAtOnce];
+        for (int32 row = first + own; row - own < params_.seqlen_q; row += kRowsAtOnce * kConsumers / 4) {
+            Row x[kRowsAtOnce];
             const auto at = [&](int i) { return row + i * kConsumers / 4; };
 #pragma unroll
-            for (int i = 0; i < kRowsAtOnce; ++i) x[i] = parts(at(i), lane, at(i) < params_.seqlen_q);
+            for (int i = 0; i < kRowsAtOnce; ++i) x[i] = load(at(i));
 #pragma unroll
             for (int i = 0; i < kRowsAtOnce; ++i) {
                 const float sum = finished(x[i], at(i), at(i) < params_.seqlen_q);
-                if (lane == 0 && at(i) < params_.seqlen_q) store_shared(smem + 4 * at(i), sum);
+                if (lane_ == 0 && at(i) < params_.seqlen_q) store_shared(smem + 4 * at(i), sum);
             }
         }
         barrier_arrive(kBarrier, kConsumers + 32);
@@ -64,8 +78,13 @@ class OwnDelta {
     __device__ __forceinline__ static void wait() { barrier_sync(kBarrier, kConsumers + 32); }
 
   private:
+    __device__ __forceinline__ int32 column_of(int i) const { return (lane_ + 4 * i) * 8; }
+    __device__ __forceinline__ bool has(int i) const {
+        return Spec::kHeadDim % 32 == 0 || column_of(i) < Spec::kHeadDim;
+    }
+
     const Params& params_;
-    const int32 batch_, head_;
+    const int32 batch_, head_, lane_;
 };
 
 }  // namespace fa2::sm90

@@ -82,7 +82,7 @@ MUTANTS = (
     ),
     (
         "plain",
-        Mutant("both: delta of a quarter", OPERATION, "sum = common::row_sum<4>(x.low) +", "sum = x.low +", "numbers"),
+        Mutant("both: delta of a quarter", OPERATION, "sum += common::row_sum<4>(has(i)", "sum += (has(i)", "numbers"),
     ),
     (
         "plain",
