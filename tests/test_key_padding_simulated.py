@@ -95,11 +95,12 @@ def test_other_features(monkeypatch, name, besides):
     check(monkeypatch, name, VIEWS["contiguous"](KEYS), **BESIDES[besides](CASES[name][0]))
 
 
-@pytest.mark.matrix
+@pytest.mark.sample(keys=(7,), method=("two_pass",))
 @pytest.mark.parametrize("keys", [1, 3, 7, 129])
-def test_few_keys(monkeypatch, keys):
+@pytest.mark.parametrize("method", METHODS)
+def test_few_keys(monkeypatch, method, keys):
     """Checks that nothing is read past the last key, whatever the tile."""
-    check(monkeypatch, "sm90", VIEWS["contiguous"](keys))
+    check(monkeypatch, "sm90", VIEWS["contiguous"](keys), (method,))
 
 
 def test_tiles_of_more_than_128_keys(monkeypatch):
