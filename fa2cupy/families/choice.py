@@ -237,7 +237,8 @@ def _choices_of(
             ):
                 tiles = {"forward": choose_tile("forward", family, problem, device), **tiles}
         except UnsupportedProblemError as error:
-            if method == methods[-1] and not choices and (method != "one_tile" or options.method):
+            is_only = options.method == method and not problem.settings.sums_dbias
+            if method == methods[-1] and not choices and (method != "one_tile" or is_only):
                 raise
             reasons.append(str(error))
             continue
@@ -305,7 +306,7 @@ def _ways_of_dbias(
     if call != "backward" or not problem.settings.dbias or problem.settings.full_dbias:
         return [None]
     has_one_tile = "one_tile" in family.default_methods and options.method != "two_pass"
-    is_exact = options.deterministic or options.method == "one_tile"
+    is_exact = options.deterministic or (options.method == "one_tile" and not problem.settings.dscore_args)
 
     def runs(one: Family) -> bool:
         return _why_not(one, ("dbias",), problem, strides, is_launched) is None
@@ -401,11 +402,11 @@ def _methods(family: Family, problem: AttentionProblem, options: CallOptions) ->
         methods = tuple(method for method in methods if method != "one_tile")
     settings = problem.settings
     if settings.dbias or settings.dscore_args:
-        one_tile = ["one_tile"] if "one_tile" in methods and settings.sums_dbias and not settings.dscore_args else []
-        methods = (*dict.fromkeys(map(family.method_with_dbias, methods)),)
-        # The sums of others are atomic.
-        is_exact = settings.sums_dbias and (options.deterministic or options.method == "one_tile")
-        methods = (*([] if is_exact else methods), *one_tile)
+        sums_in_blocks = "one_tile" in methods and settings.sums_dbias and not settings.dscore_args
+        with_atomics = dict.fromkeys(map(family.method_with_dbias, methods))
+        if settings.sums_dbias and (options.deterministic or (options.method == "one_tile" and sums_in_blocks)):
+            with_atomics = {}
+        methods = (*with_atomics, *["one_tile"] * sums_in_blocks)
     return methods
 
 

@@ -177,7 +177,6 @@ class Sm80(Family):
             TileRow(32, TileConfig(64, 128, 8, 1, 2)),
             TileRow(64, TileConfig(32, 128, 8, 1, 2)),
             TileRow(128, TileConfig(64, 128, 8)),
-            TileRow(128, TileConfig(32, 64, 4)),
             TileRow(256, TileConfig(64, 64, 8)),
             TileRow(256, TileConfig(32, 64, 8)),
             TileRow(256, TileConfig(16, 32, 4)),
@@ -185,6 +184,9 @@ class Sm80(Family):
         "backward_one_tile_dbias": (
             TileRow(32, TileConfig(64, 64, 4, 1, 4)),
             TileRow(64, TileConfig(64, 64, 8, 1, 2)),
+            TileRow(256, TileConfig(64, 64, 8)),
+            TileRow(256, TileConfig(32, 64, 8)),
+            TileRow(256, TileConfig(16, 32, 4)),
         ),
         # They have not been swept. Several blocks on a multiprocessor hide each other's latencies.
         "dbias": (

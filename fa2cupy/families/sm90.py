@@ -102,6 +102,8 @@ _MAPPED = {
     operation: tuple(pointer.partition(":")[0] for pointer in record.pointers.split() if pointer.endswith("_map"))
     for operation, record in _RECORDS.items()
 }
+# These have none, but are compared with others of the family, which must take the arrays, too.
+_MAPPED |= dict.fromkeys(ONE_TILE, _MAPPED["backward"])
 
 #: Fitted to the times of scripts/methods.py on an H100 80GB HBM3, 2026-11-23, and an H200, 2026-11-27.
 _COSTS = Costs(
@@ -207,7 +209,21 @@ class Sm90(Family):
             TileRow(192, TileConfig(96, 64, 12, 2), _H100),
             TileRow(256, TileConfig(64, 64, 12, 2), _H100),
         ),
-        **{operation: SM80.tiles[operation] for operation in ONE_TILE},
+        # Kernels of sm80, without the tiles for GPUs with less shared memory.
+        "backward_one_tile": (
+            TileRow(32, TileConfig(64, 64, 4, 1, 4)),
+            TileRow(64, TileConfig(64, 64, 4, 1, 3)),
+            TileRow(128, TileConfig(64, 64, 8, 1, 2)),
+            TileRow(256, TileConfig(64, 64, 8)),
+            TileRow(32, TileConfig(64, 128, 8, 1, 2)),
+            TileRow(64, TileConfig(32, 128, 8, 1, 2)),
+            TileRow(128, TileConfig(64, 128, 8)),
+        ),
+        "backward_one_tile_dbias": (
+            TileRow(32, TileConfig(64, 64, 4, 1, 4)),
+            TileRow(64, TileConfig(64, 64, 8, 1, 2)),
+            TileRow(256, TileConfig(64, 64, 8)),
+        ),
         "dbias": (
             TileRow(64, TileConfig(64, 64, 8, 3, 2), least_saving=1.2),
             TileRow(64, TileConfig(128, 64, 12, 3), features=_BESIDE_BIAS),
