@@ -155,31 +155,23 @@ struct BackwardDkdv {
             load_key_tile();
             loop<kProbability>();
         } else {
-            int32 rest = blockIdx.x;
-            const int32 share = common::Shared::take(rest, 1, params.num_splits).begin;
-            const auto heads = common::Shared::take(rest, params.dbias_strides.inside().head, params.num_heads);
-            const auto first = static_cast<int32>(params.owned_strides.offset(rest, 0, 0, 0));
-            const auto own = common::steps_of_share(params.shared_sequences, params.num_splits, share);
+            const common::HeadOwner<Spec, Params> owner(params);
             if constexpr (!kProbability) clear_dbias();
             block_barrier();
-            for (int32 sharer = own.begin; sharer < own.end; ++sharer) {
-                const int32 batch = first + static_cast<int32>(params.shared_strides.offset(sharer, 0, 0, 0));
-                for (int32 head = heads.begin; head < heads.end; ++head) {
-                    BackwardDkdv one{params,
-                                     smem,
-                                     {0, head, batch},
-                                     tiles,
-                                     computed_anew(thread),
-                                     computed_anew(lane),
-                                     computed_anew(warp),
-                                     computed_anew(pair)};
-                    one.load_key_tile();
-                    one.template loop<kProbability>();
-                    block_barrier();  // no warp reads its results in shared memory any more
-                }
-            }
-            store_dbias(params.shares + share * params.share_elements +
-                        params.dbias_strides.offset(first, heads.begin, 0, 0));
+            owner.visit([&](int32 batch, int32 head) {
+                BackwardDkdv one{params,
+                                 smem,
+                                 {0, head, batch},
+                                 tiles,
+                                 computed_anew(thread),
+                                 computed_anew(lane),
+                                 computed_anew(warp),
+                                 computed_anew(pair)};
+                one.load_key_tile();
+                one.template loop<kProbability>();
+                block_barrier();  // no warp reads its results in shared memory any more
+            });
+            store_dbias(owner);
         }
     }
 
@@ -203,15 +195,13 @@ struct BackwardDkdv {
                          __float_as_uint(sum[3]));
         }
     }
-    // Stores the sums of the block, behind a barrier, to an array of the bias's shape.
-    __device__ void store_dbias(float* dbias) const {
-        const auto& strides = params.dbias_strides.inside();
+    // Stores the sums of the block, behind a barrier.
+    __device__ void store_dbias(const common::HeadOwner<Spec, Params>& owner) const {
         for (int32 i = thread; i < kBr * kBc; i += kThreads) {
             const int32 query = i / kBc, key = i % kBc;
-            const int32 owner = key % 8 * 4 + query % 8 / 2, element = key / 8 % 2 * 2 + query % 2;
-            const int32 index = ((key / 16 * (kBr / 8) + query / 8) * 32 + owner) * 4 + element;
-            if (query < params.seqlen_q && key < params.seqlen_k)
-                dbias[query * strides.row + key * strides.column] = load_shared<float>(smem + kDbias + index * 4);
+            const int32 lane = key % 8 * 4 + query % 8 / 2, element = key / 8 % 2 * 2 + query % 2;
+            const int32 index = ((key / 16 * (kBr / 8) + query / 8) * 32 + lane) * 4 + element;
+            owner.store(query, key, load_shared<float>(smem + kDbias + index * 4));
         }
     }
 

@@ -312,7 +312,7 @@ MUTANTS = (
     Mutant(
         "the next sequence that shares a bias over the results of the one before",
         "backward_one_tile_dbias",
-        "one.template loop<kProbability>();\n                    block_barrier();",
+        "one.template loop<kProbability>();\n                block_barrier();",
         "one.template loop<kProbability>();",
         "race",
         SHARED_BIAS,
