@@ -240,7 +240,8 @@ forward(q, k, v, config=(64, 64))
 forward(q, k, v, config=(64, 64, 4))
     config: expected a TileConfig or a dict of them by operation, got tuple; write fa2cupy.TileConfig(64, 64, 4)
 forward(q, k, v, config={"fwd": TileConfig(64, 64, 4)})
-    config: ['fwd'] are no operations; those are ['forward', 'backward', 'backward_dq', 'backward_dkdv']
+    config: ['fwd'] are no operations; those are ['forward', 'backward', 'backward_dq', 'backward_dkdv',
+    'backward_one_tile']
 forward(q, k, v, config={"backward": 64})
     config['backward']: expected a TileConfig, got int
 forward(q, k, v, family="hopper")
@@ -530,7 +531,7 @@ backward(q, k, v, o, lse.transpose(0, 2, 1), do)
 backward(q, k, v, o, lse, do, method="single_pass", deterministic=True)
     method: 'single_pass' adds atomically on GPUs, so that it cannot be deterministic; use 'two_pass' or None
 backward(q, k, v, o, lse, do, method="single")
-    method: expected None, 'single_pass' or 'two_pass', got 'single'
+    method: expected None, 'single_pass', 'two_pass' or 'one_tile', got 'single'
 backward(q, k, v, o, lse, do, deterministic=1)
     deterministic: expected a bool, got int; write deterministic=True
 backward(q, k, v, o, lse, do, return_dbias=True)
@@ -757,15 +758,19 @@ TileConfig(0, 128, 4)
 
 # legal_configs and precompile
 legal_configs("fwd")
-    operation: expected one of ['forward', 'backward', 'backward_dq', 'backward_dkdv'], got 'fwd'; 'fwd' is 'forward'
+    operation: expected one of ['forward', 'backward', 'backward_dq', 'backward_dkdv',
+    'backward_one_tile'], got 'fwd'; 'fwd' is 'forward'
 legal_configs("two_pass")
-    operation: expected one of ['forward', 'backward', 'backward_dq', 'backward_dkdv'], got 'two_pass'; 'two_pass' is
+    operation: expected one of ['forward', 'backward', 'backward_dq', 'backward_dkdv',
+    'backward_one_tile'], got 'two_pass'; 'two_pass' is
     'backward_dq' and 'backward_dkdv'
 legal_configs("decode")
-    operation: expected one of ['forward', 'backward', 'backward_dq', 'backward_dkdv'], got 'decode'; its tiles are no
+    operation: expected one of ['forward', 'backward', 'backward_dq', 'backward_dkdv',
+    'backward_one_tile'], got 'decode'; its tiles are no
     choice, and fa2cupy.precompile returns what the compiler makes of them
 legal_configs("backward_jvp")
-    operation: expected one of ['forward', 'backward', 'backward_dq', 'backward_dkdv'], got 'backward_jvp'; its tiles
+    operation: expected one of ['forward', 'backward', 'backward_dq', 'backward_dkdv',
+    'backward_one_tile'], got 'backward_jvp'; its tiles
     are no choice, and fa2cupy.precompile returns what the compiler makes of them
 legal_configs("forward", arch="sm90")
     arch: 'sm90' is not known; ... ; did you mean 'sm_90'?
@@ -806,7 +811,7 @@ precompile("sm_90", head_dims="64")
 precompile("sm_90", causal="both")
     causal: expected a bool, got str
 precompile("sm_90", methods="fast")
-    methods: expected 'single_pass' or 'two_pass', got 'fast'
+    methods: expected 'single_pass', 'two_pass' or 'one_tile', got 'fast'
 precompile("sm_90", features="windows")
     features: expected window, softcap, alibi_slopes, bias, mask, key_padding_mask, block_mask, sink, dropout_p,
     cu_seqlens, dlse, return_dbias, return_dsink, bias_tangent or sink_tangent, got 'windows'; did you mean 'window'?

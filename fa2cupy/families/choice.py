@@ -7,9 +7,10 @@ from dataclasses import dataclass, field, replace
 
 from ..errors import UnsupportedProblemError
 from ..problem.attention import AttentionProblem
+from ..problem.features import FEATURES
 from ..problem.options import MAX_SPLITS, CallOptions, requested_method
-from ..problem.strides import AnyStrides
-from .dbias import DbiasOwner, time_of_dbias, ways_of_dbias
+from ..problem.strides import AnyStrides, atomics_of
+from .dbias import DbiasOwner, splits_of_owner, time_of_dbias, ways_of_dbias
 from .device import ARCHITECTURES, DeviceInfo
 from .estimate import Costs, backward_time, forward_splits, split_candidates
 from .family import Family, Kernel
@@ -17,12 +18,14 @@ from .kept_bias import kept_bias
 from .operations import METHODS, OPERATIONS, SEVERAL
 from .registry import FAMILIES, supporting_families
 from .simt import SIMT
-from .tile import TileConfig
+from .tile import TileConfig, has_tile_of
 from .tile_choice import choose_tile, decode_tile, default_tile, why_not_map
 
 __all__ = ["Choice", "check_on_any_gpu", "choices_with_copies", "choose", "choose_with_copies"]
 
 _DEFAULTS = CallOptions()
+#: The kernel of ``one_tile`` for calls that return dbias of a broadcast bias.
+_WITH_DBIAS = "backward_one_tile_dbias"
 
 #: Gives the problem and the strides that kernels of a family get.
 _Taken = Callable[[Family], tuple[AttentionProblem, Mapping[str, AnyStrides]]]
@@ -59,6 +62,11 @@ class Choice:
     fallback: Choice | None = None
     kept_keys: int = 0
     dbias: DbiasOwner | None = None
+
+    @property
+    def owns_dbias(self) -> bool:
+        """True if blocks own tiles of a broadcast bias, so that dbias is not summed in its place by atomics."""
+        return self.dbias is not None or _WITH_DBIAS in self.tiles
 
 
 def choose(
@@ -203,6 +211,8 @@ def _choices_of(
     methods = _methods(family, problem, options) if call == "backward" else (None,)
     for method in methods:
         names = METHODS[method] if method else SEVERAL.get(call, (call,))
+        if method == "one_tile" and problem.settings.sums_dbias:
+            names = (_WITH_DBIAS,)
         operations = [operation for operation in names if OPERATIONS[operation].is_tiled]
         reason = (
             _why_not(family, operations, problem, strides, is_launched)
@@ -218,18 +228,26 @@ def _choices_of(
             choices.append(Choice(family, {call: kept.tile}, kept_keys=kept.keys))
             continue
         try:
-            tiles = {name: choose_tile(name, family, problem, device, options.config) for name in operations}
+            tiles = {
+                name: choose_tile(name, family, problem, device, options.config if row.has_config else None)
+                for name, row in ((name, OPERATIONS[name]) for name in operations)
+            }
             if call in ("backward", *SEVERAL) and _needs_own_lse(
                 family, problem, device, strides, options, is_launched
             ):
                 tiles = {"forward": choose_tile("forward", family, problem, device), **tiles}
         except UnsupportedProblemError as error:
-            if method == methods[-1] and not choices:
+            is_only = options.method == method and not problem.settings.sums_dbias
+            if method == methods[-1] and not choices and (method != "one_tile" or is_only):
                 raise
             reasons.append(str(error))
             continue
         if problem.settings.block_mask is not None:
             tiles = _of_one_list(family, tiles)
+        if _WITH_DBIAS in tiles:
+            num_splits = splits_of_owner(problem, device, strides, tiles[_WITH_DBIAS])
+            choices.append(Choice(family, tiles, method, {_WITH_DBIAS: num_splits}))
+            continue
         fallback = _fallback(call, family, problem, device)
         choices += _splits(Choice(family, tiles, method, fallback=fallback), problem, device, options)
     return choices, reasons
@@ -287,11 +305,14 @@ def _ways_of_dbias(
     """The kernels beside the tiled ones that may compute the gradient of a broadcast bias; None if it needs none."""
     if call != "backward" or not problem.settings.dbias or problem.settings.full_dbias:
         return [None]
+    has_one_tile = "one_tile" in family.default_methods and options.method != "two_pass"
+    is_exact = options.deterministic or (options.method == "one_tile" and not problem.settings.dscore_args)
 
     def runs(one: Family) -> bool:
         return _why_not(one, ("dbias",), problem, strides, is_launched) is None
 
-    return ways_of_dbias(family, problem, device, strides, runs, deterministic=options.deterministic)
+    ways = ways_of_dbias(family, problem, device, strides, runs, deterministic=is_exact)
+    return [*ways, *[None] * (is_exact and has_one_tile)]
 
 
 def _needs_own_lse(
@@ -337,7 +358,7 @@ def _by_time(
 
     def time(choice: Choice) -> float:
         tiled = backward_time(costs, problem, device, choice.tiles, choice.num_splits, blocks)
-        if "dbias" not in strides or problem.settings.full_dbias:
+        if "dbias" not in strides or problem.settings.full_dbias or _WITH_DBIAS in choice.tiles:
             return tiled
         return tiled + time_of_dbias(family, choice.dbias, problem, device, strides)
 
@@ -375,9 +396,43 @@ def _methods(family: Family, problem: AttentionProblem, options: CallOptions) ->
     """The methods that come into question."""
     requested = requested_method(options.method, options.deterministic)
     methods = (requested,) if requested else family.methods_of(problem)
-    if problem.settings.dbias or problem.settings.dscore_args:
-        methods = tuple(dict.fromkeys(map(family.method_with_dbias, methods)))
+    if options.deterministic and options.method is None and "one_tile" in family.default_methods:
+        methods = (*methods, "one_tile")
+    if options.method is None and options.config is not None and not has_tile_of("one_tile", options.config):
+        methods = tuple(method for method in methods if method != "one_tile")
+    settings = problem.settings
+    if settings.dbias or settings.dscore_args:
+        sums_in_blocks = "one_tile" in methods and settings.sums_dbias and not settings.dscore_args
+        with_atomics = dict.fromkeys(map(family.method_with_dbias, methods))
+        if settings.sums_dbias and (options.deterministic or (options.method == "one_tile" and sums_in_blocks)):
+            with_atomics = {}
+        methods = (*with_atomics, *["one_tile"] * sums_in_blocks)
     return methods
+
+
+def _why_not_held(
+    family: Family, operation: str, problem: AttentionProblem, strides: Mapping[str, AnyStrides]
+) -> str | None:
+    """The reason why no key tile of a kernel has all keys of a sequence, if it must; None if one has."""
+    row = OPERATIONS[operation]
+    if not row.holds_keys:
+        return None
+    others = [name for name in OPERATIONS["forward"].features if name in problem.features and FEATURES[name].acts_on]
+    lacking = [name for name in others if name not in row.features]
+    if lacking:
+        return f"a block does not have all keys with {', '.join(lacking)}"
+    tiles = [one.tile for one in family.tiles[operation]]
+    most = max(tile.b_c for tile in tiles)
+    if problem.seqlen_k > most:
+        return f"its {problem.seqlen_k} keys are more than the {most} of a tile"
+    if row.owns == "keys":
+        return None
+    if "dbias" not in strides or not atomics_of(strides["dbias"], problem.score_shape):
+        return "the bias does not have an element for each query and key"
+    if problem.heads_per_group > 1:
+        return "several query heads share keys"
+    most = max(tile.b_r for tile in tiles)
+    return f"its {problem.seqlen_q} queries are more than the {most} of a tile" if problem.seqlen_q > most else None
 
 
 def _why_not(
@@ -395,7 +450,11 @@ def _why_not(
     for operation in operations:
         if operation not in family.operations:
             return f"has no kernel of {operation}"
-        reason = family.why_not_columns(*columns) or family.why_not(operation, problem, strides)
+        reason = (
+            family.why_not_columns(*columns)
+            or _why_not_held(family, operation, problem, strides)
+            or family.why_not(operation, problem, strides)
+        )
         if reason:
             return f"for this problem: {reason}"
     return None

@@ -16,7 +16,7 @@ from .registry import FAMILIES
 from .tile import TileConfig
 from .tile_choice import choose_tile, why_not_map
 
-__all__ = ["DbiasOwner", "tiles_of_bias", "time_of_dbias", "ways_of_dbias"]
+__all__ = ["DbiasOwner", "splits_of_owner", "tiles_of_bias", "time_of_dbias", "ways_of_dbias"]
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ def _owner(
     owner, tile = next(_owners(family, problem, device, runs))
     splits = 1
     if "dbias" in strides and 0 not in problem.score_shape:
-        splits = owner_splits(_work(problem, device, strides, tile))
+        splits = splits_of_owner(problem, device, strides, tile)
     lse_tile = choose_tile("forward", owner, problem, device) if family.multiplies_parts else None
     return DbiasOwner(owner, tile, splits, lse_tile)
 
@@ -111,6 +111,13 @@ def _work(
     return OwnedTiles(device.multiprocessors * tile.blocks_per_sm, tiles, shared, steps // (tiles * shared))
 
 
+def splits_of_owner(
+    problem: AttentionProblem, device: DeviceInfo, strides: Mapping[str, AnyStrides], tile: TileConfig
+) -> int:
+    """The number of blocks that share the sequences of a tile."""
+    return owner_splits(_work(problem, device, strides, tile))
+
+
 def tiles_of_bias(problem: AttentionProblem, strides: Mapping[str, AnyStrides], tile: TileConfig) -> int:
     """The tiles of a bias that blocks own, by the strides of dbias."""
     of_bias = strides["dbias"]
@@ -133,7 +140,7 @@ def time_of_dbias(
         added = costs.add_dbias if has_aligned_rows(strides["dbias"]) else costs.add_dbias_singly
         return added * atomics_of(strides["dbias"], problem.score_shape) / 1e6
     of_owner = owner.family.costs
-    if of_owner is None or not of_owner.dbias:
-        return 0.0  # it is not compared with atomics
+    if of_owner is None:
+        return 0.0  # there is no other way
     steps = _work(problem, device, strides, owner.tile).time(owner.num_splits)
     return steps * of_owner.step_of_owner(problem, owner.tile)

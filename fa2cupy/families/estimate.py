@@ -18,6 +18,7 @@ from typing import NamedTuple, TypeVar
 from ..problem.attention import AttentionProblem
 from ..problem.dtypes import ITEMSIZE
 from .device import DeviceInfo
+from .operations import OPERATIONS
 from .tile import TileConfig
 
 __all__ = [
@@ -124,8 +125,9 @@ class Costs:
         return _of_widest(self.blocks[operation], problem)
 
     def step_of_owner(self, problem: AttentionProblem, tile: TileConfig) -> float:
-        """The time of a step of a block that owns a tile of a bias."""
-        products = BlockCost(_of_widest(self.dbias, problem), 0.0)
+        """The time of a step of a block that owns a tile of a bias; without own constants, that of ``backward_dq``."""
+        rows = self.dbias or {limit: cost.step for limit, cost in self.blocks["backward_dq"].items()}
+        products = BlockCost(_of_widest(rows, problem), 0.0)
         return self.dbias_step + _step(products, tile, problem.mean_head_dim)
 
 
@@ -195,7 +197,9 @@ def backward_time(
     keys = problem.batch * problem.seqlen_k * problem.num_heads_kv * problem.mean_head_dim / 1e6
     time = costs.call + costs.call_rows * queries
     for operation, tile in tiles.items():
-        splits, blocks = num_splits.get(operation, 1), blocks_of_tile.get(operation, 1)
+        # Blocks that own tiles of a bias do all of the work on the heads that share them, one after the other.
+        splits = 1 if OPERATIONS[operation].owns == "pairs" else num_splits.get(operation, 1)
+        blocks = blocks_of_tile.get(operation, 1)
         cost = costs.of_block(operation, problem, blocks)
         step = _step(cost, tile, problem.mean_head_dim) / blocks
         if operation == "backward":

@@ -13,7 +13,7 @@ from ..problem.features import FEATURES
 from ..problem.strides import AnyStrides
 from .device import DeviceInfo
 from .estimate import Costs
-from .operations import METHODS, OF_DIRECTION, OPERATIONS, SEVERAL, TILED
+from .operations import METHODS, OF_DIRECTION, OPERATIONS, SEVERAL
 from .records import Record
 from .tile import TileConfig
 
@@ -151,7 +151,7 @@ class Family(ABC):
     """
 
     name: str
-    operations: tuple[str, ...] = TILED
+    operations: tuple[str, ...] = ("forward", *METHODS["single_pass"], *METHODS["two_pass"])
     dtypes: tuple[str, ...]
     min_compute_capability: int
     max_compute_capability: int = ANY_NEWER

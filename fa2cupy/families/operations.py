@@ -16,7 +16,7 @@ from ..problem.block_mask import (
 from ..problem.features import FEATURES
 from .records import COLUMN_RISES, COPIED, PARTS, ROW_RISES, SHARERS, SHARES, SUMMED, Record
 
-__all__ = ["METHODS", "OF_DIRECTION", "OPERATIONS", "SEVERAL", "TILED", "Operation"]
+__all__ = ["METHODS", "OF_DIRECTION", "ONE_TILE", "OPERATIONS", "SEVERAL", "TILED", "Operation"]
 
 
 @dataclass(frozen=True)
@@ -43,6 +43,8 @@ class Operation:
         True if callers can choose the tile of a tiled operation.
     is_second_order : bool
         True if its kernels may need second derivatives of score functions.
+    holds_keys : bool
+        True if the key tile of a block has all keys of a sequence.
     """
 
     name: str
@@ -53,6 +55,7 @@ class Operation:
     record: Record | None = None
     has_config: bool = True
     is_second_order: bool = False
+    holds_keys: bool = False
 
     @cached_property
     def is_tiled(self) -> bool:
@@ -62,6 +65,9 @@ class Operation:
 
 #: The features of all kernels that compute scores.
 _OF_SCORES = tuple(name for name, feature in FEATURES.items() if feature.acts_on is not None)
+#: Those that choose no tiles, and those of them that leave no derivative to be multiplied.
+_OF_ONE_TILE = tuple(name for name in _OF_SCORES if FEATURES[name].acts_on != "tiles")
+_WITH_SUMS = tuple(name for name in _OF_ONE_TILE if not FEATURES[name].has_derivative)
 _OF_DECODE = tuple(name for name, feature in FEATURES.items() if feature.in_decode)
 #: Those of kernels that write the gradients of the bias and of the arrays of `score_mod`.
 _OF_DBIAS = ("dbias", "full_dbias", "dscore_args")
@@ -97,6 +103,20 @@ OPERATIONS = _Operations(
         Operation("backward", (*_OF_SCORES, *_OF_DBIAS)),
         Operation("backward_dq", (*_OF_SCORES, *_OF_DBIAS), owns="queries"),
         Operation("backward_dkdv", _OF_SCORES, owns="keys"),
+        Operation(
+            "backward_one_tile",
+            (*_OF_ONE_TILE, "dlse"),
+            owns="keys",
+            holds_keys=True,
+        ),
+        # The same with the gradient of a bias that sequences share. Blocks own tiles of the bias.
+        Operation(
+            "backward_one_tile_dbias",
+            (*_WITH_SUMS, "dlse", "dbias"),
+            owns="pairs",
+            has_config=False,
+            holds_keys=True,
+        ),
         # The gradient of a broadcast bias, where the others do not add it atomically.
         Operation("dbias", (*_OF_SCORES, "dbias", "full_dbias"), owns="pairs", has_config=False),
         # The tangents of the forward's results: with these results, and where they are given.
@@ -345,7 +365,13 @@ OPERATIONS = _Operations(
 TILED = tuple(name for name, operation in OPERATIONS.items() if operation.is_tiled and operation.has_config)
 
 #: The tiled operations of each method of the backward.
-METHODS = {"single_pass": ("backward",), "two_pass": ("backward_dq", "backward_dkdv")}
+METHODS = {
+    "single_pass": ("backward",),
+    "two_pass": ("backward_dq", "backward_dkdv"),
+    "one_tile": ("backward_one_tile",),
+}
+#: The kernels of ``one_tile``, without and with dbias of a broadcast bias.
+ONE_TILE = (*METHODS["one_tile"], "backward_one_tile_dbias")
 #: The tiled operations of the calls that are given lse and have no methods.
 SEVERAL = {
     "output_jvp": ("output_jvp",),

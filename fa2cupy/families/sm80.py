@@ -9,20 +9,24 @@ from ..problem.attention import MAX_HEAD_DIM, AttentionProblem
 from ..problem.strides import AnyStrides
 from .estimate import BlockCost, Costs
 from .family import Family, Kernel, TileRow, register_shortage, why_no_decode
+from .operations import ONE_TILE
 from .records import POINTER_RECORDS, Record
 from .tile import TileConfig
 
-__all__ = ["SM80", "Sm80"]
+__all__ = ["ONE_TILE_COSTS", "SM80", "Sm80"]
 
 _H100, _H200 = "NVIDIA H100 80GB HBM3, 2026-11-21", "NVIDIA H200, 2026-11-24"
 _H200_LATER = "NVIDIA H200, 2026-11-28"
 _H100_LATER, _H100_LAST = "NVIDIA H100 80GB HBM3, 2026-11-25", "NVIDIA H100 80GB HBM3, 2026-11-27"
+#: What blocks cost that have all keys of a sequence, also in sm90.
+ONE_TILE_COSTS = {64: BlockCost(3.5, 3.5), 128: BlockCost(3.3, 5.0)}
 #: Fitted like those of sm90. Only the number of splits follows from them.
 _COSTS = Costs(
     blocks={
         "forward": {64: BlockCost(0.8, 2.0), 128: BlockCost(1.1, 2.0)},
         "backward": {64: BlockCost(3.6, 6.3), 128: BlockCost(3.43, 8.9), 256: BlockCost(4.36, 7.3)},
         "backward_dkdv": {64: BlockCost(2.8, 4.8), 128: BlockCost(2.64, 6.4), 256: BlockCost(4.0, 2.1)},
+        **dict.fromkeys(ONE_TILE, ONE_TILE_COSTS),
         "backward_dq": {64: BlockCost(2.4, 2.9), 128: BlockCost(2.17, 5.8), 256: BlockCost(2.46, 5.0)},
     },
     read_rows=1.2,
@@ -48,7 +52,7 @@ class Sm80(Family):
     """Kernels of ``mma.sync``, ``ldmatrix`` and ``cp.async``, whose blocks own key tiles in ``backward``."""
 
     name = "sm80"
-    operations = (*Family.operations, "dbias", "decode", "jvp", "output_jvp", "dq_jvp", "dkdv_jvp")
+    operations = (*Family.operations, *ONE_TILE, "dbias", "decode", "jvp", "output_jvp", "dq_jvp", "dkdv_jvp")
     dtypes = ("float16", "bfloat16")
     min_compute_capability = 80
     row_alignment = 16
@@ -56,7 +60,7 @@ class Sm80(Family):
     most_columns = 512
     column_step = 16  # a k-step of mma.sync
     backward_owns = "keys"
-    default_methods = ("single_pass",)
+    default_methods = ("single_pass", "one_tile")
     split_operations = ("forward", "backward", "backward_dkdv")
     costs = _COSTS
     tiles = {
@@ -191,6 +195,26 @@ class Sm80(Family):
             TileRow(512, TileConfig(32, 32, 8)),
             TileRow(512, TileConfig(32, 16, 4)),
         ),
+        # A block has all keys of a sequence.
+        "backward_one_tile": (
+            TileRow(32, TileConfig(64, 64, 4, 1, 4)),
+            TileRow(64, TileConfig(64, 64, 4, 1, 3)),
+            TileRow(128, TileConfig(64, 64, 8, 1, 2)),
+            TileRow(128, TileConfig(64, 64, 8)),
+            TileRow(32, TileConfig(64, 128, 8, 1, 2)),
+            TileRow(64, TileConfig(32, 128, 8, 1, 2)),
+            TileRow(128, TileConfig(64, 128, 8)),
+            TileRow(256, TileConfig(64, 64, 8)),
+            TileRow(256, TileConfig(32, 64, 8)),
+            TileRow(256, TileConfig(16, 32, 4)),
+        ),
+        "backward_one_tile_dbias": (
+            TileRow(32, TileConfig(64, 64, 4, 1, 4)),
+            TileRow(64, TileConfig(64, 64, 8, 1, 2)),
+            TileRow(256, TileConfig(64, 64, 8)),
+            TileRow(256, TileConfig(32, 64, 8)),
+            TileRow(256, TileConfig(16, 32, 4)),
+        ),
         # They have not been swept. Several blocks on a multiprocessor hide each other's latencies.
         "dbias": (
             TileRow(64, TileConfig(64, 64, 4, 2, 3)),
@@ -260,6 +284,9 @@ class Sm80(Family):
             return own + (share if tile.cluster > 1 else 0)
         if operation == "dkdv_jvp":
             return 2 * (b_c * both + tile.num_stages * b_r * both) + 2 * 16 * b_r
+        if operation in ONE_TILE:
+            sums = 2 * scores if operation == "backward_one_tile_dbias" else 0
+            return (b_c + b_r) * both + scores + max(scores, b_r * row_v) + 4 * b_r * 4 + sums
         exchanged = scores if max(head_dim, head_dim_v) > _WIDER else 0
         by_keys = b_c * both + tile.num_stages * b_r * both + scores + exchanged + 4 * b_r * 4
         return {"backward": by_keys + 2 * scores, "backward_dkdv": by_keys}[operation]
@@ -283,7 +310,9 @@ class Sm80(Family):
             return _why_no_decode(tile, head_dim_v)
         if operation == "dkdv_jvp":
             return _why_no_dkdv_jvp(tile, head_dim, head_dim_v)
-        with_dq = {"backward": True, "backward_dkdv": False}[operation]
+        if operation in ONE_TILE and tile.num_stages > 1:
+            return f"num_stages={tile.num_stages} is more than 1"
+        with_dq = {"backward": True, **dict.fromkeys(ONE_TILE, True), "backward_dkdv": False}[operation]
         return _why_no_key_rows(tile, head_dim, head_dim_v, with_dq=with_dq)
 
 

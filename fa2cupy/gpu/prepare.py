@@ -145,7 +145,7 @@ def _planned(
     check_outputs(request.results, tuple([named[name] for name in arguments.results]))
     taken_by = functools.cache(functools.partial(_taken_by, arguments, named, request, keywords))
     choice = choose_with_copies(call, request.problem, device, lambda family: taken_by(family, False)[:2], options)
-    taken = taken_by(choice.family, choice.dbias is not None)
+    taken = taken_by(choice.family, choice.owns_dbias)
     return request, ordinal, taken, _plan(call, named, taken, device, choice, options)
 
 

@@ -152,6 +152,12 @@ class StageLayout:
         maps = tuple(self._map(name, tile.b_r, tile.b_c) for name in record.maps)
         return self.stage("dbias", tile, blocks, maps, is_split=is_split, **values)
 
+    def one_tile_dbias(self, tile: TileConfig, num_shared: int, num_splits: int, share_elements: int) -> Stage:
+        """The kernel whose blocks own tiles of a broadcast bias, with all gradients of the heads that share them."""
+        blocks = tiles_of_bias(self.problem, self.strides, tile) * num_splits
+        values = {"shared_sequences": num_shared, "num_splits": num_splits, "share_elements": share_elements}
+        return self.stage("backward_one_tile_dbias", tile, blocks, (), is_split=False, **values)
+
     def lists(self, tiles: Mapping[str, TileConfig]) -> tuple[list[Stage], list[Workspace]]:
         """The kernels that write and order the lists of tiled kernels, given by their tiles, and the workspaces.
 
@@ -198,7 +204,7 @@ class StageLayout:
         head_dim, head_dim_v = self._head_dims(operation)
         arrays = {name: array for feature in features for name, array in FEATURES[feature].arrays.items()}
         names = [name for name, array in arrays.items() if array.axes is not None]
-        names += SHARERS if operation in ("dbias", "sum_dbias") else ()
+        names += SHARERS if row.owns == "pairs" or operation == "sum_dbias" else ()
         over_scores = {name: self.strides[name] for name in names}
         batch_terms = max(map(num_terms, over_scores.values()), default=0)
         spec = KernelSpec(

@@ -17,7 +17,7 @@ from ..problem.attention import AttentionProblem
 from ..problem.block_mask import COLUMN_INTERVALS, MOST_INTERVALS, ROW_INTERVALS
 from ..problem.dtypes import ITEMSIZE
 from ..problem.strides import AnyStrides
-from .dbias import with_dbias
+from .dbias import one_tile_dbias, with_dbias
 from .decode import plan_few_queries
 from .layout import PART_ROWS, StageLayout
 from .own_lse import OWN_LSE, with_given_lse, with_own_lse
@@ -168,6 +168,7 @@ def plan_backward(
     choice: Choice,
     *,
     with_delta: bool = True,
+    shares_delta: bool = False,
 ) -> Plan:
     """The plan of `fa2cupy.backward`.
 
@@ -177,11 +178,13 @@ def plan_backward(
     strides : mapping
         Strides of q, k, v, o, dout, dq, dk, dv and the features' arrays, and of dbias if the call returns it.
     with_delta : bool, optional
-        If True, the first stage computes delta; else the caller passes it.
+        If True, the call computes delta; else the caller passes it.
+    shares_delta : bool, optional
+        True if stages that are not of this plan read delta, too.
     """
     if choice.dbias is not None:
-        of_tiled = problem.with_settings(replace(problem.settings, dbias=False))
-        plan = plan_backward(of_tiled, device, strides, replace(choice, dbias=None), with_delta=with_delta)
+        of_tiled, others = problem.with_settings(replace(problem.settings, dbias=False)), replace(choice, dbias=None)
+        plan = plan_backward(of_tiled, device, strides, others, with_delta=with_delta, shares_delta=True)
         return with_dbias(plan, problem, device, strides, choice.dbias, _tile_of("sum_dbias"))
     settings = problem.settings
     has_own_lse = "forward" in choice.tiles
@@ -189,19 +192,16 @@ def plan_backward(
     tiled: list[Stage] = []
     workspaces: list[Workspace] = []
     added: list[Workspace] = []  # to which kernels add
-    cleared = _cleared_dbias(problem)
+    cleared = [] if choice.owns_dbias else _cleared_dbias(problem)
     if settings.dscore_args:
         cleared += [name for function in settings.functions for name, _ in gradient_arrays(function)]
     for operation, tile in choice.tiles.items():
-        num_splits = choice.num_splits.get(operation, 1)
-        tiled.append(layout.tiled(operation, tile, num_splits))
+        found, of_kernel, of_sums = _with_sums(layout, operation, tile, choice.num_splits.get(operation, 1))
+        tiled += found
+        workspaces += of_kernel
+        added += of_sums
         if operation == "backward" and choice.family.backward_owns == "queries":
             cleared += ["dk", "dv"]
-        elif operation == "backward" or num_splits > 1:
-            sums = _Sums(layout, operation, tile, num_splits)
-            tiled.append(sums.stage())
-            workspaces += sums.workspaces
-            added += sums.added
     if has_own_lse:
         tiled = with_own_lse(tiled)
         workspaces.append(Workspace(OWN_LSE, problem.statistics_bytes))
@@ -212,6 +212,12 @@ def plan_backward(
         workspaces += of_parts
         cleared.append(EXCEPTIONS)
     stages: list[Stage] = []
+    if choice.method == "one_tile":
+        computes_delta = with_delta and not (shares_delta or settings.dsink)
+        renamed: dict[str, str | None] = {"delta" if computes_delta else "o": None}
+        tiled[0] = replace(tiled[0], renamed={**tiled[0].renamed, **renamed})
+        with_delta = with_delta and not computes_delta
+        cleared += ["dq"] if 0 in layout.problem.sizes_of("k") else []
     if with_delta:
         stages.append(_delta(layout, added))
         workspaces.append(Workspace("delta", problem.statistics_bytes))
@@ -224,6 +230,20 @@ def plan_backward(
     stages += _clear_unused(layout, "clear_backward")
     lists, of_lists = layout.lists(choice.tiles)
     return _plan([*stages, *lists, *tiled], [*workspaces, *of_lists], cleared)
+
+
+def _with_sums(
+    layout: StageLayout, operation: str, tile: TileConfig, num_splits: int
+) -> tuple[list[Stage], list[Workspace], list[Workspace]]:
+    """A tiled kernel of a backward with the stage that sums what it leaves; workspaces, and those to which it adds."""
+    if operation == "backward_one_tile_dbias":
+        stages, shares = one_tile_dbias(layout, tile, num_splits, _tile_of("sum_dbias"))
+        return stages, [shares], []
+    kernel = layout.tiled(operation, tile, num_splits)
+    if num_splits > 1 or (operation == "backward" and layout.family.backward_owns == "keys"):
+        sums = _Sums(layout, operation, tile, num_splits)
+        return [kernel, sums.stage()], sums.workspaces, sums.added
+    return [kernel], [], []
 
 
 def _cleared_dbias(problem: AttentionProblem) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import itertools
@@ -12,19 +13,21 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from ..errors import UnsupportedProblemError
 from ..families.choice import Choice, choices_with_copies, choose
 from ..families.device import DeviceInfo
 from ..families.family import Kernel
 from ..families.kept_bias import kept_biases
+from ..families.operations import ONE_TILE
 from ..families.registry import choose_family, family_of_kernel, supporting_families
-from ..families.tile import TileConfig
+from ..families.tile import TileConfig, requested_tile
 from ..jit.spec import KernelSpec
 from ..problem.attention import AttentionProblem
 from ..problem.block_mask import MIXED, BlockMask, Intervals
 from ..problem.checks import check_backward, check_forward, check_tile_states, problem_from_parts
 from ..problem.decoding import check_decode
 from ..problem.dtypes import ACCUMULATOR
-from ..problem.features import EXAMPLE_ROWS, FEATURES, FeatureKeywords, feature_arrays
+from ..problem.features import EXAMPLE_ROWS, FEATURES, FeatureKeywords
 from ..problem.function_checks import program_of
 from ..problem.options import CallOptions
 from ..problem.strides import AnyStrides, argument_layouts, contiguous_score_strides, feature_strides
@@ -88,10 +91,12 @@ def default_specs(
     options = CallOptions(causal, config=config, family=family, method=method, num_splits=num_splits)
     specs: dict[KernelSpec, None] = {}
     plan_call = plan_backward if method else plan_forward
-    for problem, strides in _of_lengths(call, device, _problems(call, dtype, *head_dims, options, features, functions)):
-        for choice in _choices(call, problem, device, strides, options):
-            plan = plan_call(problem, device, strides, choice)
-            specs.update(dict.fromkeys(stage.spec for stage in plan.stages))
+    problems = _problems(call, dtype, *head_dims, options, features, functions)
+    for problem, strides in _of_lengths(call, method, device, config, problems):
+        with contextlib.suppress(*([UnsupportedProblemError] if method == "one_tile" else [])):
+            for choice in _choices(call, problem, device, strides, options):
+                plan = plan_call(problem, device, strides, choice)
+                specs.update(dict.fromkeys(stage.spec for stage in plan.stages))
     sparse = _maps(functions)[-1].layout if "block_mask" in features else None
     if sparse is not None and sparse.program is not None:
         problem = check_tile_states({"mask_args": (), **functions, "block_mask": sparse}).problem
@@ -260,15 +265,33 @@ def _problems(
         strides: dict[str, AnyStrides] = {**problem.contiguous_strides()}
         strides |= feature_strides(keywords) | argument_layouts(functions)
         if problem.settings.dbias:
-            strides["dbias"] = contiguous_score_strides(feature_arrays(keywords)["bias"].shape)
+            strides["dbias"] = contiguous_score_strides((_ROWS, _ROWS))  # not all kernels take a broadcast row
         yield problem, strides
 
 
+def _of_one_tile(
+    device: DeviceInfo, problem: AttentionProblem, strides: dict[str, AnyStrides], config: object
+) -> Iterator[tuple[AttentionProblem, dict[str, AnyStrides]]]:
+    """A problem with as many rows as each of the tiles of ``one_tile`` has."""
+    families = supporting_families("backward", problem.dtype, device, None, problem.features)
+    requested = requested_tile(ONE_TILE[0], config)
+    tiles = [row.tile for family in families for name in ONE_TILE for row in family.tiles.get(name, ())]
+    for keys in dict.fromkeys(tile.b_c for tile in ([requested] if requested else tiles)):
+        yield dataclasses.replace(problem, seqlen_q=keys, seqlen_k=keys), strides
+
+
 def _of_lengths(
-    call: str, device: DeviceInfo, problems: Iterable[tuple[AttentionProblem, dict[str, AnyStrides]]]
+    call: str,
+    method: str | None,
+    device: DeviceInfo,
+    config: object,
+    problems: Iterable[tuple[AttentionProblem, dict[str, AnyStrides]]],
 ) -> Iterator[tuple[AttentionProblem, dict[str, AnyStrides]]]:
     """The problems, and the same of other lengths where forwards, or kernels of dbias, have other tiles for them."""
     for problem, strides in problems:
+        if method == "one_tile":
+            yield from _of_one_tile(device, problem, strides, config)
+            continue
         yield problem, strides
         operation = "dbias" if problem.settings.sums_dbias else call
         if operation == "backward" or problem.is_packed or problem.settings.block_mask is not None:

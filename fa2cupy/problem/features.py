@@ -309,6 +309,8 @@ class Feature:
     acts_on : str or None
         ``"scores"`` if kernels change, hide or drop single scores for it, ``"keys"`` if they hide whole keys,
         ``"tiles"`` if they choose what tiles of scores there are, None if nothing of these.
+    has_derivative : bool
+        True if scores are more than products and terms, so that gradients of products have a derivative as a factor.
     may_hide_rows : bool
         True if the values of its arrays or functions may hide all keys of a row.
     in_decode : bool
@@ -335,6 +337,7 @@ class Feature:
     per_call: tuple[str, ...] = ()
     registers: int = 0
     acts_on: str | None = None
+    has_derivative: bool = False
     may_hide_rows: bool = False
     in_decode: bool = False
     in_gather: str = "always"
@@ -401,6 +404,7 @@ FEATURES = {
         check=check_score_mod,
         registers=2,
         acts_on="scores",
+        has_derivative=True,
         may_hide_rows=True,
         is_positional=True,
     ),
@@ -432,6 +436,7 @@ FEATURES = {
         numbers=_cap_numbers,
         registers=1,
         acts_on="scores",
+        has_derivative=True,
         in_decode=True,
         example={"softcap": 1.0},
         aliases=dict.fromkeys(

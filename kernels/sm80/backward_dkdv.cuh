@@ -43,6 +43,9 @@
 // before it protects the only slot from the next copy. Named barrier 1 + pair: P^T is written; those behind them: both
 // halves of P^T, or of dS^T, of a group are written.
 #pragma once
+#include "common/bias_owner.cuh"
+#include "common/delta.cuh"
+#include "common/held_array.cuh"
 #include "common/mask.cuh"
 #include "common/params.cuh.j2"
 #include "common/schedule.cuh"
@@ -68,9 +71,14 @@ struct RoleTiles {
 template <class KTile, class VTile, class QTile, class DoTile>
 struct RoleTiles<false, KTile, VTile, QTile, DoTile> : RoleTiles<true, VTile, KTile, DoTile, QTile> {};
 
-template <class Spec, bool kWithDq = false, class Params = fa2::Params>
+// What the kernel does about dQ: nothing; it adds to a workspace; or it stores all of dQ, and computes delta itself.
+enum class DqSums { kNone, kAdded, kStored };
+
+template <class Spec, DqSums kDqSums = DqSums::kNone, class Params = fa2::Params>
 struct BackwardDkdv {
     using Element = typename Spec::Element;
+    static constexpr bool kSumsDbias = kDqSums == DqSums::kStored && common::kWritesDbias<Spec>;
+    static constexpr bool kWithDq = kDqSums != DqSums::kNone, kStoresDq = kDqSums == DqSums::kStored;
     static constexpr bool kByKeys = true, kFindsSequences = false;
     static constexpr int kBr = Spec::kBr, kBc = Spec::kBc, kStages = Spec::kStages, kWarps = Spec::kWarps;
     static constexpr int kHeadDim = Spec::kHeadDim, kHeadDimV = Spec::kHeadDimV;
@@ -97,13 +105,16 @@ struct BackwardDkdv {
     static constexpr int kDo = kQ + QTile::kBytes;
     static constexpr int kStageBytes = QTile::kBytes + DoTile::kBytes;
     static constexpr int kDs = kQ + kStages * kStageBytes;
-    static constexpr int kP = kDs + (kWithDq ? 2 * DsTile::kBytes : 0);
-    static constexpr int kShared = kP + kBc * kBr * 2;
+    static constexpr int kP = kDs + (kStoresDq ? 1 : kWithDq ? 2 : 0) * DsTile::kBytes;
+    static constexpr int kO = kP;
+    static constexpr int kShared = kP + common::max_of(kBc * kBr * 2, kStoresDq ? DoTile::kBytes : 0);
     static constexpr int kRowStats = kShared + (kSharers > 1 ? kBc * kBr * 2 : 0);
     static constexpr int kRowStatsBytes = 2 * kBr * 4;
-    static constexpr int kSharedBytes = kRowStats + 2 * kRowStatsBytes;
+    static constexpr int kDbias = kRowStats + 2 * kRowStatsBytes;
+    static constexpr int kSharedBytes = kDbias + (kSumsDbias ? kBc * kBr * 4 : 0);
     static_assert(kSharedBytes == Spec::kSharedBytes);
     static_assert(2 * kBr <= kThreads);
+    static_assert(!kStoresDq || (kStages == 1 && !common::kListsTiles<Spec>));
 
     // All warps share the kBr x kD products of dQ: 32 rows per warp if the columns then divide evenly, otherwise 16.
     static constexpr int kDqWarpRows = kBr % 32 == 0 && (kD / 16) % (kWarps / (kBr / 32)) == 0 ? 32 : 16;
@@ -113,6 +124,10 @@ struct BackwardDkdv {
     static_assert(kWarps % kDqWarpsM == 0);
 
     using Step = common::QueryStep;
+    // A probability warp's tile of the bias, for 16 keys.
+    using Held = typename common::HeldType<kStoresDq && common::kMayHoldBias<Spec>, false,
+                                           common::BiasOfKeys<Element, kBr>, common::ArraysInMemory>::Type;
+    static_assert(Held::Tile::kBytes == 0 || Held::Tile::kBytes == 16 * kBr * 2);
 
     template <bool kProbability>
     using Role = RoleTiles<kProbability, KTile, VTile, QTile, DoTile>;
@@ -135,17 +150,75 @@ struct BackwardDkdv {
     }
 
     __device__ static void run(const Params& params, char* smem) {
-        auto where = common::scheduled_tile<Spec, kByKeys>(params, blockIdx.x);
-        common::take_share<Spec>(where, params);
+        common::TileCoordinates where{};
+        if constexpr (!kSumsDbias) {
+            where = common::scheduled_tile<Spec, kByKeys>(params, blockIdx.x);
+            common::take_share<Spec>(where, params);
+        }
         const auto tiles = common::query_tiles<Spec>(params, where);
         const int32 thread = threadIdx.x, warp = __shfl_sync(common::kFullWarp, thread / 32, 0);
         const int32 pair = kInterleaved ? warp / 2 : warp % kPairs;
         BackwardDkdv block{params, shared_address(smem), where, tiles, thread, thread % 32, warp, pair};
-        block.load_key_tile();
         if (kInterleaved ? warp % 2 == 0 : warp < kPairs)
-            block.template loop<true>();
+            block.template run_role<true>();
         else
-            block.template loop<false>();
+            block.template run_role<false>();
+    }
+
+    template <bool kProbability>
+    __device__ void run_role() {
+        if constexpr (!kSumsDbias) {
+            load_key_tile();
+            loop<kProbability>();
+        } else {
+            const common::HeadOwner<Spec, Params> owner(params);
+            if constexpr (!kProbability) clear_dbias();
+            block_barrier();
+            owner.visit([&](int32 batch, int32 head) {
+                BackwardDkdv one{params,
+                                 smem,
+                                 {0, head, batch},
+                                 tiles,
+                                 computed_anew(thread),
+                                 computed_anew(lane),
+                                 computed_anew(warp),
+                                 computed_anew(pair)};
+                one.load_key_tile();
+                one.template loop<kProbability>();
+                block_barrier();  // no warp reads its results in shared memory any more
+            });
+            store_dbias(owner);
+        }
+    }
+
+    // The sums of a derivative warp's dS, in the order of its accumulators.
+    __device__ uint32 dbias_address(int m, int n) const {
+        return smem + kDbias + (((pair * kM16 + m) * (kBr / 8) + n) * 32 + lane) * 16;
+    }
+    __device__ void clear_dbias() const {
+#pragma unroll 1
+        for (int m = 0; m < kM16; ++m)
+            for (int n = 0; n < kBr / 8; ++n) store_shared(dbias_address(m, n), 0, 0, 0, 0);
+    }
+    __device__ void add_dbias(const Scores& ds, int m) const {
+#pragma unroll
+        for (int n = 0; n < kBr / 8; ++n) {
+            float sum[4];
+            load_shared(dbias_address(m, n), sum);
+#pragma unroll
+            for (int e = 0; e < 4; ++e) sum[e] += ds.value[n][e];
+            store_shared(dbias_address(m, n), __float_as_uint(sum[0]), __float_as_uint(sum[1]), __float_as_uint(sum[2]),
+                         __float_as_uint(sum[3]));
+        }
+    }
+    // Stores the sums of the block, behind a barrier.
+    __device__ void store_dbias(const common::HeadOwner<Spec, Params>& owner) const {
+        for (int32 i = thread; i < kBr * kBc; i += kThreads) {
+            const int32 query = i / kBc, key = i % kBc;
+            const int32 lane = key % 8 * 4 + query % 8 / 2, element = key / 8 % 2 * 2 + query % 2;
+            const int32 index = ((key / 16 * (kBr / 8) + query / 8) * 32 + lane) * 4 + element;
+            owner.store(query, key, load_shared<float>(smem + kDbias + index * 4));
+        }
     }
 
     __device__ void load_key_tile() const {
@@ -166,6 +239,33 @@ struct BackwardDkdv {
                                                    step.tile * kBr, params.seqlen_q, thread);
         load_tile_async<DoTile, kThreads, kHeadDimV>(smem + kDo + slot * kStageBytes, dout, params.dout_strides.row,
                                                      step.tile * kBr, params.seqlen_q, thread);
+        if constexpr (kStoresDq)
+            if (params.o != nullptr)
+                load_tile_async<DoTile, kThreads, kHeadDimV>(
+                    smem + kO, params.o + params.o_strides.offset(batch, 0, step.head), params.o_strides.row,
+                    step.tile * kBr, params.seqlen_q, thread);
+    }
+
+    // The bias of a probability warp lies where the other warp of the pair writes dS as soon as it has P^T.
+    __device__ uint32 held_address(int m) const { return smem + kDs + (pair * kM16 + m) * 16 * kBr * 2; }
+    __device__ Held held(int m) const {
+        if constexpr (Held::kInMemory)
+            return {};
+        else
+            return Held(held_address(m), lane);
+    }
+    template <bool kProbability>
+    __device__ void load_bias(Step step) const {
+        if constexpr (kProbability && !Held::kInMemory)
+#pragma unroll 1
+            for (int m = 0; m < kM16; ++m) {
+                const common::ScoreTile tile{where.batch, step.head, step.tile * kBr,
+                                             where.tile * kBc + pair * kPairKeys + 16 * m, lane};
+                if (Held::Tile::takes(params))
+                    Held::Tile::load(held_address(m), params, tile);
+                else
+                    Held::Tile::load_elements(held_address(m), params, tile);
+            }
     }
 
     // The first kBr threads return lse * log2(e), the next kBr return -delta. An lse of +inf makes P zero, without a
@@ -180,10 +280,43 @@ struct BackwardDkdv {
         const float lse = valid ? params.lse[first + row] : -common::infinity<float>();
         const bool hidden = lse == -common::infinity<float>();
         if (thread < kBr) return hidden ? -lse : common::in_base2(lse);
+        if constexpr (kStoresDq)
+            if (params.o != nullptr) return hidden ? 0.0f : common::dlse_of<Spec>(params, first + row);
         return hidden ? 0.0f : -params.delta[first + row];
     }
     __device__ void store_row_stat(float x, int32 parity) const {
         if (thread < 2 * kBr) store_shared(smem + kRowStats + parity * kRowStatsBytes + thread * 4, x);
+    }
+
+    // How many lanes share a row in `take_delta`: a power of two, so that warps have whole rows.
+    __host__ __device__ static constexpr int lanes_of_row() {
+        int lanes = 2;
+        while (2 * lanes * kBr <= kThreads && lanes < DoTile::kChunks) lanes *= 2;
+        return lanes;
+    }
+    // Subtracts the products of O and dO, unless delta is given, from what is stored for -delta.
+    __device__ void take_delta(int32 parity) const {
+        constexpr int kLanes = lanes_of_row();
+        const int32 thread = computed_anew(this->thread);
+        const int32 row = thread / kLanes, first_chunk = thread % kLanes;
+        const uint32 lse = smem + kRowStats + parity * kRowStatsBytes + row * 4, minus_delta = lse + kBr * 4;
+        if (params.o == nullptr || row >= kBr) return;
+        float sum = 0.0f;
+#pragma unroll
+        for (int c = 0; c < ceil_div(DoTile::kChunks, kLanes); ++c) {
+            const int32 chunk = first_chunk + c * kLanes;
+            if (DoTile::kChunks % kLanes != 0 && chunk >= DoTile::kChunks) break;
+            const auto o = load_shared_operand(smem + kO + DoTile::offset(row, chunk));
+            const auto dout = load_shared_operand(smem + kDo + DoTile::offset(row, chunk));
+#pragma unroll
+            for (int w = 0; w < 4; ++w) {
+                sum += common::unpack_lo<Element>(o.reg[w]) * common::unpack_lo<Element>(dout.reg[w]);
+                sum += common::unpack_hi<Element>(o.reg[w]) * common::unpack_hi<Element>(dout.reg[w]);
+            }
+        }
+        sum = common::row_sum<kLanes>(sum);
+        if (first_chunk == 0 && load_shared<float>(lse) != common::infinity<float>())
+            store_shared(minus_delta, load_shared<float>(minus_delta) - sum);
     }
 
     // The barrier behind which a query tile is there, with zeros in the rows of Q and dO that see no key.
@@ -257,9 +390,10 @@ struct BackwardDkdv {
                 const bool masked = step.tile < tiles.full_begin || (tiles.kLeftLimit && step.tile >= tiles.full_end);
 #pragma unroll
                 for (int m = 0; m < kM16; ++m)
-                    common::take_weights<true, Spec>(
-                        x[m], packed[m], masked, params, score_tile.shifted(0, 16 * m),
-                        [&](int, int j) { return load_shared<float>(row_stats + j / 2 * 32 + j % 2 * 4); });
+                    common::take_weights_with<true, Spec>(
+                        held(m), x[m], packed[m], masked, params, score_tile.shifted(0, 16 * m),
+                        [&](int, int j) { return load_shared<float>(row_stats + j / 2 * 32 + j % 2 * 4); },
+                        {common::score_args_of(params), score_tile.shifted(0, 16 * m)});
             } else {
 #pragma unroll
                 for (int n = 0; n < kPartRows / 8; ++n) {
@@ -298,11 +432,14 @@ struct BackwardDkdv {
                         [&](int n, float (&minus_delta)[2]) { load_shared(row_stats + n * 32, minus_delta); });
         }
 
+        if constexpr (kSumsDbias && !kProbability)
+#pragma unroll
+            for (int m = 0; m < kM16; ++m) add_dbias(x[m], m);
         if constexpr (!kProbability || !common::kTakesWeights<Spec>)
 #pragma unroll
             for (int m = 0; m < kM16; ++m) packed[m].set(x[m]);
         if constexpr (kWithDq && !kProbability) {
-            const uint32 ds = smem + kDs + parity * DsTile::kBytes;
+            const uint32 ds = smem + kDs + (kStoresDq ? 0 : parity) * DsTile::kBytes;
 #pragma unroll
             for (int m = 0; m < kM16; ++m)
 #pragma unroll
@@ -330,21 +467,26 @@ struct BackwardDkdv {
         }
     }
 
-    // Adds this warp's part of dS K to dQ of the query tile of `step`; its dS^T is in buffer `parity`.
-    __device__ void add_dq(Step step, int32 parity) const {
-        using Product = QuadFragment<2 * kDqN16>;
-        constexpr int kProductM16 = kDqWarpRows / 16;
-        const int32 lane = computed_anew(this->lane);
-        const int32 m0 = warp % kDqWarpsM * kProductM16, n0 = warp / kDqWarpsM * kDqN16;
+    // This warp's part of dS K: from which blocks of 16 rows and columns on, and the sums.
+    static constexpr int kProductM16 = kDqWarpRows / 16;
+    using Product = QuadFragment<2 * kDqN16>;
+    __device__ void multiply_by_keys(Product (&product)[kProductM16], int32 m0, int32 n0, int32 parity,
+                                     int32 lane) const {
         const LaneAddress<DsTile, MatrixOrder::kChunksFirst> ds(smem + kDs + parity * DsTile::kBytes, 0, lane);
         const LaneAddress<KTile, MatrixOrder::kRowsFirst> k(smem + kK, 0, lane);
-        Product product[kProductM16];
 #pragma unroll
         for (int m = 0; m < kProductM16; ++m) product[m].fill(0.0f);
         multiply<Element, kBc / 16>(
             product, [&](int m, int kk) { return ldmatrix_x4<true>(ds.at(kk, m0 + m)); },
             [&](int n, int kk) { return ldmatrix_x4<true>(k.at(kk, n0 + n)); });
+    }
 
+    // Adds this warp's part to dQ of the query tile of `step`; its dS^T is in buffer `parity`.
+    __device__ void add_dq(Step step, int32 parity) const {
+        const int32 lane = computed_anew(this->lane);
+        const int32 m0 = warp % kDqWarpsM * kProductM16, n0 = warp / kDqWarpsM * kDqN16;
+        Product product[kProductM16];
+        multiply_by_keys(product, m0, n0, parity, lane);
         using Workspace = DqWorkspace<kBr, kD>;
         if constexpr (common::kListsTiles<Spec>) step = tiles.at(step);
         const int64 tile = common::first_workspace_tile<Spec>(params, where.batch, step.head) + step.tile;
@@ -355,6 +497,43 @@ struct BackwardDkdv {
             for (int n = 0; n < 2 * kDqN16; ++n)
                 if (kD / 16 % kDqWarpsN == 0 || 2 * n0 + n < kD / 8)
                     add_accumulators(workspace + Workspace::offset(m0 + m, 2 * n0 + n, lane, 0), product[m].value[n]);
+    }
+
+    // Stores this warp's part of dQ of the query tile of `step`, in whose place it is staged: no warp reads Q any more.
+    __device__ void store_dq(Step step) const {
+        const int32 lane = computed_anew(this->lane), warp = computed_anew(this->warp);
+        const int32 m0 = warp % kDqWarpsM * kProductM16, n0 = warp / kDqWarpsM * kDqN16;
+        Product product[kProductM16];
+        multiply_by_keys(product, m0, n0, 0, lane);
+        Element* dq = params.dq + params.dq_strides.offset(where.batch, 0, step.head);
+#pragma unroll
+        for (int n = 0; n < kDqN16; ++n) {
+            if (kD / 16 % kDqWarpsN != 0 && n0 + n >= kD / 16) break;
+            QuadFragment<2> columns[kProductM16];
+#pragma unroll
+            for (int m = 0; m < kProductM16; ++m)
+#pragma unroll
+                for (int i = 0; i < 8; ++i)
+                    columns[m].value[i / 4][i % 4] = product[m].value[2 * n + i / 4][i % 4] * params.softmax_scale;
+            store_rows<QTile, kProductM16, kHeadDim>(smem + kQ, 16 * m0, 2 * (n0 + n), columns, dq,
+                                                     params.dq_strides.row, step.tile * kBr + 16 * m0, params.seqlen_q,
+                                                     lane);
+        }
+    }
+
+    // Stores zeros to dQ of the query tiles that no step has, since they see no key.
+    __device__ void clear_unseen_dq() const {
+        constexpr int kChunks = kHeadDim / 8;
+        for (int32 group_head = 0; group_head < params.heads_per_group; ++group_head) {
+            const int32 head = where.head * params.heads_per_group + group_head;
+            Element* dq = params.dq + params.dq_strides.offset(where.batch, 0, head);
+            const auto clear = [&](int32 begin, int32 end) {
+                for (int32 i = begin * kChunks + thread; i < end * kChunks; i += kThreads)
+                    *reinterpret_cast<float4*>(dq + i / kChunks * params.dq_strides.row + i % kChunks * 8) = {};
+            };
+            clear(0, min_of(tiles.begin * kBr, params.seqlen_q));
+            clear(tiles.end * kBr, params.seqlen_q);
+        }
     }
 
     template <bool kProbability>
@@ -372,7 +551,7 @@ struct BackwardDkdv {
         const int32 first_head = where.head * params.heads_per_group;
         // Without a mask all blocks visit the same query tiles. Each starts at a different tile, so that their atomic
         // additions do not meet in the same rows of dQ.
-        constexpr bool kApart = kWithDq && !Spec::kCausal && !common::kListsTiles<Spec>;
+        constexpr bool kApart = kDqSums == DqSums::kAdded && !Spec::kCausal && !common::kListsTiles<Spec>;
         const int32 start = tiles.begin + (kApart && steps > 0 ? where.tile % tiles_per_head : 0);
         Step step{first_head, start};
         if (Spec::kSplit && steps > 0) {
@@ -384,6 +563,7 @@ struct BackwardDkdv {
             const bool same_head = kApart ? tile != start : s.tile + 1 < tiles.end;
             return Step{same_head ? s.head : s.head + 1, tile};
         };
+        if constexpr (kStoresDq) clear_unseen_dq();
         if (steps > 0) {
             if constexpr (kStages > 1) load_query_tile(step, 0);
             store_row_stat(load_row_stat(step), 0);
@@ -396,8 +576,9 @@ struct BackwardDkdv {
             const Step following = next(step);
             const bool more = t + 1 < steps;
             if constexpr (kStages == 1) {
-                block_barrier();
+                if (!kStoresDq || t > 0) block_barrier();
                 load_query_tile(step, 0);
+                load_bias<kProbability>(step);
                 cp_async_commit();
             }
             cp_async_wait<0>();
@@ -406,19 +587,27 @@ struct BackwardDkdv {
                 if (more) load_query_tile(following, (t + 1) % kStages);
                 cp_async_commit();
             }
+            if constexpr (kStoresDq) {
+                take_delta(t % 2);
+                block_barrier();
+            }
             const float row_stat = more ? load_row_stat(following) : 0.0f;
-            if constexpr (kWithDq && !kProbability)
+            if constexpr (kDqSums == DqSums::kAdded && !kProbability)
                 if (t > 0) add_dq(previous, (t + 1) % 2);
             iterate<kProbability>(gradient, slot, t % 2, step);
-            if constexpr (kWithDq && kProbability)
+            if constexpr (kDqSums == DqSums::kAdded && kProbability)
                 if (t > 0) add_dq(previous, (t + 1) % 2);
+            if constexpr (kStoresDq) {
+                block_barrier();
+                store_dq(step);
+            }
             store_row_stat(row_stat, (t + 1) % 2);
             previous = step;
             step = following;
         }
         cp_async_wait<0>();
         block_barrier();
-        if constexpr (kWithDq) {
+        if constexpr (kDqSums == DqSums::kAdded) {
             if (steps > 0) add_dq(previous, (steps + 1) % 2);
             block_barrier();
         }
@@ -457,7 +646,8 @@ struct BackwardDkdv {
                     for (int e = 0; e < 4; ++e)
                         gradient[m].value[n][e] *=
                             kProbability ? common::kept_scale<Spec>(params) : params.softmax_scale;
-        const auto where = common::scheduled_tile<Spec, kByKeys>(params, computed_anew(blockIdx.x));
+        common::TileCoordinates where = this->where;
+        if constexpr (!kSumsDbias) where = common::scheduled_tile<Spec, kByKeys>(params, computed_anew(blockIdx.x));
         const Strides& strides = kProbability ? params.dv_strides : params.dk_strides;
         Element* gmem = (kProbability ? params.dv : params.dk) + strides.offset(where.batch, 0, where.head);
         store_rows<Result, kM16, kResultDim<kProbability>>(smem + (kProbability ? 0 : VTile::kBytes), first_own_key(),

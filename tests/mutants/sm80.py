@@ -16,6 +16,8 @@ WIDER_GROWING = Problem(head_dim=264, lengths=(35, 320), causal=False, growing=T
 SECTIONS = Problem(lengths=(65, 65), batch=5, few_multiprocessors=True)
 #: The source between the bound of a loop over 8-column tiles and its body.
 EACH = "; ++n)\n#pragma unroll\n                    for (int e = 0; e < 4; ++e)"
+ONE_TILE = Problem(lengths=(90, 29))
+SHARED_BIAS = Problem(lengths=(30, 29), heads=(2, 2), batch=2, feature="bias of heads")
 PAIR = Problem(head_dim=40, head_dim_v=72)
 PAIR_WIDE = Problem(head_dim=40, head_dim_v=136)
 PAIR_GROWING = Problem(head_dim=40, head_dim_v=72, growing=True)
@@ -350,6 +352,46 @@ MUTANTS = (
         "if (steps > 0) add_dq(previous, (steps + 1) % 2);\n            block_barrier();",
         "if (steps > 0) add_dq(previous, (steps + 1) % 2);",
         "race",
+    ),
+    Mutant(
+        "dQ of one tile from dS that is not there",
+        "backward_one_tile",
+        "block_barrier();\n                store_dq(step);",
+        "store_dq(step);",
+        "uninitialised",
+        ONE_TILE,
+    ),
+    Mutant(
+        "delta of one tile used before it is there",
+        "backward_one_tile",
+        "take_delta(t % 2);\n                block_barrier();",
+        "take_delta(t % 2);",
+        "race",
+        ONE_TILE,
+    ),
+    Mutant(
+        "no dQ for queries that see no key of one tile",
+        "backward_one_tile",
+        "if constexpr (kStoresDq) clear_unseen_dq();",
+        "",
+        "unwritten",
+        ONE_TILE,
+    ),
+    Mutant(
+        "the next sequence that shares a bias over the results of the one before",
+        "backward_one_tile_dbias",
+        "one.template loop<kProbability>();\n                block_barrier();",
+        "one.template loop<kProbability>();",
+        "race",
+        SHARED_BIAS,
+    ),
+    Mutant(
+        "sums of dbias that do not begin at zero",
+        "backward_one_tile_dbias",
+        "if constexpr (!kProbability) clear_dbias();",
+        "",
+        "uninitialised",
+        SHARED_BIAS,
     ),
     Mutant("P taken before it is written", "backward_dkdv", "barrier_sync(1 + pair, 64);", "", "race"),
     Mutant("P never announced", "backward_dkdv", "barrier_arrive(1 + pair, 64);", "", "deadlock"),

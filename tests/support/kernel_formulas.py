@@ -76,6 +76,10 @@ class _Formulas:
     def _backward_dq(self) -> None:
         self.launch.array("dq")[...] = self._gradients()[0]
 
+    def _backward_one_tile(self) -> None:
+        for name, gradient in zip(("dq", "dk", "dv"), self._gradients(), strict=True):
+            self.launch.array(name)[...] = gradient
+
     def _backward_dkdv(self) -> None:
         if self.spec.is_split:
             for shares, gradient in zip(self._shares(self.values["num_splits"]), self._gradients()[1:], strict=True):
@@ -98,6 +102,8 @@ class _Formulas:
         """Returns the gradients from lse and delta in memory, which the kernels use, too."""
         q, k, v, do = self.launch.array("q"), self.launch.array("k"), self.launch.array("v"), self.launch.array("dout")
         lse, delta, scale = self.launch.array("lse"), self.launch.array("delta"), self._scale()
+        if delta is None:
+            delta = reference.delta(self.launch.array("o"), self.launch.array("dout"))
         group = self.values["heads_per_group"]
         q, k, v, do = (np.asarray(x, np.float64).transpose(0, 2, 1, 3) for x in (q, k, v, do))
         k, v = (np.repeat(x, group, axis=1) for x in (k, v))
