@@ -14,8 +14,10 @@ import fa2cupy
 import fa2cupy.distributed as dist
 from fa2cupy import TileConfig, UnsupportedProblemError, mods
 from fa2cupy.distributed import api
+from fa2cupy.distributed.call.parts import Part, part_keywords
 from fa2cupy.distributed.local.copies import word_layout
 from fa2cupy.distributed.transport.threads import ThreadTransport
+from fa2cupy.problem.checks import problem_from_arrays
 from fa2cupy.testing import make_inputs
 
 SCHEMES = ("heads", "gather", "hybrid")
@@ -268,6 +270,16 @@ class TestFeatures:
         tiles = np.random.default_rng(0).random((1, 8 if by_head else 1, 6, 6)) < 0.5
         options = {"block_mask": fa2cupy.BlockMask(tiles, 48, 48, (8, 8))}
         assert_close(ranks.on_ranks(4, inputs, **options), ranks.whole_call(inputs, **options))
+
+    def test_the_intervals_of_some_heads(self):
+        q, ends = np.zeros((2, 48, 8, 4), "float32"), np.arange(16).reshape(2, 8)
+        own = {"mask_mod": lambda b, h, q, k, ends: k < ends[b, h] + q, "mask_args": (ends,)}
+        own["block_mask"] = sparse = fa2cupy.block_mask(own["mask_mod"], (ends,), 2, 8, 48, 48)
+        part = Part(slice(2, 5), slice(0, 48), 48)
+        made = part_keywords(problem_from_arrays(q, q, q, **own), own, part, {}, None)["block_mask"]
+        assert made.layout.intervals == (True, True)
+        for found, whole in zip(made.intervals, sparse.intervals, strict=True):
+            np.testing.assert_array_equal(found, whole[:, 2:5])
 
     def test_a_mask_of_the_library(self):
         inputs = inputs_of()

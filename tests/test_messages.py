@@ -187,10 +187,10 @@ forward(q, k, v[:, :5])
     v: expected shape (2, 8, 4, 16) to match k, got (2, 5, 4, 16)
 forward(q, k[:, :, :3], v[:, :, :3])
     k: the number of heads of q (4) must be a multiple of that of k and v, got 3
-forward(*[ones(1, 4, 2, 300)] * 3)
-    q: head_dim up to 256 is supported, got shape (1, 4, 2, 300)
-forward(q, k, ones(2, 8, 4, 300))
-    v: head_dim up to 256 is supported, got shape (2, 8, 4, 300)
+forward(*[ones(1, 4, 2, 600)] * 3)
+    q: head_dim up to 512 is supported, got shape (1, 4, 2, 600)
+forward(q, k, ones(2, 8, 4, 600))
+    v: head_dim up to 512 is supported, got shape (2, 8, 4, 600)
 forward(*[ones(1, 4, 2, 0)] * 3)
     q: head_dim must be at least 1, got shape (1, 4, 2, 0)
 forward(q, k, v, causal=1)
@@ -788,8 +788,8 @@ legal_configs("forward", dtype=np.int32, arch="sm_90")
     dtype: expected float16, bfloat16, float32 or float64, got int32
 legal_configs("forward", head_dim=64.0, arch="sm_90")
     head_dim: expected an int, got float; write head_dim=64
-legal_configs("forward", head_dim=512, arch="sm_90")
-    head_dim: up to 256 is supported, got 512
+legal_configs("forward", head_dim=576, arch="sm_90")
+    head_dim: up to 512 is supported, got 576
 legal_configs("forward", arch="sm_90", family="hopper")
     family: expected one of ['sm90', 'sm80', 'simt'], got 'hopper'
 legal_configs("forward", archs="sm_90")

@@ -274,13 +274,13 @@ def check_layout(layout: object) -> None:
         raise ValueError(f"layout: expected 'bshd' or 'bhsd', got {layout!r}{hint}")
 
 
-def sizes_of(name: str, array: Array, layout: str, most: int = MAX_HEAD_DIM) -> tuple[int, int, int, int]:
+def sizes_of(name: str, array: Array, layout: str, largest: int = MAX_HEAD_DIM) -> tuple[int, int, int, int]:
     """Sizes of the batch, row, head and column axes. All leading axes together are the batch."""
-    return _sizes_of_shape(name, array.shape, array.dtype, layout, most=most)
+    return _sizes_of_shape(name, array.shape, array.dtype, layout, largest=largest)
 
 
 def _sizes_of_shape(
-    name: str, shape: tuple[int, ...], dtype: np.dtype, layout: str, whose: str = "", most: int = MAX_HEAD_DIM
+    name: str, shape: tuple[int, ...], dtype: np.dtype, layout: str, whose: str = "", largest: int = MAX_HEAD_DIM
 ) -> tuple[int, int, int, int]:
     """The same for an array of this shape and dtype; `whose` follows the number of axes in messages."""
     check_layout(layout)
@@ -294,8 +294,8 @@ def _sizes_of_shape(
     seqlen, heads, head_dim = (1 if axis is None else shape[axis] for axis in SOURCE_AXES[layout, len(shape) > 2])
     if head_dim == 0:
         raise ValueError(f"{name}: head_dim must be at least 1, got shape {shape}")
-    if head_dim > most:
-        raise UnsupportedProblemError(f"{name}: head_dim up to {most} is supported, got shape {shape}")
+    if head_dim > largest:
+        raise UnsupportedProblemError(f"{name}: head_dim up to {largest} is supported, got shape {shape}")
     return math.prod(shape[: max(0, len(shape) - 3)]), seqlen, heads, head_dim
 
 

@@ -2,6 +2,7 @@
 // ends take the place of the caller's function in mixed tiles. Fragments of S^T have those of each key.
 #pragma once
 #include "common/fragment.cuh"
+#include "common/ptx.cuh"
 #include "common/score_tile.cuh"
 
 namespace fa2::common {
@@ -59,7 +60,8 @@ struct VisibleBits {
 template <bool kTransposed, class Fragment, class Record>
 __device__ __forceinline__ VisibleBits<Fragment> visible_by_intervals(const Record& params, const ScoreTile& tile) {
     const auto [first_query, first_key, lane] = tile.position;
-    const int32 first_row = kTransposed ? first_key : first_query;
+    // Opaque, because loops would keep addresses that are the same in each step, and spill them.
+    const int32 first_row = as_if_new(kTransposed ? first_key : first_query);
     const int32 first_column = (kTransposed ? first_query : first_key) + Fragment::col(0, lane);
     const auto* ends = reinterpret_cast<const int4*>(kTransposed ? params.column_intervals : params.row_intervals) +
                        (static_cast<int64>(tile.batch) * params.interval_batch_stride +

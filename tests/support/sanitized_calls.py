@@ -115,7 +115,8 @@ def decoding() -> None:
 
     On Hopper, both have clusters of blocks. Sequences that are many have none.
     """
-    for dtype, *columns in (("float16", 64), ("bfloat16", 128), ("float32", 64), PAIR, ("float32", 40, 72)):
+    kinds = (("float16", 64), ("bfloat16", 128), ("float32", 64), PAIR, ("float32", 40, 72), ("bfloat16", 512))
+    for dtype, *columns in (*kinds, ("bfloat16", 576, 512)):
         for case in (
             Case(dtype, (0, 17, 900), page_size=16, num_new=1, seqlen_q=2, **columns_of(*columns)),
             Case(dtype, (20_000,), heads=(8, 1), **columns_of(*columns)),
@@ -123,7 +124,11 @@ def decoding() -> None:
         ):
             q, k_cache, v_cache, lengths, options = case.arguments()
             keywords = {name: cupy.asarray(x) for name, x in options.items()}
-            o, lse = fa2cupy.decode(*map(cupy.asarray, (q, k_cache, v_cache, lengths)), **keywords)
+            caches = [cupy.asarray(k_cache), cupy.asarray(v_cache)]
+            if case.has_values_in_keys:
+                caches[1] = caches[0][..., : case.head_dim_v]
+                keywords |= {"v": keywords["k"][..., : case.head_dim_v]} if case.num_new else {}
+            o, lse = fa2cupy.decode(cupy.asarray(q), *caches, cupy.asarray(lengths), **keywords)
             fa2cupy.merge([o, o], [lse, lse])
 
 
