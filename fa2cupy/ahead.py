@@ -14,7 +14,7 @@ from .families.device import DeviceInfo, current_device
 from .families.operations import METHODS, OPERATIONS
 from .families.registry import choose_family
 from .families.simt import SIMT
-from .families.tile import TileConfig
+from .families.tile import TileConfig, has_tile_of
 from .jit.cache import cached_kernels
 from .jit.compiler import CompiledKernel
 from .jit.spec import KernelSpec
@@ -28,6 +28,7 @@ from .problem.feature_checks import extra_gradients
 from .problem.features import FeatureKeywords
 from .problem.keywords import NoKeywords, check_keywords, takes
 from .problem.names import Method
+from .problem.options import METHOD_NAMES
 from .system.progress import progress as progress_bar
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ def precompile(
     dtypes: npt.DTypeLike | Iterable[npt.DTypeLike] = ("float16", "bfloat16"),
     head_dims: int | Iterable[int] = (64, 128),
     causal: bool | Iterable[bool] = (False, True),
-    methods: Method | Iterable[Method] = ("single_pass", "two_pass"),
+    methods: Method | Iterable[Method] = METHOD_NAMES,
     features: str | Iterable[str] | Iterable[Iterable[str]] = (),
     score_mod: Callable[..., Any] | None = None,
     score_args: Sequence[AnyArray] = (),
@@ -68,7 +69,7 @@ def precompile(
         Architectures such as ``["sm_80", "sm_90"]``; by default that of the current device.
     dtypes, head_dims, causal, methods : optional
         One value or several each. The calls are the forward, the backward with each method, `decode` and `merge`, for
-        every combination; ``methods=()`` leaves the backward out.
+        every combination; ``methods=()`` leaves the backward out. ``"one_tile"`` is left out for what it does not take.
     features : str, iterable of str, or iterable of those, optional
         Features of the calls, by keyword. ``("window", "softcap")`` are calls that have both;
         ``[(), ("window",), ("window", "sink")]`` are three kinds of calls, the first without features. The names are
@@ -143,7 +144,7 @@ def precompile(
     dtypes = [check_dtype(dtype) for dtype in one_or_many(dtypes)]
     columns_v = None if head_dim_v is None else check_head_dim(head_dim_v, "head_dim_v")
     head_dims = [check_head_dim(head_dim, "head_dims") for head_dim in one_or_many(head_dims)]
-    masks, passes = one_or_many(causal), [None, *map(check_method, one_or_many(methods))]
+    masks, passes = one_or_many(causal), _passes(methods, config)
     for masked in masks:
         check_bool("causal", masked)
     check_bool("decode", decode)
@@ -186,6 +187,14 @@ def precompile(
         return cached_kernels(list(specs), jobs)
     with progress_bar(len(specs), "compiling") as bar:
         return cached_kernels(list(specs), jobs, bar.update)
+
+
+def _passes(methods: Any, config: object) -> list[str | None]:
+    """The forward, None, and the methods of the backward; calls with tiles of others do not have ``one_tile``."""
+    passes = [None, *map(check_method, one_or_many(methods))]
+    if config is None or has_tile_of("one_tile", config):
+        return passes
+    return [method for method in passes if method != "one_tile"]
 
 
 def _families(device: DeviceInfo, dtype: str, method: str | None, family: str | None) -> list[str | None]:

@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Any
 from .backends import backend_of
 from .numerics.arrays import stacked
 from .problem.array_types import ArrayT
+from .problem.attention import MAX_HEAD_DIM
 from .problem.conversions import explains_absence
+from .problem.decoding import check_values_in_keys
 from .problem.keywords import NoKeywords, check_keywords, options_of, takes
 from .problem.names import Layout
 from .problem.options import call_options
@@ -36,7 +38,7 @@ def forward(
     ----------
     q : ndarray, shape (batch, seqlen_q, num_heads, head_dim)
         Queries: a NumPy or CuPy array of float16, bfloat16 (``ml_dtypes.bfloat16``), float32 or float64, head_dim up to
-        256. The first axes may be omitted: (seqlen_q, num_heads, head_dim) and (seqlen_q, head_dim) give results of the
+        512. The first axes may be omitted: (seqlen_q, num_heads, head_dim) and (seqlen_q, head_dim) give results of the
         same rank. An array (batch * heads, seqlen, head_dim) of other libraries is one of many rows and heads here.
         In place of batch there may be several leading axes, (..., seqlen_q, num_heads, head_dim), the same for all
         arrays and results; lse is then (..., num_heads, seqlen_q). The number of a sequence, for functions, dropout and
@@ -44,7 +46,7 @@ def forward(
     k, v : ndarray, shape (batch, seqlen_k, num_heads_kv, head_dim)
         Keys and values, of q's dtype and device. num_heads must be a multiple of num_heads_kv: query head ``h``
         reads K/V head ``h // (num_heads // num_heads_kv)`` (multi-head, grouped-query and multi-query attention). v
-        may have another head_dim than q and k, up to 256, too; o then has that of v. Views such as ``qkv[:, :, 0]`` of
+        may have another head_dim than q and k, up to 512, too; o then has that of v. Views such as ``qkv[:, :, 0]`` of
         a packed array are not copied.
     causal : bool, optional
         Key ``j`` is visible to query ``i`` iff ``j <= i + seqlen_k - seqlen_q``: the mask is aligned to the bottom
@@ -88,7 +90,7 @@ def forward(
         seqlen_k.
     softcap : float
         Scores become ``softcap * tanh(scores / softcap)``, before biases and masks.
-    alibi_slopes : ndarray, shape (num_heads,) or (batch, num_heads); broadcastable to (..., num_heads)
+    alibi_slopes : ndarray, broadcastable to (..., num_heads)
         ``-slope * abs(i + seqlen_k - seqlen_q - j)`` is added to the scores, with slopes of either sign in the dtype of
         lse. There is no gradient for them.
     bias : ndarray, broadcastable to (..., num_heads, seqlen_q, seqlen_k)
@@ -98,9 +100,8 @@ def forward(
         hidden by other means are ignored, even if they are NaN.
     mask : ndarray of bool, broadcastable to (..., num_heads, seqlen_q, seqlen_k)
         True where a key is visible.
-    key_padding_mask : ndarray of bool, shape (batch, seqlen_k), or (seqlen_k,) where q has no batch axis
-        True where a key is visible, to all queries and heads. With several leading axes, broadcastable to
-        (..., seqlen_k).
+    key_padding_mask : ndarray of bool, broadcastable to (..., seqlen_k)
+        True where a key is visible, to all queries and heads.
     sink : ndarray, shape (num_heads,)
         A logit for each query head that takes part in the softmax but has no value row, in the dtype of lse; ``-inf``
         is no sink.
@@ -148,7 +149,7 @@ def forward(
     IndexError
         A function reads outside an array, on NumPy.
     UnsupportedProblemError
-        head_dim is above 256, no kernel supports the dtype or a feature on this GPU, or a function is too long for
+        head_dim is above 512, no kernel supports the dtype or a feature on this GPU, or a function is too long for
         kernels.
     KernelCompileError, KernelLaunchError
         NVRTC or the driver refused a kernel; the text says what to do.
@@ -485,7 +486,9 @@ def decode(
     k_cache, v_cache : ndarray, shape (batch, rows, num_heads_kv, head_dim)
         Keys and values, of q's dtype and device; with `block_table`, pages of the shape (pages, page_size,
         num_heads_kv, head_dim), where page_size is a multiple of 16. num_heads must be a multiple of num_heads_kv, as
-        for `forward`. v_cache, and `v` with it, may have another head_dim than q; o then has that of v_cache.
+        for `forward`. v_cache, and `v` with it, may have another head_dim than q; o then has that of v_cache. head_dim
+        may be up to 576, as in latent attention, if v_cache is ``k_cache[..., :n]`` with n up to 512, and `v` is
+        ``k[..., :n]``: kernels of 16 bits then read each row once.
     cache_seqlens : ndarray of int32, shape (batch,)
         Number of rows of each sequence in the cache, those of `k` and `v` not included. Rows of the cache behind them
         are not read.
@@ -530,8 +533,8 @@ def decode(
         entries of `block_table` that rows of a sequence need and that are not pages of `k_cache`, or that two sequences
         have where rows are written. On GPUs also
         UnsupportedProblemError where two tiles of keys and values do not fit in shared memory: in float64 beyond
-        head_dim 160 (96 on Turing, 64 on Pascal) except on compute capability 8.0, 9.0 and 10.x, in float32 beyond
-        192 on Turing and 160 on Pascal.
+        head_dim 256 on compute capability 8.0, 384 on 9.0 and 10.x, else 160 (96 on Turing, 64 on Pascal), in float32
+        beyond 320 except on these three (192 on Turing, 160 on Pascal), and in 16 bits beyond 512 except there.
 
     Notes
     -----
@@ -567,4 +570,6 @@ def decode(
         given = {name: value for name, value in keywords.items() if value is not None}
     options = call_options(causal=causal, softmax_scale=softmax_scale, layout=layout, num_splits=num_splits)
     backend = backend_of("q", q)
+    if q.ndim and q.shape[-1] > MAX_HEAD_DIM:
+        check_values_in_keys({"k_cache": k_cache, "v_cache": v_cache, "k": k, "v": v})
     return backend.decode(q, k_cache, v_cache, cache_seqlens, k, v, block_table, out, options, given)

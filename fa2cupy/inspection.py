@@ -85,7 +85,7 @@ def legal_configs(
     TypeError, ValueError
         `operation` or `family` does not exist, or `dtype`, `head_dim` or `head_dim_v` is not valid.
     UnsupportedProblemError
-        head_dim is above 256, or no family supports the dtype on the device.
+        head_dim is above 512, or no family supports the dtype on the device.
     RuntimeError
         There is no device, and `arch` does not name one.
 
@@ -97,7 +97,7 @@ def legal_configs(
     check_keywords("fa2cupy.legal_configs", unknown)
     kernel, device = _checked(operation, dtype, head_dim, head_dim_v, arch)
     check_bool("promising", promising)
-    own = family_of_kernel(operation, kernel.dtype, device, family)
+    own = family_of_kernel(operation, kernel.dtype, device, family, columns=(kernel.head_dim, kernel.head_dim_v))
     columns, columns_v = own.head_dims(kernel.head_dim, kernel.head_dim_v)
     return _legal_tiles(own, kernel._replace(head_dim=columns, head_dim_v=columns_v), device, promising=promising)
 

@@ -71,7 +71,14 @@ def block_mask(
     -----
     The function is evaluated for all pairs of a query and a key, on NumPy in strips of a row of tiles, on the GPU by
     one kernel that is compiled for it. The mask is not formed: memory is that of the map, one byte for each tile, and
-    on NumPy of a strip, and that of the copies.
+    on NumPy of a strip, that of the copies, and that of intervals.
+
+    Where every query sees at most two intervals of keys, as under documents, frames or a shared prompt, the map keeps
+    their ends, 16 bytes for each query, and the same for every key where at most two intervals of queries see it.
+    Kernels on the GPU compare these in tiles that are visible in part, in place of the function, and so are compiled
+    once for all such functions; `print` says which the map has. The proof counts where visibility begins and ends in
+    each row and column. To know its outcome, this call waits for the GPU once. Maps whose intervals would take more
+    than 256 MiB keep the function, as do those that a CUDA graph captures.
 
     A map shows its arrays as they are now. Calls with the map read its copies in tiles that are visible in part, so
     that what is written into an array later changes no result: make another map. They refuse `mask_args` other than
@@ -84,7 +91,7 @@ def block_mask(
     --------
     >>> import fa2cupy
     >>> print(block_mask(fa2cupy.mods.sliding_window(200), (), 1, 8, 512, 512))
-    BlockMask 512 x 512 in tiles of 128 x 128, density 0.56
+    BlockMask 512 x 512 in tiles of 128 x 128, density 0.56, intervals of rows and columns
     +
     ++
     +++
@@ -110,5 +117,5 @@ def block_mask(
     layout = MapLayout(shape, *lengths, tile, program)
     backend = backend_of(name, first)
     copies = backend.copied(mask_args)
-    states = backend.tile_states(layout, like, {"mask_mod": program, "mask_args": copies})
-    return BlockMask.of_states(states, *lengths, tile, program, copies, mask_args)
+    states, intervals = backend.tile_states(layout, like, {"mask_mod": program, "mask_args": copies})
+    return BlockMask.of_states(states, *lengths, tile, program, copies, mask_args, intervals)

@@ -155,6 +155,8 @@ class Cell(NamedTuple):
         longest = rows // TILE_ROWS * (1 if is_forward else problem.num_heads // heads)
         for method in (None,) if is_forward else METHODS:
             for splits in SPLITS:
+                if method == "one_tile" and (problem.seqlen > TILE_ROWS or splits > 1):
+                    continue
                 if splits == 1 or (splits <= longest and tiles * splits <= MOST_WAVES * multiprocessors):
                     yield Choice(method, splits)
 

@@ -26,6 +26,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "training": speed.training,
     "memory": speed.memory,
     "short calls": speed.short_calls,
+    "small models": speed.small,
     "models": speed.models,
     "head dimensions": speed.head_dims,
     "methods": speed.methods,

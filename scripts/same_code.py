@@ -111,10 +111,11 @@ def of_family(device: DeviceInfo, family: Family, dtype: str, head_dims: Sequenc
             if family.split_operations and causal:
                 yield from kernels_of(device, dtype, head_dim, causal, method, family.public_name, num_splits=2)
     if "dbias" in family.operations:
-        with_dbias = kernels_of(
-            device, dtype, 64, True, "two_pass", family.public_name, features=("bias", "return_dbias")
-        )
-        yield from (spec for spec in with_dbias if "dbias" in spec.operation)
+        for method in (method for method in ("two_pass", "one_tile") if has_method(family, method)):
+            with_dbias = kernels_of(
+                device, dtype, 64, True, method, family.public_name, features=("bias", "return_dbias")
+            )
+            yield from (spec for spec in with_dbias if "dbias" in spec.operation)
     for head_dim in head_dims:
         yield merge_spec(device, dtype, head_dim)
         if "decode" in family.operations:

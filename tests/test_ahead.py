@@ -19,7 +19,7 @@ from support.feature_cases import METHODS, accumulator, booleans, inputs_of, num
 
 import fa2cupy
 from fa2cupy import BlockMask, TileConfig, UnsupportedProblemError, ahead, cli
-from fa2cupy.families import choice, estimate, float32_parts
+from fa2cupy.families import dbias, estimate, float32_parts
 from fa2cupy.families.device import DeviceInfo
 from fa2cupy.families.sm80 import SM80
 from fa2cupy.jit import cache
@@ -73,6 +73,7 @@ def call_options(names: tuple[str, ...], dtype: str, bias_dtype: str, kind_of_bi
     if packed:  # three sequences in one batch
         batch, rows, keys = 3, 20, 30
     shapes = {"full": (batch, heads, rows, keys), "of heads": (heads, 1, keys), "of sequences": (batch, 1, 1, keys)}
+    shapes["of pairs"] = heads, rows, keys
     options = {
         "window": {"window": (9, 4)},
         "softcap": {"softcap": 20.0},
@@ -107,7 +108,7 @@ def launched_by(monkeypatch, kind: tuple, names: tuple[str, ...], *more, **optio
     # Short sequences and others, and biases that few scores share and that many do.
     for rows, atomics in ((FIXED["seqlen_q"], 10**12), (128, 0), (128, 10**12)):
         with monkeypatch.context() as patch:
-            patch.setattr(choice, "atomics_of", lambda *_, atomics=atomics: atomics)
+            patch.setattr(dbias, "atomics_of", lambda *_, atomics=atomics: atomics)
             patch.setitem(FIXED, "seqlen_q", rows)
             specs |= launched_once(patch, kind, names, *more, **options)
     return specs
@@ -217,8 +218,47 @@ def launched_in_one_launch(monkeypatch, kind: tuple, names: tuple[str, ...], hea
     o, lse = place(np.zeros(q.shape, q.dtype)), place(np.zeros((*q.shape[:1], q.shape[2], q.shape[1]), "float32"))
     with fake_gpu.fake_gpu(monkeypatch, arch, run=lambda launch: None) as launched:
         for causal in (False, True):
-            fake_gpu.backward(q, k, v, o, lse, do, causal=causal, deterministic=True, **forward, **backward)
+            fake_gpu.backward(q, k, v, o, lse, do, causal=causal, method="two_pass", **forward, **backward)
     return {stage.spec for stage in launched if stage.spec.operation == "backward_both"}
+
+
+def launched_by_one_tile(
+    monkeypatch,
+    kind: tuple,
+    names: tuple[str, ...],
+    head_dim: int,
+    head_dim_v: int | None,
+    functions: dict | None = None,
+) -> set[KernelSpec]:
+    """Returns the kernels of backwards whose keys fill each of the key tiles of `one_tile`."""
+    from support import fake_gpu
+    from support.fake_cupy import place
+    from support.traced_cases import on_gpu
+
+    arch, dtype, family = kind
+    if dtype not in SM80.dtypes or not {"cu_seqlens", "block_mask"}.isdisjoint(names):
+        return set()
+    specs = set()
+    for rows, bias_dtype, causal in itertools.product((64, 128), {dtype, accumulator(dtype)}, (False, True)):
+        sizes = {"batch": 2, "seqlen_q": rows, "seqlen_k": rows, "num_heads": 2, "num_heads_kv": 2}
+        with monkeypatch.context() as patch:
+            for name, size in sizes.items():
+                patch.setitem(FIXED, name, size)
+            forward, backward = (
+                {key: place(x) if isinstance(x, np.ndarray) else x for key, x in options.items()}
+                for options in call_options(names, dtype, bias_dtype, "of pairs")
+            )
+        if functions:
+            forward |= on_gpu(functions)
+            backward["return_dscore_args"] = True
+        q, k, v, do = map(place, inputs_of(dtype, **sizes, head_dim=head_dim, head_dim_v=head_dim_v))
+        with fake_gpu.fake_gpu(monkeypatch, arch, run=lambda launch: None) as launched:
+            shared = {"causal": causal, "family": family, **forward}
+            o, lse = fake_gpu.forward(q, k, v, **shared)
+            launched.clear()
+            fake_gpu.backward(q, k, v, o, lse, do, method="one_tile", **shared, **backward)
+        specs |= {stage.spec for stage in launched}
+    return specs
 
 
 def call_second_order(q, k, v, do, names: tuple[str, ...], forward: dict, backward: dict) -> None:
@@ -242,6 +282,7 @@ def test_calls_use_exactly_the_kernels_that_are_compiled_ahead_for_their_feature
     ahead_of_calls = listed(arch, dtypes=dtype, head_dims=60, features=names, family=family, decode=False)
     kept = launched_with_kept_bias(monkeypatch, kind, names, 60, None)
     kept |= launched_in_one_launch(monkeypatch, kind, names, 60)
+    kept |= launched_by_one_tile(monkeypatch, kind, names, 60, None)
     assert launched_by(monkeypatch, kind, names, 60, None) | kept == ahead_of_calls
 
 
@@ -253,6 +294,7 @@ def test_kernels_for_v_of_its_own_head_dim_are_compiled_ahead(listed, monkeypatc
     arch, dtype, family = kind
     options = {"features": names, "head_dims": head_dim, "head_dim_v": head_dim_v, "family": family, "decode": False}
     kept = launched_with_kept_bias(monkeypatch, kind, names, head_dim, head_dim_v)
+    kept |= launched_by_one_tile(monkeypatch, kind, names, head_dim, head_dim_v)
     assert launched_by(monkeypatch, kind, names, head_dim, head_dim_v) | kept == listed(arch, dtypes=dtype, **options)
 
 
@@ -283,7 +325,8 @@ def test_calls_with_functions_use_exactly_the_kernels_that_are_compiled_ahead(li
     kind_of_calls = {"dtypes": dtype, "head_dims": 60, "features": names, "family": family, "decode": False}
     ahead_of_calls = listed(arch, **kind_of_calls, **examples, return_dscore_args=True)
     own = functions((4, 5), (3, 60, 7), (3, 60))
-    assert launched_by(monkeypatch, kind, names, 60, None, own) == ahead_of_calls
+    short = launched_by_one_tile(monkeypatch, kind, names, 60, None, own)
+    assert launched_by(monkeypatch, kind, names, 60, None, own) | short == ahead_of_calls
     assert any("dscore_args" in spec.features for spec in ahead_of_calls)
 
 
@@ -488,12 +531,17 @@ WRONG = {
     "dtype": ("sm_80", {"dtypes": "fp16"}, ValueError, "^dtype: expected float16, bfloat16, .* or float64, got 'fp16'"),
     "dtype int8": ("sm_80", {"dtypes": ["int8"]}, UnsupportedProblemError, "^dtype: expected float16, .* got int8"),
     "head_dim 0": ("sm_80", {"head_dims": 0}, ValueError, "^head_dims: expected at least 1, got 0"),
-    "head_dim 300": ("sm_80", {"head_dims": (64, 300)}, UnsupportedProblemError, "^head_dims: up to 256 is supported"),
+    "head_dim 600": ("sm_80", {"head_dims": (64, 600)}, UnsupportedProblemError, "^head_dims: up to 512 is supported"),
     "head_dim float": ("sm_80", {"head_dims": 64.0}, TypeError, "^head_dims: expected an int, got float"),
     "head_dim_v": ("sm_80", {"head_dim_v": -1}, ValueError, "^head_dim_v: expected at least 1, got -1"),
     "causal": ("sm_80", {"causal": [0, 1]}, TypeError, "^causal: expected a bool, got int; write causal=False"),
-    "method": ("sm_80", {"methods": ["onepass"]}, ValueError, "^methods: expected 'single_pass' or .*, got 'onepass'"),
-    "method None": ("sm_80", {"methods": None}, ValueError, "^methods: expected 'single_pass' or 'two_pass', got None"),
+    "method": ("sm_80", {"methods": ["onepass"]}, ValueError, "^methods: expected 'single_pass', .*, got 'onepass'"),
+    "method None": (
+        "sm_80",
+        {"methods": None},
+        ValueError,
+        "^methods: expected 'single_pass', 'two_pass' or 'one_tile', got None",
+    ),
     "decode": ("sm_80", {"decode": 1}, TypeError, "^decode: expected a bool, got int; write decode=True"),
     "second_order": ("sm_80", {"second_order": 1}, TypeError, "^second_order: expected a bool, got int; write sec"),
     "jobs negative": ("sm_80", {"jobs": -1}, ValueError, "^jobs: expected at least 1, or None for one per CPU, got -1"),
@@ -596,8 +644,8 @@ def test_an_error_ends_the_work_that_has_not_begun(monkeypatch):
 
     monkeypatch.setattr(cache, "cached_kernel", fail)
     with pytest.raises(fa2cupy.KernelCompileError, match="NVRTC refused it"):
-        fa2cupy.precompile(["sm_80", "sm_86"], jobs=1)
-    assert len(begun) < 40, "of 80"
+        fa2cupy.precompile(["sm_80", "sm_86"], jobs=1, decode=False)
+    assert len(begun) < 40, "of more than a hundred"
 
 
 def test_ctrl_c_is_one_line_and_the_shells_status(monkeypatch, capsys):
@@ -606,7 +654,7 @@ def test_ctrl_c_is_one_line_and_the_shells_status(monkeypatch, capsys):
 
     monkeypatch.setattr(cache, "as_completed", interrupt)
     monkeypatch.setattr(cache, "cached_kernel", lambda spec: spec)
-    assert cli.main(["precompile", "sm_80"]) == 130
+    assert cli.main(["precompile", "sm_80", "--dtypes", "float16", "--head-dims", "64"]) == 130
     told = capsys.readouterr()
     assert told.err.startswith("fa2cupy: interrupted; what is compiled so far is kept in ")
     assert told.err.count("\n") == 1

@@ -76,7 +76,7 @@ WRONG_TENSORS = {
     "v length": (zeros(2, 8, 2, 8), ValueError, r"^v: expected shape \(2, 9, 2, 8\) .* got \(2, 8, 2, 8\)"),
     "v heads": (zeros(2, 9, 1, 8), ValueError, r"^v: expected shape \(2, 9, 2, 8\) .* got \(2, 9, 1, 8\)"),
     "v no columns": (zeros(2, 9, 2, 0), ValueError, r"^v: head_dim must be at least 1"),
-    "v too wide": (zeros(2, 9, 2, 264), UnsupportedProblemError, r"^v: head_dim up to 256 is supported"),
+    "v too wide": (zeros(2, 9, 2, 520), UnsupportedProblemError, r"^v: head_dim up to 512 is supported"),
     "v dtype": (zeros(2, 9, 2, 8, dtype="float64"), TypeError, r"^v: expected dtype float32 .* got float64"),
     "o shape": (zeros(2, 6, 4, 4), ValueError, r"^(o|do): expected shape"),
     "o dtype": (zeros(2, 6, 4, 8, dtype="float16"), TypeError, r"^(o|do): expected dtype"),
@@ -97,10 +97,10 @@ def test_shapes_and_dtypes(mistake):
 
 
 @pytest.mark.parametrize("operation", ["forward", "delta", "backward"])
-def test_head_dim_above_256_is_not_supported(operation):
-    wide = {name: zeros(2, 6, 2, 264) for name in ("q", "k", "v", "o", "do")}
+def test_head_dim_above_512_is_not_supported(operation):
+    wide = {name: zeros(2, 6, 2, 520) for name in ("q", "k", "v", "o", "do")}
     name = "o" if operation == "delta" else "q"
-    assert_refused(operation, UnsupportedProblemError, f"^{name}: head_dim up to 256 is supported, got shape", **wide)
+    assert_refused(operation, UnsupportedProblemError, f"^{name}: head_dim up to 512 is supported, got shape", **wide)
     assert issubclass(UnsupportedProblemError, NotImplementedError)
 
 
@@ -195,9 +195,21 @@ BACKWARD_OPTIONS = {
         TypeError,
         r"^config\['backward_dkdv'\]: expected a TileConfig, got int",
     ),
-    "method name": ({"method": "fast"}, ValueError, "^method: expected None, 'single_pass' or 'two_pass', got 'fast'"),
-    "method empty": ({"method": ""}, ValueError, "^method: expected None, 'single_pass' or 'two_pass', got ''"),
-    "method type": ({"method": ["two_pass"]}, ValueError, "^method: expected None, 'single_pass' or 'two_pass'"),
+    "method name": (
+        {"method": "fast"},
+        ValueError,
+        "^method: expected None, 'single_pass', 'two_pass' or 'one_tile', got 'fast'",
+    ),
+    "method empty": (
+        {"method": ""},
+        ValueError,
+        "^method: expected None, 'single_pass', 'two_pass' or 'one_tile', got ''",
+    ),
+    "method type": (
+        {"method": ["two_pass"]},
+        ValueError,
+        "^method: expected None, 'single_pass', 'two_pass' or 'one_tile'",
+    ),
     "deterministic": ({"deterministic": 1}, TypeError, "^deterministic: .*, got int; write deterministic=True"),
     "deterministic None": ({"deterministic": None}, TypeError, "^deterministic: expected a bool, got NoneType"),
     "delta shape": ({"delta": zeros(2, 4, 5)}, ValueError, r"^delta: expected shape \(2, 4, 6\) .* got \(2, 4, 5\)"),

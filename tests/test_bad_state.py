@@ -32,10 +32,12 @@ class Broken(importlib.abc.MetaPathFinder):
             raise ImportError("libcudart.so.12: cannot open shared object file")
 sys.meta_path.insert(0, Broken())
 """
-PRECOMPILE = """
+#: Of few kernels: the first one has the error.
+FEW = {"head_dims": 64, "causal": True, "methods": "two_pass", "decode": False}
+PRECOMPILE = f"""
 import fa2cupy
 try:
-    fa2cupy.precompile(["sm_80"])
+    fa2cupy.precompile("sm_80", **{FEW})
 except fa2cupy.KernelCompileError as error:
     print(error)
 """
@@ -111,7 +113,7 @@ def test_without_nvrtc_compiling_says_what_to_install(nvrtc, isolated_cache, mon
 
     monkeypatch.setattr(nvrtc, "getVersion", missing)
     with pytest.raises(KernelCompileError, match="pip install nvidia-cuda-nvrtc-cu12") as caught:
-        fa2cupy.precompile(["sm_80"])
+        fa2cupy.precompile("sm_80", **FEW)
     assert "libnvrtc.so.12" in str(caught.value)
     assert "pip install" in fa2cupy.info()["nvrtc"]
 
@@ -125,7 +127,7 @@ def test_an_older_cupy_that_finds_no_nvrtc_is_told_which_one_is_needed(nvrtc, is
     monkeypatch.setattr(nvrtc, "getVersion", missing)
     monkeypatch.setattr(cupy, "__version__", "13.6.0")
     with pytest.raises(KernelCompileError, match=r"this is CuPy 13\.6\.0; fa2cupy needs CuPy 14 .*bfloat16") as caught:
-        fa2cupy.precompile(["sm_80"])
+        fa2cupy.precompile("sm_80", **FEW)
     assert "pip install '.[cuda12]'" in str(caught.value)
     assert "nvidia-cuda-nvrtc" not in str(caught.value), "which CuPy 13 does not look for"
 
@@ -139,7 +141,7 @@ def test_an_nvrtc_that_compiles_nothing_says_why(nvrtc, isolated_cache, monkeypa
     monkeypatch.setattr(nvrtc, "getProgramLog", lambda _: "failed to open libnvrtc-builtins.so.12.9")
     nvrtc_build.cache_clear()
     with pytest.raises(KernelCompileError, match="failed to open libnvrtc-builtins"):
-        fa2cupy.precompile(["sm_80"])
+        fa2cupy.precompile("sm_80", **FEW)
 
 
 def test_a_home_folder_that_cannot_be_made_is_not_called_a_missing_nvrtc(run_python):

@@ -17,12 +17,14 @@ from support.feature_cases import extras, gradient_names, numbers
 from support.launch_record import Launch, memory_at
 from support.simulated_problems import leave_out
 from support.simulator import simulated_gpu
-from support.traced_cases import on_gpu, ready_made
+from support.traced_cases import by_function, on_gpu, ready_made
 
 import fa2cupy
 from fa2cupy import BlockMask, TileConfig, UnsupportedProblemError, mods
 from fa2cupy.families.device import DeviceInfo
 from fa2cupy.families.operations import TILED
+from fa2cupy.gpu import calls
+from fa2cupy.problem import block_mask
 from fa2cupy.problem.block_mask import EMPTY, FULL, MIXED
 from fa2cupy.testing import Expectation, make_inputs
 
@@ -68,7 +70,7 @@ def documents(family: str) -> np.ndarray:
 
 
 def check(launched: list, family: str, *, methods=METHODS, inputs=None, num_splits=1, tiles=None, **options) -> None:
-    """Checks all results of calls with a map, and that kernels of the family compute them."""
+    """Checks all results of calls with a map, and that kernels of the family compute them, by its intervals if any."""
     rows, keys = LENGTHS[family]
     sizes = {"batch": 2, "seqlen_q": rows, "seqlen_k": keys, "num_heads": HEADS, "num_heads_kv": 2, "head_dim": 24}
     inputs = inputs or make_inputs(DTYPES[family], **(sizes | ({"head_dim": 64} if family == "sm90" else {})))
@@ -89,6 +91,10 @@ def check(launched: list, family: str, *, methods=METHODS, inputs=None, num_spli
     specs = [stage.spec for stage in launched if stage.spec.operation in TILED]
     assert {spec.family_name for spec in specs} == {family}
     assert all("block_mask" in spec.features for spec in specs)
+    intervals = options["block_mask"].layout.intervals
+    for spec in specs:
+        assert ("intervals" in spec.features) == intervals[spec.owns_keys]
+        assert not (intervals[spec.owns_keys] and "mask_mod" in spec.features)
 
 
 # ---------------------------------------------------------------------------------------------------------------- maps
@@ -104,6 +110,93 @@ def test_maps_are_those_of_numpy(launched, name, tile):
     found = fa2cupy.block_mask(case.function, tuple(map(place, case.arrays)), 2, 3, 21, 75, tile=tile, like=like)
     np.testing.assert_array_equal(found.states, wanted.states)
     assert (found.layout, found.density, str(found)) == (wanted.layout, wanted.density, str(wanted))
+    for own, other in zip(found.intervals, wanted.intervals, strict=True):
+        np.testing.assert_array_equal(own, other)
+    assert [stage.spec.operation for stage in launched] == ["tile_states", "close_intervals"]
+
+
+def ends_of(visible: np.ndarray) -> np.ndarray | None:
+    """Returns begin and end of up to two intervals in each row, or None if some row has more."""
+    ends = np.zeros((len(visible), 4), int)
+    for row, seen in enumerate(visible):
+        (edges,) = np.nonzero(np.diff([False, *seen, False]))
+        if len(edges) > 4:
+            return None
+        ends[row, : len(edges)] = edges
+    return ends
+
+
+def of_table(b, h, q, k, table):
+    """A function with an element for each pair."""
+    return table[h, q, k]
+
+
+def tables_of_intervals(lengths: tuple[int, int]) -> dict[str, np.ndarray]:
+    """Returns masks of two heads by what they show; all but the last have at most two intervals along some side."""
+    rows, keys = (np.arange(n) for n in lengths)
+    q, k = rows[:, None], keys
+    rng = np.random.default_rng(7)
+    begin, middle, end = (rng.integers(0, lengths[1] // 3 + 1, (lengths[0], 1)) + i * lengths[1] // 3 for i in range(3))
+    two = (k < begin) | (k >= middle) & (k < end)
+    odd = np.zeros(lengths, bool)
+    odd[lengths[0] // 2, ::2] = True
+    tables = {
+        "two intervals in a row": two,
+        "rows that begin at the first key or end at the last": (k >= middle) | (k < begin) & (q % 3 > 0),
+        "nothing and everything": np.broadcast_to(q % 5 < 2, lengths),
+        "one key": q == k,
+        "two in rows, one in columns": (k < 3) & (q >= 3) | (abs(q - k) < 2) & (k >= 5),
+        "three in one row": odd,
+    }
+    return {name: np.stack([table, np.roll(table, 1, axis=0)]) for name, table in tables.items()}
+
+
+def check_intervals(table: np.ndarray, tile: tuple[int, int], like=place) -> BlockMask:
+    """Checks the intervals of a map on the GPU, and of one on NumPy arrays, against those of the table."""
+    wanted = [[ends_of(one) for one in side] for side in (table, table.swapaxes(1, 2))]
+    for given in (table, like(table)):
+        made = fa2cupy.block_mask(of_table, (given,), 1, *table.shape, tile=tile)
+        for found, own in zip(made.intervals, wanted, strict=True):
+            if any(one is None for one in own):
+                assert found is None
+            else:
+                np.testing.assert_array_equal(found, [own])
+    return made
+
+
+@pytest.mark.sample(tile=((128, 128), (12, 33)))
+@pytest.mark.parametrize("tile", [(8, 8), (16, 40), (12, 33), (128, 128)])
+@pytest.mark.parametrize("name", tables_of_intervals((1, 1)))
+def test_intervals(launched, name, tile):
+    check_intervals(tables_of_intervals((37, 90))[name], tile)
+
+
+def test_intervals_of_long_rows(launched):
+    """Checks tiles of more keys than a warp evaluates at a time, and of more queries."""
+    check_intervals(tables_of_intervals((140, 150))["two intervals in a row"], (140, 140))
+
+
+def test_a_third_interval_is_found_across_tiles():
+    """Checks intervals of which no tile has three: between tiles, and at their borders."""
+    for places in ((0, 8, 16), (7, 9, 40), (7, 16, 31), (0, 15, 44)):
+        table = np.zeros((1, 3, 45), bool)
+        table[0, 1, list(places)] = True
+        assert fa2cupy.block_mask(of_table, (table,), 1, 1, 3, 45, tile=(4, 8)).intervals.rows is None
+
+
+def test_large_intervals_are_not_kept(launched, monkeypatch):
+    monkeypatch.setattr(block_mask, "_LARGEST_INTERVALS", 16 * 66)
+    like = place(np.empty(1, "float32"))
+    for own in (None, like):
+        assert fa2cupy.block_mask(mods.causal(), (), 1, 1, 33, 33, like=own).layout.intervals == (True, True)
+        assert fa2cupy.block_mask(mods.causal(), (), 1, 1, 33, 34, like=own).layout.intervals == (False, False)
+
+
+def test_captured_maps_keep_the_function(launched, monkeypatch):
+    monkeypatch.setattr(calls, "is_captured", lambda array: True)
+    ids = place(documents("simt"))
+    sparse = fa2cupy.block_mask(mods.document, (ids,), *shape_of("simt"), tile=(8, 8))
+    assert sparse.layout.intervals == (False, False)
     assert [stage.spec.operation for stage in launched] == ["tile_states"]
 
 
@@ -235,10 +328,75 @@ def test_lists(monkeypatch, options, tile):
 @pytest.mark.matrix
 @pytest.mark.parametrize("band", [{}, {"causal": True}, {"window": (40, 3)}])
 @pytest.mark.parametrize("family", TILES)
-def test_maps_of_functions(launched, family, band):
+@pytest.mark.parametrize("reads", [lambda sparse: sparse, by_function], ids=["intervals", "function"])
+def test_maps_of_functions(launched, family, band, reads):
     own = {"mask_mod": mods.document, "mask_args": (documents(family),)}
-    sparse = fa2cupy.block_mask(mods.document, own["mask_args"], *shape_of(family), tile=(32, 64))
+    sparse = reads(fa2cupy.block_mask(mods.document, own["mask_args"], *shape_of(family), tile=(32, 64)))
     check(launched, family, **own, block_mask=sparse, **band)
+
+
+def halves(b, h, q, k, sizes):
+    """Block diffusion by blocks of several sizes: two intervals in rows and columns. The first queries see no key."""
+    n, size = sizes[0, 0], sizes[1 + b, h]
+    of_query, of_key = q % n // size, k % n // size
+    noisy = (q < n) & (k < n) & (of_query == of_key)
+    return (q > 3) & (noisy | (k >= n) & ((q < n) & (of_query > of_key) | (q >= n) & (of_query >= of_key)))
+
+
+def by_ends(b, h, q, k, ends):
+    """Two intervals of keys for each query, and many of queries for a key."""
+    own = [ends[b % 2, h, q % 29, i] for i in range(4)]
+    return (own[0] <= k) & (k < own[1]) | (own[2] <= k) & (k < own[3])
+
+
+def by_ends_of_keys(b, h, q, k, ends):
+    """The same with queries and keys exchanged."""
+    return by_ends(b, h, k, q, ends)
+
+
+def ends_for(function, family: str) -> tuple:
+    longest, rng = max(LENGTHS[family]), np.random.default_rng(5)
+    if function is halves:
+        return (np.concatenate([np.full((1, HEADS), -(-longest // 2)), rng.integers(5, 30, (2, HEADS))]),)
+    return (np.sort(rng.integers(0, longest + 1, (2, HEADS, 29, 4)), axis=-1),)
+
+
+@pytest.mark.sample(family=("sm80",), method=("single_pass",))
+@pytest.mark.parametrize(
+    ("function", "intervals"), [(halves, (True, True)), (by_ends, (True, False)), (by_ends_of_keys, (False, True))]
+)
+@pytest.mark.parametrize("family", TILES)
+@pytest.mark.parametrize("method", METHODS)
+def test_two_intervals(launched, family, function, intervals, method):
+    """Checks heads and sequences with intervals of their own, and maps that have those of one side alone."""
+    own = {"mask_mod": function, "mask_args": ends_for(function, family)}
+    sparse = fa2cupy.block_mask(function, own["mask_args"], *shape_of(family), tile=(64, 32))
+    assert sparse.layout.intervals == intervals
+    check(launched, family, **own, block_mask=sparse, methods=(method,), causal=function is not halves)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("features", [{"softcap": 3.0}, {"dropout_p": 0.25, "seed": 3}, {"score_mod": mods.softcap(2)}])
+@pytest.mark.parametrize("family", TILES)
+def test_two_intervals_beside_features(launched, family, features):
+    own = {"mask_mod": halves, "mask_args": ends_for(halves, family)}
+    sparse = fa2cupy.block_mask(halves, own["mask_args"], *shape_of(family), tile=(64, 32))
+    check(launched, family, **own, block_mask=sparse, **features)
+
+
+def test_float64_intervals(launched):
+    inputs = make_inputs("float64", batch=2, seqlen_q=29, seqlen_k=37, num_heads=HEADS, num_heads_kv=2, head_dim=8)
+    own = {"mask_mod": halves, "mask_args": ends_for(halves, "simt")}
+    sparse = fa2cupy.block_mask(halves, own["mask_args"], *shape_of("simt"), tile=(8, 16))
+    check(launched, "simt", inputs=inputs, **own, block_mask=sparse, methods=("two_pass",))
+
+
+def test_functions_with_intervals_share_kernels(launched):
+    for function in (mods.causal(5), mods.causal(-3), mods.sliding_window(9)):
+        sparse = fa2cupy.block_mask(function, (), *shape_of("simt"), tile=(8, 8))
+        check(launched, "simt", mask_mod=function, block_mask=sparse, methods=("two_pass",))
+    for operation in ("forward", "backward_dq", "backward_dkdv"):
+        assert len({stage.spec for stage in launched if stage.spec.operation == operation}) == 1
 
 
 def near(b, h, q, k, x, keep):
@@ -411,10 +569,11 @@ def test_a_map_of_one_sequence_is_that_of_all_packed_ones(launched, method):
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("family", TILES)
-def test_other_features(launched, family):
+@pytest.mark.parametrize("reads", [lambda sparse: sparse, by_function], ids=["intervals", "function"])
+def test_other_features(launched, family, reads):
     rows, keys = LENGTHS[family]
     ids = documents(family)
-    sparse = fa2cupy.block_mask(mods.document, (ids,), *shape_of(family), tile=(32, 64))
+    sparse = reads(fa2cupy.block_mask(mods.document, (ids,), *shape_of(family), tile=(32, 64)))
     options = {
         "softcap": 3.0, "alibi_slopes": numbers((HEADS,), "float32"), "sink": numbers((HEADS,), "float32"),
         "bias": numbers((2, HEADS, rows, keys), DTYPES[family]), "dropout_p": 0.25, "seed": 3,
@@ -500,15 +659,68 @@ def test_kernels_of_float32_parts_leave_maps_to_those_without(launched):
 
 #: (kernel, text, replacement, name of the check in `CHECKS` that catches the mutant).
 MUTANTS = {
-    "hidden pairs are not seen": ("tile_states", "is_hidden |= !visible;", "", "maps"),
-    "visible pairs are not seen": ("tile_states", "is_seen |= visible;", "", "maps"),
+    "hidden pairs are not seen": ("tile_states", "is_hidden |= seen != kAll;", "", "maps"),
+    "visible pairs are not seen": ("tile_states", "is_seen |= seen != 0;", "", "maps"),
     "lanes read past the last key": (
         "tile_states", "min_of(keys + 32 * i + lane, end_key - 1)", "keys + 32 * i + lane", "maps",
     ),
-    "a lane has one key only": ("tile_states", "keys + 32 * i + lane", "keys + lane", "maps"),
-    "a warp leaves out a query": ("tile_states", "query += Spec::kWarps", "query += 2 * Spec::kWarps", "maps"),
+    "a lane has one key only": ("tile_states", "min_of(keys + 32 * i + lane,", "min_of(keys + lane,", "maps"),
+    "a warp leaves out a query": (
+        "tile_states", "ceil_div(end_query - first_query, Spec::kWarps)", "(end_query - first_query) / Spec::kWarps",
+        "edges",
+    ),
     "a warp stops at its first kind": (
-        "tile_states", "__any_sync(kFullWarp, is_seen) && __any_sync(kFullWarp, is_hidden)", "true", "maps",
+        "tile_states", "__any_sync(kFullWarp, is_seen) && __any_sync(kFullWarp, is_hidden)", "true", "captured maps",
+    ),
+    "no edge is looked for in mixed tiles": ("tile_states", "is_mixed && !params.row_intervals", "is_mixed", "edges"),
+    "every tile begins with rises": ("tile_states", "keys > 0 && queries + lane", "false && queries + lane", "edges"),
+    "every warp begins with rises": ("tile_states", "first_query > 0 ? seen_by", "false ? seen_by", "edges"),
+    "the key ahead is that of the first row": ("tile_states", "ahead >> (query - queries) & 1", "ahead & 1", "edges"),
+    "lanes forget the bit before theirs": ("tile_states", "before = bits >> 31;", "", "edges"),
+    "no fall behind the last key": ("tile_states", "if (before && ends_row)", "if (false)", "edges"),
+    "falls behind the last key of each tile": (
+        "tile_states", "ends_row = end_key == params.seqlen_k &&", "ends_row =", "edges",
+    ),
+    "no fall behind the last query": (
+        "tile_states", "if (above >> i & 1 && end_query", "if (false && end_query", "edges",
+    ),
+    "rows that see all keys do not end": ("tile_states", " || (before && ends_row))", ")", "edges"),
+    "the first fall is the last": (
+        "tile_states", "atomicMax(intervals + 3, last_fall)", "atomicMax(intervals + 3, kEnd - first_fall)", "edges",
+    ),
+    "a third interval in a tile is missed": (
+        "tile_states", "atomicMax(params.most_intervals, kMostIntervals + 1)", "{}", "edges",
+    ),
+    "a third interval in a column is missed": (
+        "tile_states", "atomicMax(params.most_intervals + 1, kMostIntervals + 1)", "{}", "edges",
+    ),
+    "a third interval in another tile is missed": (
+        "close_intervals", "int32 count = kMostIntervals + 1", "int32 count = kMostIntervals", "edges",
+    ),
+    "a row has its only interval twice": ("close_intervals", "rises > 1 ? edges.z : 0", "edges.z", "edges"),
+    "an end is inclusive": ("forward", "own.y - first_column", "own.y + 1 - first_column", "two"),
+    "the second interval is not shown": (
+        "forward", "visible.show(i, own.z - first_column, own.w - first_column);", "", "two",
+    ),
+    "intervals of other rows": ("forward", "first_row + Fragment::row(i, lane), params", "first_row, params", "two"),
+    "rows past the end have intervals": (
+        "forward", "min_of(first_row + Fragment::row(i, lane), params.interval_rows - 1)",
+        "first_row + Fragment::row(i, lane)", "two",
+    ),
+    "all heads have the intervals of the first": (
+        "forward", "(tile.head) * params.interval", "(0) * params.interval", "two",
+    ),
+    "all sequences have the intervals of the first": (
+        "backward_dkdv", "(tile.batch) * params.interval", "(0) * params.interval", "two",
+    ),
+    "intervals of rows in place of columns": (
+        "backward_dkdv", "kTransposed ? params.column_intervals", "kTransposed ? params.row_intervals", "two",
+    ),
+    "both columns of a lane or none": ("forward", "min_of(inside % 8, 2u)", "(inside % 8 ? 2u : 0u)", "two"),
+    "bits past a word": ("forward", "ones(number - 32 * w)", "ones(number)", "wide"),
+    "weights see all keys": ("backward_dkdv", "return !visible.at(i, j);", "return false;", "weights"),
+    "intervals are not clipped by the ends of packed sequences": (
+        "forward", "if (first_key + keys > end_key(first_query)) return false;", "", "packed",
     ),
     "mixed tiles count as full": ("list_keys", "lowest == kFull && ", "", "lists"),
     "tiles across the band count as full": ("list_queries", " && !crosses_band ? kFull", " ? kFull", "lists"),
@@ -535,7 +747,7 @@ MUTANTS = {
     ),
     "other functions are not evaluated": ("list_keys", "!params.has_other_function && ", "", "results"),
     "the function is not evaluated": (
-        "forward", "kMasksByFunction = Spec::kMaskMod", "kMasksByFunction = false", "results",
+        "forward", "kMasksByMap = Spec::kBlockMask", "kMasksByMap = false", "results",
     ),
     "a short function has one row only": (
         "forward", "Fragment::col(j, 0), rows_[i], terms))", "Fragment::col(j, 0), rows_[0], terms))", "documents",
@@ -553,7 +765,7 @@ MUTANTS = {
     ),
     "bits of the first columns only": ("forward", "bits[i] << first", "bits[i]", "bits"),
     "the first columns again": ("forward", "column += Fragment::col(kAtOnce, 0);", "", "bits"),
-    "bits of other rows": ("forward", "visible_[i][j / 32] & 1u", "visible_[0][j / 32] & 1u", "bits"),
+    "bits of other rows": ("forward", "word[i][j / 32] & 1u", "word[0][j / 32] & 1u", "bits"),
     "a shift that is too small is kept": ("forward", "if (!kept) {", "if (false) {", "shifts"),
     "O keeps its scale where the shift moves": (
         "forward", "p.set(scores_);\n            multiply_output(rescale);", "p.set(scores_);", "shifts",
@@ -579,6 +791,47 @@ def check_maps(monkeypatch, patch=None) -> None:
         np.testing.assert_array_equal(found, wanted)
 
 
+def check_captured_maps(monkeypatch, patch=None) -> None:
+    with monkeypatch.context() as own:
+        own.setattr(calls, "is_captured", lambda array: True)
+        check_maps(own, patch)
+
+
+def check_edges(monkeypatch, patch=None) -> None:
+    with simulated_gpu(monkeypatch, patch=patch):
+        for table in tables_of_intervals((37, 90)).values():
+            check_intervals(table, (12, 33))
+        far = np.zeros((1, 40, 150), bool)
+        far[0, 5:9, [3, 70, 149]] = True
+        check_intervals(far, (8, 50))
+        check_intervals(far.swapaxes(1, 2), (50, 8))
+        check_intervals(tables_of_intervals((20, 150))["two intervals in a row"], (8, 150))
+        check_intervals(tables_of_intervals((37, 80))["three in one row"].swapaxes(1, 2), (80, 12))
+
+
+def check_two(monkeypatch, patch=None, **features) -> None:
+    own = {"mask_mod": halves, "mask_args": ends_for(halves, "sm80")}
+    sparse = fa2cupy.block_mask(halves, own["mask_args"], *shape_of("sm80"), tile=(64, 32))
+    with simulated_gpu(monkeypatch, patch=patch) as launched:
+        check(launched, "sm80", **own, block_mask=sparse, methods=("two_pass",), **features)
+
+
+def check_wide(monkeypatch, patch=None) -> None:
+    """Lanes with more columns than a word has bits."""
+    ids = np.repeat([0, 1, 2], [150, 20, 100])[None]
+    own = {"mask_mod": mods.document, "mask_args": (ids,)}
+    sparse = fa2cupy.block_mask(mods.document, (ids,), 1, 2, 100, 270)
+    inputs = make_inputs("bfloat16", batch=1, seqlen_q=100, seqlen_k=270, num_heads=2, num_heads_kv=1, head_dim=64)
+    tiles = {"forward": TileConfig(64, 176, 8, 2, 2)}
+    with simulated_gpu(monkeypatch, FEW, patch=patch) as launched:
+        check(launched, "sm90", inputs=inputs, tiles=tiles, **own, block_mask=sparse, methods=())
+
+
+def check_packed(monkeypatch, patch=None) -> None:
+    with simulated_gpu(monkeypatch, patch=patch) as launched:
+        test_packed_sequences(launched, "simt")
+
+
 def check_results(monkeypatch, patch=None) -> None:
     sparse = random_tiles("simt", 1, (8, 16), batch=1)
     inputs = make_inputs("float32", seqlen_q=29, seqlen_k=37, num_heads=2, head_dim=8)
@@ -592,7 +845,7 @@ def check_results(monkeypatch, patch=None) -> None:
 def check_sm80(monkeypatch, patch=None, *, mask_mod, mask_args=(), **more) -> None:
     inputs = make_inputs("float16", seqlen_q=90, seqlen_k=100, num_heads=2, head_dim=8)
     own = {"mask_mod": mask_mod, "mask_args": mask_args, **more}
-    sparse = fa2cupy.block_mask(mask_mod, mask_args, 1, 2, 90, 100, tile=(64, 64))
+    sparse = by_function(fa2cupy.block_mask(mask_mod, mask_args, 1, 2, 90, 100, tile=(64, 64)))
     expected = Expectation(*inputs, block_mask=sparse, **own)
     with simulated_gpu(monkeypatch, patch=patch):
         o, lse = forward(*map(place, inputs[:3]), **on_gpu({"block_mask": sparse, **own}), config=WIDE, family="sm80")
@@ -603,7 +856,7 @@ def check_dkdv(monkeypatch, patch=None) -> None:
     inputs = make_inputs("float16", seqlen_q=90, seqlen_k=100, num_heads=2, head_dim=8)
     own = {
         "mask_mod": mods.causal(5),
-        "block_mask": fa2cupy.block_mask(mods.causal(5), (), 1, 2, 90, 100, tile=(64, 64)),
+        "block_mask": by_function(fa2cupy.block_mask(mods.causal(5), (), 1, 2, 90, 100, tile=(64, 64))),
     }
     expected = Expectation(*inputs, **own)
     q, k, v, do = map(place, inputs)
@@ -634,6 +887,12 @@ def check_hopper_shares(monkeypatch, patch=None) -> None:
 CHECKS = {
     "shares": check_shares,
     "maps": check_maps,
+    "captured maps": check_captured_maps,
+    "edges": check_edges,
+    "two": check_two,
+    "wide": check_wide,
+    "weights": functools.partial(check_two, softcap=3.0),
+    "packed": check_packed,
     "lists": lambda monkeypatch, patch=None: check_lists(monkeypatch, {"causal": True}, (8, 8), patch),
     "results": check_results,
     "short": functools.partial(check_sm80, mask_mod=mods.causal(5)),

@@ -13,10 +13,10 @@ from support import CHECKOUT
 #: The most files and moves of a plain call until it renders kernels.
 BOUNDS = {
     "forward": (26, 140),
-    "delta": (18, 45),
-    "backward": (25, 225),
+    "delta": (18, 46),
+    "backward": (27, 265),
     "decode": (21, 95),
-    "merge": (18, 45),
+    "merge": (18, 46),
 }
 
 

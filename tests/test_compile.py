@@ -509,7 +509,8 @@ def test_every_file_of_kernels_is_used_by_some_kernel():
     ]
     for arch, dtype in (("sm_80", "float16"), ("sm_90", "float16"), ("sm_90", "float64")):
         dbias = {"features": ("bias", "return_dbias")}
-        specs += default_specs(DeviceInfo.named(arch), dtype, 64, True, "two_pass", **dbias)
+        for method in ("two_pass", "one_tile"):
+            specs += default_specs(DeviceInfo.named(arch), dtype, 64, True, method, **dbias)
     for method in (None, *METHODS):
         specs += default_specs(DeviceInfo.named("sm_90"), "float16", 64, True, method, num_splits=2)
         specs += default_specs(DeviceInfo.named("sm_90"), "float32", 64, True, method, "sm90")

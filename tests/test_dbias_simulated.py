@@ -12,7 +12,7 @@ pytest.importorskip("cupy")
 
 from mutants.mutant import CATCHES, replace_once
 from support.fake_cupy import FakeArray, place
-from support.fake_gpu import backward, backward_jvp, double_backward, forward
+from support.fake_gpu import backward, backward_jvp, double_backward, fake_gpu, forward
 from support.feature_cases import accumulator, booleans, numbers
 from support.simulator import simulated_gpu
 from support.strided_arrays import gapped, packed, reversed_columns, shifted
@@ -20,7 +20,7 @@ from support.traced_cases import on_gpu
 
 import fa2cupy
 from fa2cupy import BlockMask, TileConfig, UnsupportedProblemError
-from fa2cupy.families import choice
+from fa2cupy.families import dbias
 from fa2cupy.families.device import DeviceInfo
 from fa2cupy.families.family import TileRow
 from fa2cupy.families.registry import FAMILIES
@@ -75,7 +75,7 @@ def gradients(
     """
     with pytest.MonkeyPatch.context() as monkeypatch:
         with_small_tile(monkeypatch, name)
-        monkeypatch.setattr(choice, "tiles_of_bias", lambda *_: 1)
+        monkeypatch.setattr(dbias, "tiles_of_bias", lambda *_: 1)
         device = dataclasses.replace(DeviceInfo.named(CASES[name][3]), multiprocessors=shares)
         with simulated_gpu(monkeypatch, device, seed=order, patch=patch) as launched:
             q, k, v, do = map(place, inputs)
@@ -126,7 +126,7 @@ def test_bits_do_not_depend_on_the_order_of_warps(name):
     assert len(bits) == 1
 
 
-@pytest.mark.sample(name=FEW, leading=((2, 1, 2),))
+@pytest.mark.sample(name=("simt",), leading=((2, 1, 2),))
 @pytest.mark.parametrize("leading", [(2, 1, 2), (1, 3, 1), (2, 3, 1), (1, 3, 2), (2, 1, 1), (3, 2), ()], ids=str)
 @pytest.mark.parametrize("name", [*FEW, "sm90"])
 def test_leading_axes(name, leading):
@@ -169,7 +169,7 @@ def test_results_into_arrays_of_the_callers(name):
 # -------------------------------------------------------------------------------------------- blocks that share a tile
 
 
-@pytest.mark.sample(name=FEW, axes=("hqk",))
+@pytest.mark.sample(name=("simt",), axes=("hqk",))
 @pytest.mark.parametrize("axes", ["hqk", "bqk", "hk", "q", ""])
 @pytest.mark.parametrize("name", ["simt", "sm80", "sm90", "sm80_float64"])
 def test_shares_of_the_sequences(name, axes):
@@ -187,7 +187,7 @@ def test_shares_of_leading_axes(name, leading):
     check_leading(name, leading, shares=4)
 
 
-@pytest.mark.sample(name=("simt",))
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", SOME)
 def test_shares_of_packed_sequences_and_maps(name):
     check_packed(name, "hqk", shares=2)
@@ -230,7 +230,7 @@ def test_empty_calls(name, empty):
         assert not np.asarray(results[3], "float64").any()
 
 
-@pytest.mark.sample(name=FEW, axes=("hqk",))
+@pytest.mark.sample(name=("simt",), axes=("hqk",))
 @pytest.mark.parametrize("name", ["simt", "sm80", "sm90"])
 @pytest.mark.parametrize("axes", ["hqk", "bhk", "q"])
 def test_packed_sequences(name, axes):
@@ -283,7 +283,7 @@ def features(name: str) -> dict:
     }  # fmt: skip
 
 
-@pytest.mark.sample(name=FEW, feature=("causal and window",))
+@pytest.mark.sample(name=("sm80",), feature=("causal and window",))
 @pytest.mark.parametrize("name", ["simt", "sm80", "sm90"])
 @pytest.mark.parametrize("feature", features("simt"))
 def test_features(name, feature):
@@ -322,6 +322,7 @@ def test_rows_that_see_no_key_may_have_nan(name):
     np.testing.assert_array_equal(found[3], wanted[3])
 
 
+@pytest.mark.sample(name=FEW)
 @pytest.mark.parametrize("name", SOME)
 def test_strides_of_tensors(name):
     inputs = inputs_of(name)
@@ -338,7 +339,7 @@ def test_other_calls_do_without_it(monkeypatch, name):
     dtype, _, (rows, keys), device, family, *_ = CASES[name]
     q, k, v, do = map(place, inputs_of(name, batch=1))
     own = {"family": family, "return_dbias": True}
-    with simulated_gpu(monkeypatch, device) as launched:
+    with fake_gpu(monkeypatch, device, lambda launch: None) as launched:
         for bias, deterministic in ((numbers((keys,), dtype), False), (numbers((1, HEADS, rows, keys), dtype), True)):
             bias = place(bias)
             o, lse = forward(q, k, v, bias=bias, family=family)
@@ -349,7 +350,7 @@ def test_other_calls_do_without_it(monkeypatch, name):
 def test_calls_of_second_order_refuse_it(monkeypatch):
     q, k, v, do = map(place, inputs_of("simt"))
     own = {"bias": place(numbers((30,), "float32")), "deterministic": True, "return_dbias": True}
-    with simulated_gpu(monkeypatch) as launched:
+    with fake_gpu(monkeypatch, run=lambda launch: None) as launched:
         o, lse = forward(q, k, v, bias=own["bias"])
         launched.clear()
         with pytest.raises(UnsupportedProblemError, match="^return_dbias: .* second order"):

@@ -59,6 +59,18 @@ def test_features(options):
         check(fa2cupy.decode, Case(dtype, (0, 5, 40), seqlen_q=3, num_new=1, page_size=16), **options)
 
 
+@pytest.mark.parametrize("shape", [(1, 2), (3, 1), (1, 1), (1,)], ids=str)
+def test_slopes_are_broadcast(shape):
+    q, k_cache, v_cache, lengths, options = Case("float32", (5, 0, 20), heads=(2, 1)).arguments()
+    slopes = np.linspace(0.1, 0.5, 6, dtype="float32").reshape(3, 2)[: shape[0], : shape[-1]].reshape(shape)
+    found, wanted = (
+        fa2cupy.decode(q, k_cache, v_cache, lengths, **options, alibi_slopes=one)
+        for one in (slopes, np.broadcast_to(slopes, (3, 2)))
+    )
+    for one, other in zip(found, wanted, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
 def test_windows_and_lengths_around_borders_of_tiles():
     for options in WINDOWS:
         check(fa2cupy.decode, BORDERS, **options)
@@ -74,6 +86,21 @@ def test_v_with_a_head_dim_of_its_own(head_dims):
     sizes = {"head_dim": head_dims[0], "head_dim_v": head_dims[1]}
     check(fa2cupy.decode, Case("float32", (5, 0, 20), num_new=1, page_size=16, **sizes))
     check(fa2cupy.decode, Case("bfloat16", (5, 20), seqlen_q=3, layout="bhsd", **sizes))
+
+
+@pytest.mark.parametrize("layout", ["bshd", "bhsd"])
+def test_v_in_the_first_columns_of_k(layout):
+    sizes = {"head_dim": 576, "head_dim_v": 512, "heads": (3, 1), "layout": layout}
+    check(fa2cupy.decode, Case("float32", (5, 0, 20), num_new=1, page_size=16, **sizes))
+    q, k_cache, v_cache, lengths, options = Case("float16", (5, 20), num_new=1, **sizes).arguments()
+    with pytest.raises(ValueError, match=r"^v_cache: beyond head_dim 512 expected the first columns of k_cache"):
+        fa2cupy.decode(q, k_cache, v_cache.copy(), lengths, **options)
+    with pytest.raises(ValueError, match=r"^v_cache: beyond head_dim 512 expected the first columns of k_cache"):
+        fa2cupy.decode(q, k_cache, k_cache[..., 64:], lengths, **options)
+    with pytest.raises(ValueError, match=r"^v: beyond head_dim 512 expected the first columns of k,"):
+        fa2cupy.decode(q, k_cache, v_cache, lengths, **{**options, "v": options["v"].copy()})
+    with pytest.raises(fa2cupy.UnsupportedProblemError, match="^v_cache: head_dim up to 512 is supported"):
+        fa2cupy.decode(q, k_cache, k_cache, lengths)
 
 
 def test_caches_of_16_bit_data_whose_rows_do_not_begin_on_16_bytes_are_refused_by_name():

@@ -44,6 +44,8 @@ SIXTEEN = Case("float16", (70,), heads=(16, 1))
 ONE_CLUSTER = Case("float16", (700,), heads=(8, 1), head_dim=16, num_new=1)
 TWO_CLUSTERS = dataclasses.replace(ONE_CLUSTER, lengths=(2000,))
 TOO_LONG = dataclasses.replace(DENSE, lengths=(91, 90), capacity=92)
+WIDE = Case("float16", (90, 140), heads=(3, 1), head_dim=264)
+LATENT = Case("float16", (90, 140), heads=(3, 1), head_dim=576, head_dim_v=512, page_size=16)
 PAIR = dataclasses.replace(PAGED, head_dim=40, head_dim_v=72)
 PAIR_IEEE = dataclasses.replace(PAIR, dtype="float32")
 
@@ -68,6 +70,8 @@ class Mutant:
     def run(self) -> None:
         def on_device(q, k_cache, v_cache, lengths, **options):
             caches = place(k_cache), place(v_cache)
+            if self.case.has_values_in_keys:
+                caches = caches[0], caches[0][..., : self.case.head_dim_v]
             if self.table is not None:
                 options["block_table"] = np.full_like(options["block_table"], self.table)
             given = lengths if self.lengths is None else np.array(self.lengths, "int32")
@@ -140,18 +144,26 @@ MUTANTS = (
     Mutant("a group of one block", "return (count - 1) % size == 0 ? size + 1 : size;", "return size;", "unwritten",
            TWO_JOBS, device=dataclasses.replace(FEW, multiprocessors=24)),
     Mutant("queries before they are there", "__syncthreads();  // all of Q is there", "__syncwarp();  //", "race"),
-    Mutant("keys before they are there", "wait();\n            __syncwarp();\n            load", "load", "race",
+    Mutant("keys before they are there", "wait();\n            Warp::sync();\n            load", "load", "race",
            dataclasses.replace(DENSE, lengths=(900, 90))),
     Mutant("a slot that is still read", "filled = taken;", "filled = taken == 0 ? kStages - 1 : taken - 1;",
            "uninitialised"),
     Mutant("steps of the block before again", "? position - job.start : 0", "? 0 : 0", "counter"),
-    Mutant("every warp the same keys", "static_cast<int32>(threadIdx.x) / 32 * kKeys;", "0;", "numbers"),
+    Mutant("every warp the same keys", "static_cast<int32>(threadIdx.x) / kGroupThreads * kKeys;", "0;", "numbers"),
     Mutant("heads of a group in another order", "packed - query * params.heads_per_group;",
            "params.heads_per_group - 1 - (packed - query * params.heads_per_group);", "numbers"),
     Mutant("rows that are queries", "of_queries.end_key(row / heads_per_group)", "of_queries.end_key(row)", "numbers",
            Case("float16", (90,), seqlen_q=3)),
     Mutant("a slope for all heads", "slopes.slope[first_row + i]", "slopes.slope[first_row]", "numbers", SIXTEEN,
            (("alibi_slopes", "head"),)),
+    # Warps that share keys, and values in the first columns of keys
+    Mutant("keys that the other sharer has not copied", "barrier_sync(1 + threadIdx.x / kThreads, kThreads);",
+           "__syncwarp();", "race", WIDE),
+    Mutant("columns of O of one sharer by both", "return kSharers > 1 ? threadIdx.x / 32 % kSharers : 0;", "return 0;",
+           "race", WIDE),
+    Mutant("values behind the keys that hold them", "(kValuesInKeys ? 0 : kKeyBytes), 0", "kKeyBytes, 0",
+           "uninitialised", LATENT),
+    Mutant("values in columns that end with them", "kValuesInKeys ? kD : kDv>", "kDv>", "numbers", LATENT),
     # Clusters
     Mutant("shares that are still sent", "wait();\n        const auto statistics",
            "__syncthreads();\n        const auto statistics", "uninitialised", ONE_CLUSTER, device=CLUSTERS),

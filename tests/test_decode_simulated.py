@@ -37,9 +37,13 @@ CLUSTERS = dataclasses.replace(H100, multiprocessors=64)
 def on_device(q, k_cache, v_cache, lengths, view=place, **options):
     """Runs `decode` of NumPy arrays on the simulated device. New rows come back in the caches."""
     caches = view(k_cache), view(v_cache)
+    if np.shares_memory(k_cache, v_cache):
+        caches = caches[0], caches[0][..., : v_cache.shape[-1]]
     placed = {name: place(x) if isinstance(x, np.ndarray) else x for name, x in options.items()}
     if "softmax_scale" in placed:
         placed["scale"] = placed.pop("softmax_scale")
+    if "v" in placed and np.shares_memory(options["k"], options["v"]):
+        placed["v"] = placed["k"][..., : v_cache.shape[-1]]
     results = decode_on_gpu(view(q), *caches, place(lengths), **placed)
     k_cache[...], v_cache[...] = caches
     return results
@@ -62,23 +66,39 @@ def test_v_with_a_head_dim_of_its_own(launched, dtype, pair):
     assert {(stage.spec.head_dim, stage.spec.head_dim_v) for stage in launched} == {pair}
 
 
-@pytest.mark.parametrize(
-    "case, options, wanted",
+#: Pairs beyond 256 columns, in the last of which v is the first columns of k.
+WIDE_PAIRS = ((512, 512), (320, 264), (512, 64), (64, 512), (576, 512))
+
+
+@pytest.mark.sample(dtype=("bfloat16",), pair=((576, 512),))
+@pytest.mark.parametrize("pair", WIDE_PAIRS, ids=str)
+@pytest.mark.parametrize("dtype", ("float16", "bfloat16", "float32"))
+def test_more_than_256_columns(launched, dtype, pair):
+    sizes = {"head_dim": pair[0], "head_dim_v": pair[1] if pair[1] != pair[0] else None}
+    check(on_device, Case(dtype, (0, 1, 65, 200), heads=(20, 1), page_size=16, num_new=1, **sizes))
+    options = {"window": (100, 0), "sink": True, "alibi_slopes": "batch"}
+    check(on_device, Case(dtype, (17, 130), heads=(6, 2), seqlen_q=3, layout="bhsd", **sizes), **options)
+    assert {(stage.spec.head_dim, stage.spec.head_dim_v or stage.spec.head_dim) for stage in launched} == {pair}
+
+
+#: Calls, and the cluster and the keys of their tiles; everyday tests take the first four.
+CLUSTERED = (
+    (Case("bfloat16", (1,), head_dim=128, heads=(8, 1)), {}, (8, 128)),
+    (Case("float16", (37, 0, 300, 129), head_dim=40, heads=(4, 2), page_size=16, num_new=3), {}, (2, 128)),
+    (Case("bfloat16", (3333,), head_dim=64, heads=(8, 1), seqlen_q=4, num_new=4), {"causal": True}, (8, 64)),
     (
-        (Case("bfloat16", (1,), head_dim=128, heads=(8, 1)), {}, (8, 128)),
-        (Case("bfloat16", (2100,), head_dim=128, heads=(8, 1)), {}, (8, 64)),
-        (Case("float16", (37, 0, 300, 129), head_dim=40, heads=(4, 2), page_size=16, num_new=3), {}, (2, 128)),
-        (Case("bfloat16", (3333,), head_dim=64, heads=(8, 1), seqlen_q=4, num_new=4), {"causal": True}, (8, 64)),
-        (
-            Case("float16", (700,), head_dim=24, heads=(3, 1), seqlen_q=3, page_size=48, num_new=2),
-            {"window": (100, 0), "sink": True, "softcap": 3.0, "alibi_slopes": "batch"},
-            (8, 128),
-        ),
-        (Case("bfloat16", (1000,), head_dim=64, head_dim_v=128, heads=(16, 1), seqlen_q=2), {"sink": True}, (8, 128)),
-        (Case("bfloat16", (1900, 400), heads=(8, 2), seqlen_q=7, num_new=7), {"causal": True}, (8, 128)),
+        Case("float16", (700,), head_dim=24, heads=(3, 1), seqlen_q=3, page_size=48, num_new=2),
+        {"window": (100, 0), "sink": True, "softcap": 3.0, "alibi_slopes": "batch"},
+        (8, 128),
     ),
-    ids=str,
+    (Case("bfloat16", (2100,), head_dim=128, heads=(8, 1)), {}, (8, 64)),
+    (Case("bfloat16", (1000,), head_dim=64, head_dim_v=128, heads=(16, 1), seqlen_q=2), {"sink": True}, (8, 128)),
+    (Case("bfloat16", (1900, 400), heads=(8, 2), seqlen_q=7, num_new=7), {"causal": True}, (8, 128)),
 )
+
+
+@pytest.mark.sample(case=[case for case, *_ in CLUSTERED[:4]])
+@pytest.mark.parametrize("case, options, wanted", CLUSTERED, ids=str)
 def test_clusters_that_divide_few_jobs(monkeypatch, case, options, wanted):
     with simulated_gpu(monkeypatch, CLUSTERS, seed=1) as launched:
         check(on_device, case, **options)

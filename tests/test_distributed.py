@@ -8,14 +8,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import ranks
-from support.feature_cases import assert_bits_equal, assert_close, numbers, options_of
+from support.feature_cases import assert_bits_equal, assert_close, booleans, numbers, options_of
 
 import fa2cupy
 import fa2cupy.distributed as dist
 from fa2cupy import TileConfig, UnsupportedProblemError, mods
 from fa2cupy.distributed import api
+from fa2cupy.distributed.call.parts import Part, part_keywords
 from fa2cupy.distributed.local.copies import word_layout
 from fa2cupy.distributed.transport.threads import ThreadTransport
+from fa2cupy.problem.checks import problem_from_arrays
 from fa2cupy.testing import make_inputs
 
 SCHEMES = ("heads", "gather", "hybrid")
@@ -269,6 +271,16 @@ class TestFeatures:
         options = {"block_mask": fa2cupy.BlockMask(tiles, 48, 48, (8, 8))}
         assert_close(ranks.on_ranks(4, inputs, **options), ranks.whole_call(inputs, **options))
 
+    def test_the_intervals_of_some_heads(self):
+        q, ends = np.zeros((2, 48, 8, 4), "float32"), np.arange(16).reshape(2, 8)
+        own = {"mask_mod": lambda b, h, q, k, ends: k < ends[b, h] + q, "mask_args": (ends,)}
+        own["block_mask"] = sparse = fa2cupy.block_mask(own["mask_mod"], (ends,), 2, 8, 48, 48)
+        part = Part(slice(2, 5), slice(0, 48), 48)
+        made = part_keywords(problem_from_arrays(q, q, q, **own), own, part, {}, None)["block_mask"]
+        assert made.layout.intervals == (True, True)
+        for found, whole in zip(made.intervals, sparse.intervals, strict=True):
+            np.testing.assert_array_equal(found, whole[:, 2:5])
+
     def test_a_mask_of_the_library(self):
         inputs = inputs_of()
         options = {"mask_mod": mods.sliding_window(7)}
@@ -505,6 +517,17 @@ class TestChoice:
         found = dist.simulate(4, work, ranks_per_host=2)[0]
         np.testing.assert_allclose(found, fa2cupy.forward(*arrays, **options)[0], rtol=1e-12, atol=1e-12)
         assert {request.scheme for request in taken} == {scheme}
+
+    @pytest.mark.parametrize("scheme", SCHEMES)
+    @pytest.mark.parametrize("shape", [(2, 48), (1, 48), (48,), (2, 1)], ids=str)
+    def test_axes_of_one_are_shared(self, scheme, shape):
+        options = {
+            "causal": True,
+            "key_padding_mask": booleans(shape),
+            "alibi_slopes": numbers((len(shape), 1), "float64"),
+        }
+        inputs = inputs_of()
+        assert_close(ranks.on_ranks(4, inputs, how={"scheme": scheme}, **options), ranks.whole_call(inputs, **options))
 
     def test_one_rank_makes_the_plain_call(self):
         inputs = inputs_of(seqlen_q=7, seqlen_k=11)

@@ -121,7 +121,7 @@ def test_wider_heads_are_for_other_families(head_dim, head_dim_v):
     assert reason == f"registers do not hold the tangents of dk and dv of head_dim {widest}, only up to 128"
 
 
-@pytest.mark.sample(check=("check_double_backward",), head_dim=(64,))
+@pytest.mark.matrix
 @pytest.mark.parametrize("head_dim", [64, 136])
 @pytest.mark.parametrize("check", ["check_double_backward", "check_backward_jvp"])
 def test_a_call_takes_all_kernels_from_one_family(monkeypatch, check, head_dim):

@@ -41,6 +41,8 @@ FAMILIES = {
     "sm80": ("float16", 32, 24, TileConfig(32, 32, 2, 2), TileConfig(32, 32, 4, 2)),
     "sm90": ("float16", 48, 64, TileConfig(64, 48, 8, 2, 2), TileConfig(128, 128, 12, 2)),
 }
+#: Kernels of further structures, whose names begin with those of their families.
+KERNELS = {**FAMILIES, "sm80 wide": ("float16", 32, 264, TileConfig(32, 64, 4), TileConfig(32, 32, 8))}
 #: Columns of v beside those columns of q.
 COLUMNS_OF_V = {"simt": 12, "sm80": 40, "sm90": 48}
 _REACH = 2**44  # between the arrays' addresses
@@ -125,8 +127,8 @@ class Case:
         more: tuple[str, ...] = (),
         head_dim_v: int | None = None,
     ):
-        dtype, rows, head_dim, tile, by_keys = FAMILIES[name]
-        self.family, self.more = None if name == "sm90" else name, more
+        dtype, rows, head_dim, tile, by_keys = KERNELS[name]
+        self.family, self.more = None if name == "sm90" else name.split()[0], more
         self.config = {"forward": tile, "backward_dq": tile, "backward": by_keys, "backward_dkdv": by_keys}
         columns = {"head_dim": head_dim, "head_dim_v": head_dim_v}
         self.inputs = make_inputs(dtype, seqlen_q=rows, num_heads=1, layout="bhsd", **columns)
@@ -282,6 +284,12 @@ class TestTheLastHead:
 
     def test_forward_of_two_head_dims(self, name):
         Case(name, head_dim_v=COLUMNS_OF_V[name]).check_forward()
+
+
+@pytest.mark.matrix
+def test_rows_of_more_than_256_columns():
+    Case("sm80 wide").check_forward()
+    Case("sm80 wide").check_backward("two_pass")
 
 
 @pytest.mark.sample(name=("sm80",), method=("single_pass",))

@@ -61,6 +61,7 @@ OTHERS = {
     "block_mask": {
         "__init__", "distributed/", "families/", "gpu/", "plan/", "problem/block_mask", "problem/checks", "sparse",
     },
+    "intervals": {"cpu/tile_states", "distributed/", "gpu/", "plan/", "problem/block_mask", "problem/checks", "sparse"},
     "given_lse": {"families/", "plan/", "problem/"},
     "kept_bias": {"families/", "plan/"},
     "sink": {*_TANGENTS, "distributed/", "problem/tangents", "cpu/attention", "families/operations", "testing"},
@@ -96,6 +97,7 @@ KERNELS = {
         "common/dbias.cuh", "common/mask_function.cuh", "common/score_mod.cuh", "common/tile_lists.cuh",
         "common/tile_range.cuh",
     },
+    "intervals": {"common/mask_function.cuh", "common/weights.cuh"},
     "given_lse": {"common/own_lse.cuh"},
     "kept_bias": {"common/bias_tile.cuh", "common/scores.cuh", "common/series.cuh"},
     "sink": {"common/scores.cuh", "decode/"},

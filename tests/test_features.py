@@ -268,6 +268,18 @@ class TestBias:
         results = run(inputs_of(), key_padding_mask=padding, config=TILE)
         assert_bits_equal(results, run(inputs_of(), mask=padding[:, None, None], config=TILE))
 
+    @pytest.mark.parametrize("shape", [(1, 53), (2, 1), (1, 1), (53,), (1,)], ids=str)
+    def test_padding_is_broadcast(self, shape):
+        padding = booleans(shape)
+        whole = np.broadcast_to(padding, (2, 53))
+        assert_bits_equal(*(run(inputs_of(), key_padding_mask=one, config=TILE) for one in (padding, whole)))
+
+    @pytest.mark.parametrize("shape", [(1, 4), (2, 1), (1, 1), (1,)], ids=str)
+    def test_slopes_are_broadcast(self, shape):
+        slopes = numbers(shape, "float64")
+        whole = np.broadcast_to(slopes, (2, 4))
+        assert_bits_equal(*(run(inputs_of(), alibi_slopes=one, config=TILE) for one in (slopes, whole)))
+
     @pytest.mark.parametrize(
         "shape", [(2, 4, 37, 1), (2, 1, 37, 53), (1, 4, 1, 53), (1, 1, 1, 1), (53,), (4, 1, 1), ()]
     )

@@ -280,7 +280,7 @@ def test_small_steps_as_calls_and_as_graphs(small_steps, operators, tmp_path, mo
         for provider in ("fa2cupy", "torch flash", "torch cudnn")
         if (launched, provider) != ("graph", "torch cudnn")
     }
-    assert all(row["tile"].startswith("single_pass: ") for row in rows if row["provider"] == "fa2cupy")
+    assert all(row["tile"].startswith("one_tile: ") for row in rows if row["provider"] == "fa2cupy")
     told = capsys.readouterr().out
     assert "without torch cudnn: not in a graph" in told and "| 3 heads | 1.00 / 1.00 | 1.00 / 1.00 |" in told
     assert benchmark.main(["--plot-only", str(tmp_path / "small.csv")]) == 0

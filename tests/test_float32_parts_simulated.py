@@ -393,7 +393,7 @@ def check_pair(launched: list, pair: tuple[int, int]) -> None:
 
 
 @pytest.mark.usefixtures("without_copies")
-@pytest.mark.sample(kernels=("sm80, two_pass",), pair=PAIRS[:1])
+@pytest.mark.matrix
 @pytest.mark.parametrize(("kernels", "pair"), CASES, indirect=["kernels"], ids=str)
 def test_pairs_of_head_dims_in_strided_arrays(launched, kernels, pair):
     inputs = draw("float32", (70, 140), pair[0], head_dim_v=pair[1], view=among_nan)
@@ -618,7 +618,7 @@ def test_a_delta_far_beyond_all_products_of_tiny_values_and_gradients(launched, 
     assert abs(results["dq"]).max() > 1
 
 
-@of_hopper
+@pytest.mark.matrix
 def test_rows_and_columns_of_zeros_are_no_exception(launched, kernels):
     inputs = draw("float32", (100, 110), 59)
     for x in inputs:

@@ -62,6 +62,9 @@ def test_maps_are_those_of_numpy(name, tile):
     wanted = fa2cupy.block_mask(function, tuple(map(cp.asnumpy, arrays)), 2, HEADS, ROWS, KEYS, tile=tile)
     np.testing.assert_array_equal(found.states.get(), wanted.states)
     assert (found.layout, found.density, str(found)) == (wanted.layout, wanted.density, str(wanted))
+    for own, other in zip(found.intervals, wanted.intervals, strict=True):
+        assert (own is None) is (other is None)
+        np.testing.assert_array_equal(0 if own is None else own.get(), 0 if other is None else other)
 
 
 @pytest.mark.parametrize("band", [{}, {"causal": True}, {"window": (200, 10)}])
@@ -72,6 +75,56 @@ def test_maps_of_functions(dtype, head_dim, band):
     ids = documents(KEYS)
     own = {"mask_mod": mods.document, "mask_args": (ids,)}
     check(dtype, head_dim, **own, **band, block_mask=fa2cupy.block_mask(mods.document, (ids,), 2, HEADS, ROWS, KEYS))
+
+
+def halves(b, h, q, k, sizes):
+    """Block diffusion by blocks of several sizes: two intervals in rows and columns. The first queries see no key."""
+    n, size = 306, sizes[b, h]
+    of_query, of_key = q % n // size, k % n // size
+    noisy = (q < n) & (k < n) & (of_query == of_key)
+    return (q > 3) & (noisy | (k >= n) & ((q < n) & (of_query > of_key) | (q >= n) & (of_query >= of_key)))
+
+
+def by_ends(b, h, q, k, ends):
+    """Two intervals of keys for each query, and many of queries for a key."""
+    own = [ends[b, h, q, i] for i in range(4)]
+    return (own[0] <= k) & (k < own[1]) | (own[2] <= k) & (k < own[3])
+
+
+@pytest.mark.parametrize(("function", "intervals"), [(halves, (True, True)), (by_ends, (True, False))])
+@pytest.mark.parametrize(
+    ("dtype", "head_dim"), [("bfloat16", 64), ("float16", 128), ("float16", 256), ("float32", 64), ("float64", 64)]
+)
+def test_two_intervals(dtype, head_dim, function, intervals):
+    """Checks heads and sequences with intervals of their own, and a side without intervals, with features beside."""
+    rng = np.random.default_rng(5)
+    ends = np.sort(rng.integers(0, KEYS + 1, (2, HEADS, ROWS, 4)), axis=-1)
+    own = {"mask_mod": function, "mask_args": (cp.asarray(ends if function is by_ends else ends[:, :, 0, 0] % 60 + 5),)}
+    sparse = fa2cupy.block_mask(function, own["mask_args"], 2, HEADS, ROWS, KEYS)
+    assert sparse.layout.intervals == intervals
+    check(dtype, head_dim, **own, block_mask=sparse)
+    check(dtype, head_dim, **own, block_mask=sparse, softcap=3.0, dropout_p=0.2, seed=5, causal=True)
+
+
+def test_functions_give_the_results_of_intervals():
+    """Checks that results have the same bits, and that a map that a graph captures keeps the function."""
+    q, k, v, do = make_inputs("bfloat16", seqlen_q=ROWS, seqlen_k=KEYS, num_heads=HEADS, head_dim=128, batch=2, xp=cp)
+    ids = documents(KEYS)
+    made = fa2cupy.block_mask(mods.document, (ids,), 2, HEADS, ROWS, KEYS)
+    wanted = fa2cupy.forward(q, k, v, block_mask=made)
+    gradients = fa2cupy.backward(q, k, v, *wanted, do, block_mask=made, deterministic=True)
+    with cp.cuda.Stream(non_blocking=True) as stream:
+        fa2cupy.block_mask(mods.document, (ids,), 2, HEADS, ROWS, KEYS)  # loads the kernels
+        stream.begin_capture()
+        captured = fa2cupy.block_mask(mods.document, (ids,), 2, HEADS, ROWS, KEYS)
+        graph = stream.end_capture()
+        graph.launch()
+        stream.synchronize()
+    assert (made.layout.intervals, captured.layout.intervals) == ((True, True), (False, False))
+    found = fa2cupy.forward(q, k, v, block_mask=captured)
+    found += fa2cupy.backward(q, k, v, *found, do, block_mask=captured, deterministic=True)
+    for one, other in zip(found, (*wanted, *gradients), strict=True):
+        assert bool((one == other).all())
 
 
 @pytest.mark.parametrize("heads", [1, HEADS])

@@ -146,6 +146,7 @@ def test_short_runs_of_gpu_check_make_one_receipt(monkeypatch, tmp_path):
     assert noted()["sanitizers"]["kernels"] != first["kernels"]
 
 
+@pytest.mark.sample(workers=(0,))
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_suite_that_was_broken_off_goes_on(workers, tmp_path):
     """Tests that have passed or were skipped are left out; those that failed, died or were running begin anew."""

@@ -24,12 +24,16 @@ def placed(options: dict) -> dict:
 def on_gpu(q, k_cache, v_cache, lengths, **options) -> tuple:
     """Runs `decode` of NumPy arrays on the GPU, into NaN-filled arrays. New rows come back in the caches."""
     caches = cp.asarray(k_cache), cp.asarray(v_cache)
+    given = placed(options)
+    if np.shares_memory(k_cache, v_cache):
+        caches = caches[0], caches[0][..., : v_cache.shape[-1]]
+        given |= {"v": given["k"][..., : v_cache.shape[-1]]} if "k" in given else {}
     rows = q.shape[1] if options.get("layout", "bshd") == "bshd" else q.shape[2]
     heads = q.shape[2] if options.get("layout", "bshd") == "bshd" else q.shape[1]
     wide = "float64" if q.dtype.name == "float64" else "float32"
     shape = *q.shape[:-1], v_cache.shape[-1]
     out = cp.asarray(np.full(shape, np.nan, q.dtype)), cp.full((q.shape[0], heads, rows), np.nan, wide)
-    o, lse = fa2cupy.decode(cp.asarray(q), *caches, cp.asarray(lengths), out=out, **placed(options))
+    o, lse = fa2cupy.decode(cp.asarray(q), *caches, cp.asarray(lengths), out=out, **given)
     k_cache[...], v_cache[...] = (cache.get() for cache in caches)
     return o.get(), lse.get()
 
@@ -50,6 +54,17 @@ def test_two_head_dims(pair, page_size):
     for dtype in DTYPES:
         check(on_gpu, Case(dtype, (0, 1, 47, 1023, 3000), num_new=1, **sizes))
     check(on_gpu, Case("bfloat16", (9000, 20), heads=(16, 1), **sizes))
+
+
+@pytest.mark.parametrize("page_size", [None, 16])
+@pytest.mark.parametrize("pair", [(512, 512), (320, 264), (512, 64), (64, 512), (576, 512)], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES[:3])
+def test_more_than_256_columns(dtype, pair, page_size):
+    """In the last pair, v is the first columns of k."""
+    sizes = {"head_dim": pair[0], "head_dim_v": pair[1], "page_size": page_size}
+    check(on_gpu, Case(dtype, (0, 1, 47, 1023, 3000), num_new=1, **sizes))
+    check(on_gpu, Case(dtype, (9000, 20), heads=(16, 1), **sizes))
+    check(on_gpu, Case(dtype, (500, 20), heads=(128, 1), **sizes), sink=True)
 
 
 @pytest.mark.parametrize("seqlen_q", [1, 4, 9])

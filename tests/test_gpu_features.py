@@ -6,7 +6,17 @@ import numpy as np
 import pytest
 from hypothesis import given, seed, settings
 from hypothesis import strategies as st
-from support.feature_cases import HEAD_DIM_PAIRS, METHODS, ROWS, accumulator, extras, keyword, numbers, options_of
+from support.feature_cases import (
+    HEAD_DIM_PAIRS,
+    METHODS,
+    ROWS,
+    accumulator,
+    booleans,
+    extras,
+    keyword,
+    numbers,
+    options_of,
+)
 
 import fa2cupy
 from fa2cupy.families.device import DeviceInfo
@@ -68,6 +78,14 @@ def test_each_feature_in_half_precision(head_dim, name):
     dlse = cp.asarray(numbers((2, 4, lengths[0]), "float32")) if name == "bias of queries" else None
     families = [first, *others[turn % len(others) : turn % len(others) + 1]] if others else [first]
     check(draw(dtype, lengths, head_dim), families, dlse=dlse, **on_device(options_of(name, dtype, sizes)))
+
+
+@pytest.mark.parametrize("shapes", [((1, 203), (2, 1)), ((203,), (1, 4)), ((2, 1), (1,))], ids=str)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_axes_of_one_are_shared(dtype, shapes):
+    padding, slopes = booleans(shapes[0]), numbers(shapes[1], accumulator(dtype))
+    options = on_device({"key_padding_mask": padding, "alibi_slopes": slopes})
+    check(draw(dtype, (113, 203), 64), families_of(dtype), **options)
 
 
 @pytest.mark.parametrize("name", ROWS)

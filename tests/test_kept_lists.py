@@ -100,7 +100,7 @@ def test_a_captured_call_writes_its_own_lists(sparse, monkeypatch):
 
 @pytest.mark.parametrize("captured", [False, True])
 def test_maps_that_a_graph_writes_keep_nothing(sparse, monkeypatch, captured):
-    monkeypatch.setattr(block_mask, "_is_captured", lambda array: captured)
+    monkeypatch.setattr(block_mask, "is_captured", lambda array: captured)
     own, lists = BlockMask(place(np.ones((2, 2), bool)), 256, 256), Lists()
     for _ in range(2):
         lists.call(own)
@@ -115,7 +115,7 @@ def test_what_is_captured(monkeypatch, stream, captures):
     cuda = types.SimpleNamespace(get_current_stream=lambda: current)
     monkeypatch.setitem(block_mask.sys.modules, "cupy", types.SimpleNamespace(cuda=cuda))
     array = types.SimpleNamespace(device=threading.Lock())  # a context
-    assert block_mask._is_captured(array) is (captures and stream == STREAM)
+    assert block_mask.is_captured(array) is (captures and stream == STREAM)
 
 
 def test_threads_write_lists_once(sparse, monkeypatch):

@@ -46,6 +46,9 @@ VIEWS = {
     "every second": lambda keys: place(scattered(keys).repeat(2, axis=1))[:, ::2],
     "reversed": lambda keys: place(scattered(keys)[:, ::-1])[:, ::-1],
     "of all sequences": lambda keys: np.broadcast_to(place(scattered(keys))[:1], (BATCH, keys), subok=True),
+    "one for all sequences": lambda keys: place(scattered(keys)[:1]),
+    "no axis of sequences": lambda keys: place(scattered(keys)[0]),
+    "one for all keys": lambda keys: np.broadcast_to(place(np.array([[True], [False]])), (BATCH, keys), subok=True),
     "all visible": lambda keys: place(np.ones((BATCH, keys), bool)),
 }
 #: Other features of scores. A bias or a mask is held in shared memory beside the padding.
@@ -65,7 +68,7 @@ BESIDES = {
 def check(monkeypatch, name: str, padding: np.ndarray, methods=METHODS, tile=None, patch=None, **options) -> None:
     dtype, head_dim, family = CASES[name]
     methods = methods[-1:] if name == "sm80 float32" else methods
-    inputs = draw(dtype, (ROWS, padding.shape[1]), head_dim, batch=BATCH)
+    inputs = draw(dtype, (ROWS, padding.shape[-1]), head_dim, batch=BATCH)
     options |= {"key_padding_mask": padding}
     expected = Expectation(*inputs, **options)
     with simulated_gpu(monkeypatch, HOPPER, seed=1, patch=patch):
@@ -76,7 +79,7 @@ def check(monkeypatch, name: str, padding: np.ndarray, methods=METHODS, tile=Non
         expected.check(dq=dq, dk=dk, dv=dv)
 
 
-@pytest.mark.sample(name=("sm80",), view=("off four bytes",))
+@pytest.mark.sample(name=("sm80",), view=("off four bytes", "one for all sequences"))
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("view", VIEWS)
 def test_views(monkeypatch, name, view):
@@ -92,11 +95,12 @@ def test_other_features(monkeypatch, name, besides):
     check(monkeypatch, name, VIEWS["contiguous"](KEYS), **BESIDES[besides](CASES[name][0]))
 
 
-@pytest.mark.sample(keys=(7,))
+@pytest.mark.sample(keys=(7,), method=("two_pass",))
 @pytest.mark.parametrize("keys", [1, 3, 7, 129])
-def test_few_keys(monkeypatch, keys):
+@pytest.mark.parametrize("method", METHODS)
+def test_few_keys(monkeypatch, method, keys):
     """Checks that nothing is read past the last key, whatever the tile."""
-    check(monkeypatch, "sm90", VIEWS["contiguous"](keys))
+    check(monkeypatch, "sm90", VIEWS["contiguous"](keys), (method,))
 
 
 def test_tiles_of_more_than_128_keys(monkeypatch):

@@ -11,17 +11,15 @@ import types
 import pytest
 from support import plans
 
-from fa2cupy import TileConfig, block_mask, mods
-from fa2cupy.families.choice import choose
+from fa2cupy import TileConfig
 from fa2cupy.families.device import DeviceInfo
 from fa2cupy.families.records import ARRIVALS
 from fa2cupy.families.sm80 import SM80
 from fa2cupy.gpu import counters, launch
 from fa2cupy.jit.compiler import CompiledKernel
 from fa2cupy.jit.spec import KernelSpec
-from fa2cupy.plan.plans import plan_tile_states
 from fa2cupy.plan.stages import Stage
-from fa2cupy.problem.checks import check_tile_states, problem_from_arrays
+from fa2cupy.problem.checks import problem_from_arrays
 from fa2cupy.testing import make_inputs
 
 pytest.importorskip("cupy")
@@ -220,11 +218,9 @@ def test_the_error_of_a_launch_names_its_kernel(driver):
 def test_a_record_may_have_a_single_pointer(driver):
     launched = []
     driver.launch = lambda *arguments: launched.append(pointers_of(arguments)[0])
-    layout = block_mask(mods.causal(), (), 1, 1, 64, 64).layout
-    keywords = {"mask_mod": layout.program, "mask_args": (), "block_mask": layout}
-    problem, device = check_tile_states(keywords).problem, DeviceInfo.named("sm_80")
-    (stage,) = plan_tile_states(problem, device, {}, choose("tile_states", problem, device, {})).stages
-    launch.BoundStages([stage], {"q": 0, "states": 1})([5, 7], 0)
+    spec = KernelSpec("order_keys", None, "sm_80", "float32", 1, False, TileConfig(1, 1, 4))
+    constants = spec.params.pack_constants({"num_lists": 1, "list_tiles": 1, "list_stride": 5})
+    launch.BoundStages([Stage(spec, 1, constants)], {"q": 0, "key_lists": 1})([5, 7], 0)
     assert launched == [7]
 
 

@@ -132,7 +132,7 @@ def of_family(name: str) -> dict:
     return {"family": FAMILIES[name][3], "config": CONFIGS.get(name)}
 
 
-@pytest.mark.sample(name=("simt", "sm80"), kind=("bias of pairs",))
+@pytest.mark.sample(name=("sm80",), kind=("bias of pairs",))
 @pytest.mark.parametrize(("name", "kind"), CASES)
 def test_bits_of_one_leading_axis(monkeypatch, name, kind):
     q, k, v, do = inputs(name)

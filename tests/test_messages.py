@@ -187,10 +187,10 @@ forward(q, k, v[:, :5])
     v: expected shape (2, 8, 4, 16) to match k, got (2, 5, 4, 16)
 forward(q, k[:, :, :3], v[:, :, :3])
     k: the number of heads of q (4) must be a multiple of that of k and v, got 3
-forward(*[ones(1, 4, 2, 300)] * 3)
-    q: head_dim up to 256 is supported, got shape (1, 4, 2, 300)
-forward(q, k, ones(2, 8, 4, 300))
-    v: head_dim up to 256 is supported, got shape (2, 8, 4, 300)
+forward(*[ones(1, 4, 2, 600)] * 3)
+    q: head_dim up to 512 is supported, got shape (1, 4, 2, 600)
+forward(q, k, ones(2, 8, 4, 600))
+    v: head_dim up to 512 is supported, got shape (2, 8, 4, 600)
 forward(*[ones(1, 4, 2, 0)] * 3)
     q: head_dim must be at least 1, got shape (1, 4, 2, 0)
 forward(q, k, v, causal=1)
@@ -240,7 +240,8 @@ forward(q, k, v, config=(64, 64))
 forward(q, k, v, config=(64, 64, 4))
     config: expected a TileConfig or a dict of them by operation, got tuple; write fa2cupy.TileConfig(64, 64, 4)
 forward(q, k, v, config={"fwd": TileConfig(64, 64, 4)})
-    config: ['fwd'] are no operations; those are ['forward', 'backward', 'backward_dq', 'backward_dkdv']
+    config: ['fwd'] are no operations; those are ['forward', 'backward', 'backward_dq', 'backward_dkdv',
+    'backward_one_tile']
 forward(q, k, v, config={"backward": 64})
     config['backward']: expected a TileConfig, got int
 forward(q, k, v, family="hopper")
@@ -325,7 +326,7 @@ forward(q, k, v, alibi_slopes=[0.5, 0.25, 0.1, 0.05])
 forward(q, k, v, alibi_slopes=ones(4, dtype="float64"))
     alibi_slopes: expected dtype float32, got float64; write alibi_slopes.astype("float32")
 forward(q, k, v, alibi_slopes=ones(3))
-    alibi_slopes: expected shape (4,) or (2, 4) to match q and k, got (3,)
+    alibi_slopes: expected a shape that can be broadcast to (batch, heads) = (2, 4), got (3,)
 forward(q, k, v, bias=ones(8, 8, dtype="float64"))
     bias: expected dtype float32, got float64; write bias.astype("float32")
 forward(q, k, v, bias=ones(8, 8, dtype=int))
@@ -355,9 +356,8 @@ forward(q, k, v, attn_mask=ones(8, 8, dtype=bool))
     unexpected keyword argument 'attn_mask'; write mask=attn_mask.
 forward(q, k, v, key_padding_mask=ones(2, 8, dtype=int))
     key_padding_mask: expected dtype bool, got int64; write key_padding_mask != 0 where ones are visible keys
-forward(q, k, v, key_padding_mask=ones(8, dtype=bool))
-    key_padding_mask: expected shape (2, 8) to match q and k, got (8,); write mask=key_padding_mask where all
-    sequences have the same keys
+forward(q, k, v, key_padding_mask=ones(2, 7, dtype=bool))
+    key_padding_mask: expected a shape that can be broadcast to (batch, seqlen_k) = (2, 8), got (2, 7)
 forward(q, k, v, key_padding_mask=[True] * 8)
     key_padding_mask: ... got list; convert it with numpy.asarray(key_padding_mask, "bool")
 forward(q, k, v, sink=0.0)
@@ -531,7 +531,7 @@ backward(q, k, v, o, lse.transpose(0, 2, 1), do)
 backward(q, k, v, o, lse, do, method="single_pass", deterministic=True)
     method: 'single_pass' adds atomically on GPUs, so that it cannot be deterministic; use 'two_pass' or None
 backward(q, k, v, o, lse, do, method="single")
-    method: expected None, 'single_pass' or 'two_pass', got 'single'
+    method: expected None, 'single_pass', 'two_pass' or 'one_tile', got 'single'
 backward(q, k, v, o, lse, do, deterministic=1)
     deterministic: expected a bool, got int; write deterministic=True
 backward(q, k, v, o, lse, do, return_dbias=True)
@@ -758,15 +758,19 @@ TileConfig(0, 128, 4)
 
 # legal_configs and precompile
 legal_configs("fwd")
-    operation: expected one of ['forward', 'backward', 'backward_dq', 'backward_dkdv'], got 'fwd'; 'fwd' is 'forward'
+    operation: expected one of ['forward', 'backward', 'backward_dq', 'backward_dkdv',
+    'backward_one_tile'], got 'fwd'; 'fwd' is 'forward'
 legal_configs("two_pass")
-    operation: expected one of ['forward', 'backward', 'backward_dq', 'backward_dkdv'], got 'two_pass'; 'two_pass' is
+    operation: expected one of ['forward', 'backward', 'backward_dq', 'backward_dkdv',
+    'backward_one_tile'], got 'two_pass'; 'two_pass' is
     'backward_dq' and 'backward_dkdv'
 legal_configs("decode")
-    operation: expected one of ['forward', 'backward', 'backward_dq', 'backward_dkdv'], got 'decode'; its tiles are no
+    operation: expected one of ['forward', 'backward', 'backward_dq', 'backward_dkdv',
+    'backward_one_tile'], got 'decode'; its tiles are no
     choice, and fa2cupy.precompile returns what the compiler makes of them
 legal_configs("backward_jvp")
-    operation: expected one of ['forward', 'backward', 'backward_dq', 'backward_dkdv'], got 'backward_jvp'; its tiles
+    operation: expected one of ['forward', 'backward', 'backward_dq', 'backward_dkdv',
+    'backward_one_tile'], got 'backward_jvp'; its tiles
     are no choice, and fa2cupy.precompile returns what the compiler makes of them
 legal_configs("forward", arch="sm90")
     arch: 'sm90' is not known; ... ; did you mean 'sm_90'?
@@ -784,8 +788,8 @@ legal_configs("forward", dtype=np.int32, arch="sm_90")
     dtype: expected float16, bfloat16, float32 or float64, got int32
 legal_configs("forward", head_dim=64.0, arch="sm_90")
     head_dim: expected an int, got float; write head_dim=64
-legal_configs("forward", head_dim=512, arch="sm_90")
-    head_dim: up to 256 is supported, got 512
+legal_configs("forward", head_dim=576, arch="sm_90")
+    head_dim: up to 512 is supported, got 576
 legal_configs("forward", arch="sm_90", family="hopper")
     family: expected one of ['sm90', 'sm80', 'simt'], got 'hopper'
 legal_configs("forward", archs="sm_90")
@@ -807,7 +811,7 @@ precompile("sm_90", head_dims="64")
 precompile("sm_90", causal="both")
     causal: expected a bool, got str
 precompile("sm_90", methods="fast")
-    methods: expected 'single_pass' or 'two_pass', got 'fast'
+    methods: expected 'single_pass', 'two_pass' or 'one_tile', got 'fast'
 precompile("sm_90", features="windows")
     features: expected window, softcap, alibi_slopes, bias, mask, key_padding_mask, block_mask, sink, dropout_p,
     cu_seqlens, dlse, return_dbias, return_dsink, bias_tangent or sink_tangent, got 'windows'; did you mean 'window'?

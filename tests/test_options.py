@@ -101,7 +101,7 @@ def test_backprop_writes_gradients_into_views_of_a_packed_array():
 @pytest.mark.parametrize(
     ("options", "text"),
     (
-        ({"method": "three_pass"}, "method: expected None, 'single_pass' or 'two_pass', got 'three_pass'"),
+        ({"method": "three_pass"}, "method: expected None, 'single_pass', 'two_pass' or 'one_tile', got 'three_pass'"),
         ({"deterministic": 1}, "deterministic: expected a bool"),
         ({"method": "single_pass", "deterministic": True}, "method: 'single_pass' adds atomically"),
     ),

@@ -164,11 +164,11 @@ def test_files_that_docstrings_of_scripts_name_exist():
 @pytest.mark.parametrize(
     ("script", "arguments", "text"),
     [
-        (sweep, "--operation forward --head-dim 999", "--head-dim: up to 256 is supported, got 999"),
+        (sweep, "--operation forward --head-dim 999", "--head-dim: up to 512 is supported, got 999"),
         (sweep, "--operation forward --head-dim 0", "--head-dim: expected an int of at least 1, got '0'"),
         (sweep, "--operation forward --seqlen 0", "--seqlen: expected an int of at least 1, got '0'"),
         (sweep, "--operation forward --jobs -1", "--jobs: expected"),
-        (methods, "--head-dims 64 300", "--head-dims: up to 256 is supported, got 300"),
+        (methods, "--head-dims 64 600", "--head-dims: up to 512 is supported, got 600"),
         (methods, "--seqlens 0", "--seqlens: expected an int of at least 1, got '0'"),
         (methods, "--heads 16", "--heads: expected two numbers such as 16/2, got '16'"),
         (methods, "--heads 16/3", "--heads: 16 is not a multiple of 3"),

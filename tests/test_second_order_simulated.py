@@ -187,7 +187,7 @@ def test_tangents_of_gradients(launched, dtype, sizes, causal, check):
     getattr(Call(**sizes, dtype=dtype, causal=causal), check)()
 
 
-@pytest.mark.sample(causal=(True,), check=("check_double_backward",), dtype=("float32",))
+@pytest.mark.matrix
 @of_both_masks
 @of_both_backwards
 @of_other_dtypes
@@ -258,7 +258,7 @@ def with_functions(request, dtype) -> Call:
     return Call(dtype=dtype, **options)
 
 
-@pytest.mark.sample(name=("double_backward",), family=("simt",))
+@pytest.mark.sample(name=("jvp",), family=("simt",))
 @pytest.mark.parametrize("name", ["jvp", "backward_jvp", "double_backward"])
 def test_tangents_of_a_bias_are_ignored_for_hidden_keys_even_if_they_are_nan(launched, dtype, name):
     call = Call(dtype=dtype, causal=True, bias=np.zeros((21, 27)))
@@ -281,7 +281,7 @@ def test_jvp_with_features(launched, featured):
     featured.check_jvp()
 
 
-@pytest.mark.sample(featured=("all",), check=("check_double_backward",))
+@pytest.mark.sample(featured=("all",), check=("check_double_backward",), family=("sm80",))
 @of_both_backwards
 def test_tangents_of_gradients_with_features(launched, featured, check):
     getattr(featured, check)()

@@ -18,7 +18,7 @@ from fa2cupy.errors import KernelCompileError, UnsupportedProblemError
 from fa2cupy.families import tuning
 from fa2cupy.families.choice import choose
 from fa2cupy.families.device import ARCHITECTURES, DeviceInfo
-from fa2cupy.families.family import Kernel
+from fa2cupy.families.family import Family, Kernel
 from fa2cupy.families.kept_bias import kept_biases
 from fa2cupy.families.operations import OPERATIONS, TILED
 from fa2cupy.families.registry import FAMILIES, choose_family, family_of_kernel
@@ -67,6 +67,9 @@ def problem(
 
 
 def choose_tile(operation: str, family: str, call: AttentionProblem, device: DeviceInfo, config=None) -> TileConfig:
+    """Returns the tile of a call; one of as many rows as any tile has for kernels whose tiles have all keys."""
+    if OPERATIONS[operation].holds_keys:
+        call = dataclasses.replace(call, seqlen_q=16, seqlen_k=16)
     return choose_tile_of(operation, family_of_kernel(operation, call.dtype, device, family), call, device, config)
 
 
@@ -184,10 +187,12 @@ STAGES = {
     "sm90": {
         "forward": (2, 4), "backward": (2, 4), "backward_dq": (2, 4), "backward_dkdv": (2, 4), "jvp": (2, 4),
         "output_jvp": (2, 4), "dq_jvp": (2, 4), "dkdv_jvp": (2, 4), "dbias": (2, 4), "backward_both": (2, 4),
+        "backward_one_tile": (1, 1), "backward_one_tile_dbias": (1, 1),
     },
     "sm80": {
         "forward": (1, 4), "backward": (1, 2), "backward_dq": (1, 4), "backward_dkdv": (1, 2), "decode": (2, 8),
         "jvp": (1, 4), "output_jvp": (1, 4), "dq_jvp": (1, 4), "dkdv_jvp": (1, 2), "dbias": (1, 2),
+        "backward_one_tile": (1, 1), "backward_one_tile_dbias": (1, 1),
     },
     "sm90_float32": {"forward": (1, 4), "backward": (1, 4), "backward_dq": (1, 4), "backward_dkdv": (1, 4)},
     "sm80_float32": {"forward": (1, 1), "backward_dq": (1, 2), "backward_dkdv": (1, 2)},
@@ -239,12 +244,17 @@ def test_a_block_has_at_most_1024_threads_and_the_devices_shared_memory(operatio
     assert BY_NAME[family].why_illegal(kernel, wide, H100)
 
 
-@pytest.mark.parametrize("operation", TILED)
 @pytest.mark.parametrize(
-    ("dtype", "arch"), [("float16", "sm_80"), ("float16", "sm_90"), ("bfloat16", "sm_120"), ("float64", "sm_86")]
+    ("operation", "dtype", "arch"),
+    [(operation, "float64", "sm_86") for operation in Family.operations]
+    + [
+        (operation, *kind)
+        for operation in TILED
+        for kind in (("float16", "sm_80"), ("float16", "sm_90"), ("bfloat16", "sm_120"))
+    ],
 )
 def test_legal_configs_lists_legal_tiles_once_each_and_the_default_among_them(operation, dtype, arch):
-    family = choose_family(operation, dtype, DeviceInfo.named(arch))
+    family = family_of_kernel(operation, dtype, DeviceInfo.named(arch))
     for head_dim in (40, 128, 256):
         tiles = legal_configs(operation, dtype=dtype, head_dim=head_dim, arch=arch)
         assert len(set(tiles)) == len(tiles) > 0
@@ -318,7 +328,7 @@ def test_legal_configs_refuses_what_does_not_exist():
     [
         (0, ValueError, "^head_dim: expected at least 1, got 0"),
         (-8, ValueError, "^head_dim: expected at least 1, got -8"),
-        (300, UnsupportedProblemError, "^head_dim: up to 256 is supported, got 300"),
+        (600, UnsupportedProblemError, "^head_dim: up to 512 is supported, got 600"),
         (64.0, TypeError, "^head_dim: expected an int, got float"),
         (True, TypeError, "^head_dim: expected an int, got bool"),
         ("64", TypeError, "^head_dim: expected an int, got str"),
@@ -337,7 +347,7 @@ def test_legal_configs_takes_dtypes_as_numpy_does(dtype):
 
 
 @pytest.mark.parametrize("arch", ("sm_70", "sm_75"))
-@pytest.mark.parametrize("operation", TILED)
+@pytest.mark.parametrize("operation", Family.operations)
 def test_volta_and_turing_have_tiles_for_float32(operation, arch):
     device = DeviceInfo.named(arch)
     for head_dim in (64, 256):
@@ -349,7 +359,7 @@ def test_volta_and_turing_have_tiles_for_float32(operation, arch):
 
 def test_where_no_tile_fits_the_message_says_what_there_is_room_for():
     with pytest.raises(UnsupportedProblemError, match="fits T4, which has 65536 bytes of shared memory for a block"):
-        choose_tile("backward", "simt", problem("float64", 256), DeviceInfo.named("sm_75"))
+        choose_tile("backward", "simt", problem("float64", 400), DeviceInfo.named("sm_75"))
 
 
 def test_before_ampere_blocks_can_have_all_of_the_shared_memory():
@@ -365,7 +375,7 @@ def test_before_ampere_blocks_can_have_all_of_the_shared_memory():
 def operations_of_families() -> list[tuple[str, str, str, int]]:
     # The sm80 forward has another main loop above head_dim 128; the sm90 forward chooses the buffers that fit.
     cases = [(operation, "sm80", "float16", 64) for operation in TILED]
-    cases += [(operation, "simt", "float32", 32) for operation in TILED]
+    cases += [(operation, "simt", "float32", 32) for operation in Family.operations]
     cases += [
         (operation, "sm90", "float16", head_dim)
         for operation in ("forward", "backward_dq")
@@ -387,7 +397,7 @@ def operations_of_families() -> list[tuple[str, str, str, int]]:
 def test_a_wrong_formula_for_shared_memory_does_not_compile(operation, family, dtype, head_dim, wrong_by, monkeypatch):
     pytest.importorskip("cupy", exc_type=ImportError)
     own = BY_NAME[family]
-    tile = choose_tile_of(operation, own, problem(dtype, head_dim), H100)
+    tile = choose_tile_of(operation, own, dataclasses.replace(problem(dtype, head_dim), seqlen_k=64), H100)
     spec = KernelSpec(operation, own, "sm_90a", dtype, head_dim, False, tile)
     right = own.shared_memory_bytes(spec.kernel, tile)
     monkeypatch.setattr(KernelSpec, "shared_memory_bytes", right + wrong_by)
@@ -430,7 +440,7 @@ def chosen_rows() -> set[int]:
     found = set()
     for device, row in itertools.product(DEVICES, FAMILIES):
         for dtype, operation in itertools.product(row.dtypes, row.operations):
-            if not row.supports(operation, dtype, device):
+            if not row.supports(operation, dtype, device) or OPERATIONS[operation].holds_keys:
                 continue
             has_own_tiles = any(entry.features for entry in row.tiles[operation])
             own = [(entry.head_dim, entry.head_dim_v) for entry in row.tiles[operation] if entry.head_dim_v]
@@ -486,11 +496,69 @@ def chosen_rows() -> set[int]:
     return found
 
 
+def wide_rows() -> set[int]:
+    """Returns the positions of the tiles of calls of more than 256 columns, on the GPUs that have one."""
+    found = set()
+    columns = (264, 320, 384, 448, 512)
+    for position, (family, operation, entry) in enumerate(ROWS):
+        if entry.head_dim <= 256:
+            continue
+        dtypes, of_v = entry.dtypes or family.dtypes, (64, 160, *columns)
+        pairs = [(n, n_v) for n, n_v in itertools.product((64, 160, *columns), of_v) if max(n, n_v) > 256]
+        for device, (head_dim, head_dim_v) in itertools.product(reversed(DEVICES), pairs):
+            if not family.supports(operation, dtypes[0], device):
+                continue
+            call = family.padded(
+                problem(dtypes[0], head_dim, head_dim_v=head_dim_v if head_dim_v != head_dim else None)
+            )
+            try:
+                tile = choose_tile_of(operation, family, call, device)
+            except UnsupportedProblemError:
+                continue
+            if tile == entry.tile:
+                found.add(position)
+                break
+    return found
+
+
+@pytest.mark.parametrize("dtype", ("float16", "bfloat16", "float32", "float64"))
+@pytest.mark.parametrize("columns", [(512, 512), (320, 320), (512, 256), (256, 512), (512, 40)], ids=str)
+def test_calls_of_more_than_256_columns_have_tiles_from_ampere_on(dtype, columns):
+    call = problem(dtype, columns[0], head_dim_v=columns[1] if columns[1] != columns[0] else None)
+    strides = call.contiguous_strides()
+    for arch in ("sm_80", "sm_86", "sm_90", "sm_120"):
+        for name in ("forward", "backward"):
+            choice = choose(name, call, DeviceInfo.named(arch), strides, is_launched=False)
+            assert choice.family.public_name == ("sm80" if dtype in ("float16", "bfloat16") else "simt")
+
+
+def test_kernels_that_end_at_256_columns_say_so():
+    wide = problem("float16", 384)
+    strides, text = wide.contiguous_strides(), "^family 'sm80' for this problem: head_dim=384 is above the 256 of"
+    for call, options, reason in (
+        ("backward", {"family": "sm80", "method": "single_pass"}, f"{text} 'single_pass'; use 'two_pass' or None$"),
+        ("forward", {"family": "sm90"}, "^family 'sm90' for this problem: head_dim=384 is above 256$"),
+        ("jvp", {"family": "sm80"}, f"{text} jvp$"),
+    ):
+        with pytest.raises(UnsupportedProblemError, match=reason):
+            choose(call, wide, H100, strides, CallOptions(**options), is_launched=False)
+
+
 def rows_of_some_sizes() -> set[int]:
     """Returns the positions of the tiles on the H100 of blocks that keep the bias, and of some lengths or jobs."""
     found = set()
     for position, (family, operation, entry) in enumerate(ROWS):
-        if "kept_bias" in entry.features:
+        if OPERATIONS[operation].holds_keys:
+            rows = entry.tile.b_c if OPERATIONS[operation].owns == "keys" else entry.tile.b_r
+            calls = [
+                (dataclasses.replace(problem(head_dim=head_dim), seqlen_q=rows, seqlen_k=entry.tile.b_c), device)
+                for head_dim in range(16, entry.head_dim + 1, 16)
+                for device in DEVICES
+                if family.supports(operation, "float16", device)
+            ]
+            if any(choose_tile_of(operation, family, *call) == entry.tile for call in calls):
+                found.add(position)
+        elif "kept_bias" in entry.features:
             biased = problem("bfloat16", entry.head_dim).with_settings(FeatureSettings(arrays=("bias",)))
             calls = [dataclasses.replace(biased, seqlen_q=rows, seqlen_k=rows) for rows in (64, entry.tile.b_r)]
             if entry.tile in {one.tile for call in calls for one in kept_biases(family, call, H100, CallOptions())}:
@@ -513,7 +581,7 @@ def rows_of_some_sizes() -> set[int]:
 
 
 def test_calls_on_every_gpu_have_a_legal_default_tile_and_every_row_serves_one():
-    chosen = chosen_rows() | rows_of_some_sizes()
+    chosen = chosen_rows() | wide_rows() | rows_of_some_sizes()
     assert [row for position, row in enumerate(ROWS) if position not in chosen] == []
 
 

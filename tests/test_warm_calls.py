@@ -111,8 +111,9 @@ OPTIONS = option_pairs(SCORES) | {
     "max_seqlen_q": (OFFSETS, 8, 9),
     "max_seqlen_k": (OFFSETS, 8, 9),
 }  # fmt: skip
-#: Calls that do not differ: a backward reads no sink unless its gradient is asked for.
-SAME = (("sink", "backward"),)
+#: Calls that do not differ: a backward reads no sink unless its gradient is asked for, and that of so few keys is
+#: deterministic in any case.
+SAME = (("sink", "backward"), ("deterministic", "backward"))
 #: Keywords of backward alone.
 OF_BACKWARD = ("method", "deterministic", "return_dbias", "return_dsink", "delta", "dlse")
 CASES = [

@@ -15,7 +15,7 @@ import numpy as np
 
 from ..families.registry import family_of_decode
 from ..problem.arguments import check_overlap
-from ..problem.attention import AttentionProblem, CacheShape
+from ..problem.attention import MAX_HEAD_DIM, AttentionProblem, CacheShape
 from ..problem.decoding import cache_lengths, check_caches, check_decode, check_pages
 from ..problem.features import ARRAYS, feature_arrays
 from ..problem.options import CallOptions
@@ -60,7 +60,8 @@ def decode(
     if block_table is not None:
         check_pages(block_table, lengths, shape)
     if shape.num_new:
-        check_overlap(caches, given)
+        in_keys = problem.head_dim > MAX_HEAD_DIM  # v_cache lies in k_cache
+        check_overlap({"k_cache": k_cache} if in_keys else caches, given)
     tables = [[number] for number in range(problem.batch)] if block_table is None else block_table
     for cache, new in ((k_cache, k), (v_cache, v)):
         if new is not None and shape.num_new:
@@ -173,4 +174,5 @@ def _rows(cache: np.ndarray, table: np.ndarray | None, run: slice, end: int, sha
 def _of_sequence(keywords: Mapping[str, object], own: slice) -> dict[str, object]:
     """The keywords of features for one sequence."""
     given = feature_arrays(keywords).items()
-    return {**keywords, **{name: array[own] for name, array in given if -4 in ARRAYS[name].score_axes(array.ndim)}}
+    batched = {name: array for name, array in given if -4 in ARRAYS[name].score_axes(array.ndim)}
+    return {**keywords, **{name: array[own] for name, array in batched.items() if len(array) > 1}}

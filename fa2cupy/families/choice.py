@@ -2,27 +2,30 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from ..errors import UnsupportedProblemError
 from ..problem.attention import AttentionProblem
+from ..problem.features import FEATURES
 from ..problem.options import MAX_SPLITS, CallOptions, requested_method
-from ..problem.strides import AnyStrides, atomics_of, contiguous_like, has_aligned_rows, sharers_of
+from ..problem.strides import AnyStrides, atomics_of
+from .dbias import DbiasOwner, splits_of_owner, time_of_dbias, ways_of_dbias
 from .device import ARCHITECTURES, DeviceInfo
-from .estimate import Costs, OwnedTiles, backward_time, forward_splits, owner_splits, split_candidates
+from .estimate import Costs, backward_time, forward_splits, split_candidates
 from .family import Family, Kernel
 from .kept_bias import kept_bias
 from .operations import IN_ONE_LAUNCH, METHODS, OPERATIONS, SEVERAL
 from .registry import FAMILIES, supporting_families
 from .simt import SIMT
-from .tile import TileConfig
+from .tile import TileConfig, has_tile_of
 from .tile_choice import choose_tile, decode_tile, default_tile, why_not_map
 
-__all__ = ["Choice", "check_on_any_gpu", "choices_with_copies", "choose", "choose_with_copies", "tiles_of_bias"]
+__all__ = ["Choice", "check_on_any_gpu", "choices_with_copies", "choose", "choose_with_copies"]
 
 _DEFAULTS = CallOptions()
+#: The kernel of ``one_tile`` for calls that return dbias of a broadcast bias.
+_WITH_DBIAS = "backward_one_tile_dbias"
 
 #: Gives the problem and the strides that kernels of a family get.
 _Taken = Callable[[Family], tuple[AttentionProblem, Mapping[str, AnyStrides]]]
@@ -47,9 +50,9 @@ class Choice:
         The kernels of the heads for which those of `family` would not be accurate enough; None computes all heads.
     kept_keys : int
         The most keys whose bias the blocks of a forward keep; 0 if they keep none.
-    dbias : Choice or None
-        The kernel that owns tiles of a broadcast bias, and one of lse in its own arithmetic where it needs that. None
-        if the tiled kernels add dbias atomically, or if there is no such dbias.
+    dbias : DbiasOwner or None
+        The kernel that owns tiles of a broadcast bias. None if the tiled kernels add dbias atomically, or if there is
+        no such dbias.
     """
 
     family: Family
@@ -58,7 +61,12 @@ class Choice:
     num_splits: Mapping[str, int] = field(default_factory=dict)
     fallback: Choice | None = None
     kept_keys: int = 0
-    dbias: Choice | None = None
+    dbias: DbiasOwner | None = None
+
+    @property
+    def owns_dbias(self) -> bool:
+        """True if blocks own tiles of a broadcast bias, so that dbias is not summed in its place by atomics."""
+        return self.dbias is not None or _WITH_DBIAS in self.tiles
 
 
 def choose(
@@ -217,18 +225,26 @@ def _choices_of(
             choices.append(Choice(family, {call: kept.tile}, kept_keys=kept.keys))
             continue
         try:
-            tiles = {name: choose_tile(name, family, problem, device, options.config) for name in operations}
+            tiles = {
+                name: choose_tile(name, family, problem, device, options.config if row.has_config else None)
+                for name, row in ((name, OPERATIONS[name]) for name in operations)
+            }
             if call in ("backward", *SEVERAL) and _needs_own_lse(
                 family, problem, device, strides, options, is_launched
             ):
                 tiles = {"forward": choose_tile("forward", family, problem, device), **tiles}
         except UnsupportedProblemError as error:
-            if (method, names) == ways[-1] and not choices:
+            is_only = options.method == method and not problem.settings.sums_dbias
+            if (method, names) == ways[-1] and not choices and (method != "one_tile" or is_only):
                 raise
             reasons.append(str(error))
             continue
         if problem.settings.block_mask is not None:
             tiles = _of_one_list(family, tiles)
+        if _WITH_DBIAS in tiles:
+            num_splits = splits_of_owner(problem, device, strides, tiles[_WITH_DBIAS])
+            choices.append(Choice(family, tiles, method, {_WITH_DBIAS: num_splits}))
+            continue
         fallback = _fallback(call, family, problem, device)
         choices += _splits(Choice(family, tiles, method, fallback=fallback), problem, device, options)
     return choices, reasons
@@ -282,58 +298,18 @@ def _ways_of_dbias(
     strides: Mapping[str, AnyStrides],
     options: CallOptions,
     is_launched: bool,
-) -> list[Choice | None]:
-    """The kernels that may compute the gradient of a broadcast bias; None leaves it to the tiled kernels' atomics.
-
-    A call that need not be deterministic leaves it to them unless the costs of both are known.
-    """
+) -> list[DbiasOwner | None]:
+    """The kernels beside the tiled ones that may compute the gradient of a broadcast bias; None if it needs none."""
     if call != "backward" or not problem.settings.dbias or problem.settings.full_dbias:
         return [None]
-    if options.deterministic:
-        return [_owner_of_dbias(family, problem, device, strides, is_launched)]
-    if family.costs is None or not family.costs.dbias or 0 in problem.score_shape or "dbias" not in strides:
-        return [None]
-    owner = _owner_of_dbias(family, problem, device, strides, is_launched)
-    return [None, owner] if owner.family is family else [None]
+    has_one_tile = "one_tile" in family.default_methods and options.method != "two_pass"
+    is_exact = options.deterministic or (options.method == "one_tile" and not problem.settings.dscore_args)
 
+    def runs(one: Family) -> bool:
+        return _why_not(one, ("dbias",), problem, strides, is_launched) is None
 
-def _owner_of_dbias(
-    family: Family, problem: AttentionProblem, device: DeviceInfo, strides: Mapping[str, AnyStrides], is_launched: bool
-) -> Choice:
-    """The kernel that owns tiles of a broadcast bias, beside tiled kernels of a family.
-
-    It is of that family or, where that has none for the problem, of the first one behind it that has.
-    """
-    owner, tile = next(_owners_of_dbias(family, problem, device, strides, is_launched))
-    tiles, splits = {"dbias": tile}, 1
-    if "dbias" in strides and 0 not in problem.score_shape:
-        splits = owner_splits(_work_of_owner(problem, device, strides, tile))
-    if family.multiplies_parts:
-        tiles = {"forward": choose_tile("forward", owner, problem, device), **tiles}
-    return Choice(owner, tiles, num_splits={"dbias": splits} if splits > 1 else {})
-
-
-def _owners_of_dbias(
-    family: Family, problem: AttentionProblem, device: DeviceInfo, strides: Mapping[str, AnyStrides], is_launched: bool
-) -> Iterator[tuple[Family, TileConfig]]:
-    for one in FAMILIES[FAMILIES.index(family) :]:
-        if (
-            one.supports("dbias", problem.dtype, device, problem.features)
-            and _why_not(one, ("dbias",), problem, strides, is_launched) is None
-            and why_not_map(one, "dbias", problem, device) is None
-        ):
-            with contextlib.suppress(UnsupportedProblemError):
-                yield one, choose_tile("dbias", one, problem, device)
-
-
-def _work_of_owner(
-    problem: AttentionProblem, device: DeviceInfo, strides: Mapping[str, AnyStrides], tile: TileConfig
-) -> OwnedTiles:
-    """The tiles of a bias, and the steps for each."""
-    sequences, heads, rows, keys = problem.score_shape
-    shared, tiles = sharers_of(strides["dbias"], sequences).num_shared, tiles_of_bias(problem, strides, tile)
-    steps = sequences * heads * -(-rows // tile.b_r) * -(-keys // tile.b_c)
-    return OwnedTiles(device.multiprocessors * tile.blocks_per_sm, tiles, shared, steps // (tiles * shared))
+    ways = ways_of_dbias(family, problem, device, strides, runs, deterministic=is_exact)
+    return [*ways, *[None] * (is_exact and has_one_tile)]
 
 
 def _needs_own_lse(
@@ -379,34 +355,11 @@ def _by_time(
 
     def time(choice: Choice) -> float:
         tiled = backward_time(costs, problem, device, choice.tiles, choice.num_splits, blocks)
-        return tiled + _time_of_dbias(choice, problem, device, strides)
+        if "dbias" not in strides or problem.settings.full_dbias or _WITH_DBIAS in choice.tiles:
+            return tiled
+        return tiled + time_of_dbias(family, choice.dbias, problem, device, strides)
 
     return sorted(choices, key=time)
-
-
-def _time_of_dbias(
-    choice: Choice, problem: AttentionProblem, device: DeviceInfo, strides: Mapping[str, AnyStrides]
-) -> float:
-    """The estimated time that the gradient of a broadcast bias adds to the tiled kernels, in microseconds."""
-    if "dbias" not in strides or problem.settings.full_dbias:
-        return 0.0
-    if choice.dbias is None:
-        costs = _costs(choice)
-        added = costs.add_dbias if has_aligned_rows(strides["dbias"]) else costs.add_dbias_singly
-        return added * atomics_of(strides["dbias"], problem.score_shape) / 1e6
-    tile, of_owner = choice.dbias.tiles["dbias"], choice.dbias.family.costs
-    if of_owner is None or not of_owner.dbias:
-        return 0.0  # it is not compared with atomics
-    steps = _work_of_owner(problem, device, strides, tile).time(choice.dbias.num_splits.get("dbias", 1))
-    return steps * of_owner.step_of_owner(problem, tile)
-
-
-def tiles_of_bias(problem: AttentionProblem, strides: Mapping[str, AnyStrides], tile: TileConfig) -> int:
-    """The tiles of a bias that blocks own, by the strides of dbias."""
-    of_bias = strides["dbias"]
-    sequences, heads, rows, keys = problem.score_shape
-    in_tiles = sequences, heads, -(-rows // tile.b_r), -(-keys // tile.b_c)
-    return contiguous_like(of_bias, in_tiles)[1]
 
 
 def _costs(choice: Choice) -> Costs:
@@ -439,20 +392,55 @@ def _why_not_split(family: Family, operations: Sequence[str], options: CallOptio
 def _methods(family: Family, problem: AttentionProblem, options: CallOptions) -> tuple[str, ...]:
     """The methods that come into question."""
     requested = requested_method(options.method, options.deterministic)
-    methods = (requested,) if requested else family.default_methods
-    if problem.settings.dbias or problem.settings.dscore_args:
-        methods = tuple(dict.fromkeys(map(family.method_with_dbias, methods)))
+    methods = (requested,) if requested else family.methods_of(problem)
+    if options.deterministic and options.method is None and "one_tile" in family.default_methods:
+        methods = (*methods, "one_tile")
+    if options.method is None and options.config is not None and not has_tile_of("one_tile", options.config):
+        methods = tuple(method for method in methods if method != "one_tile")
+    settings = problem.settings
+    if settings.dbias or settings.dscore_args:
+        sums_in_blocks = "one_tile" in methods and settings.sums_dbias and not settings.dscore_args
+        with_atomics = dict.fromkeys(map(family.method_with_dbias, methods))
+        if settings.sums_dbias and (options.deterministic or (options.method == "one_tile" and sums_in_blocks)):
+            with_atomics = {}
+        methods = (*with_atomics, *["one_tile"] * sums_in_blocks)
     return methods
 
 
 def _ways(family: Family, problem: AttentionProblem, options: CallOptions) -> list[tuple[str, tuple[str, ...]]]:
     """The methods that come into question, each with its operations: without requested tiles, also in one launch."""
     methods = _methods(family, problem, options)
-    ways = [(method, METHODS[method]) for method in methods]
+    of_dbias = {"one_tile": (_WITH_DBIAS,)} if problem.settings.sums_dbias else {}
+    ways = [(method, of_dbias.get(method, METHODS[method])) for method in methods]
     if options.config is None:
         both = [(method, IN_ONE_LAUNCH[method]) for method in methods if method in IN_ONE_LAUNCH]
         ways = [way for way in both if set(way[1]) <= set(family.operations)] + ways
     return ways
+
+
+def _why_not_held(
+    family: Family, operation: str, problem: AttentionProblem, strides: Mapping[str, AnyStrides]
+) -> str | None:
+    """The reason why no key tile of a kernel has all keys of a sequence, if it must; None if one has."""
+    row = OPERATIONS[operation]
+    if not row.holds_keys:
+        return None
+    others = [name for name in OPERATIONS["forward"].features if name in problem.features and FEATURES[name].acts_on]
+    lacking = [name for name in others if name not in row.features]
+    if lacking:
+        return f"a block does not have all keys with {', '.join(lacking)}"
+    tiles = [one.tile for one in family.tiles[operation]]
+    most = max(tile.b_c for tile in tiles)
+    if problem.seqlen_k > most:
+        return f"its {problem.seqlen_k} keys are more than the {most} of a tile"
+    if row.owns == "keys":
+        return None
+    if "dbias" not in strides or not atomics_of(strides["dbias"], problem.score_shape):
+        return "the bias does not have an element for each query and key"
+    if problem.heads_per_group > 1:
+        return "several query heads share keys"
+    most = max(tile.b_r for tile in tiles)
+    return f"its {problem.seqlen_q} queries are more than the {most} of a tile" if problem.seqlen_q > most else None
 
 
 def _why_not(
@@ -466,10 +454,15 @@ def _why_not(
     lacking = family.why_not_here() if is_launched and operations else None
     if lacking:
         return lacking
+    columns = problem.head_dim, problem.columns_of("v")
     for operation in operations:
         if operation not in family.operations:
             return f"has no kernel of {operation}"
-        reason = family.why_not(operation, problem, strides)
+        reason = (
+            family.why_not_columns(*columns)
+            or _why_not_held(family, operation, problem, strides)
+            or family.why_not(operation, problem, strides)
+        )
         if reason:
             return f"for this problem: {reason}"
     return None

@@ -18,6 +18,7 @@ from typing import NamedTuple, TypeVar
 from ..problem.attention import AttentionProblem
 from ..problem.dtypes import ITEMSIZE
 from .device import DeviceInfo
+from .operations import OPERATIONS
 from .tile import TileConfig
 
 __all__ = [
@@ -81,10 +82,10 @@ class Costs:
     call, call_rows : float
         Delta, and what every backward takes; elements of q.
     launch : float
-        The start of a launch behind another one of the call, for methods that have several; it differs only from both
-        passes of ``two_pass`` in one launch.
-    both : float
-        Delta of the rows that a block reads, where both passes of ``two_pass`` run side by side.
+        What a launch behind another one of the call takes, also of the host's time: methods differ in their number.
+    both, both_step : float
+        Delta of the rows that a block reads, where both passes of ``two_pass`` run side by side; of those of a step of
+        a block that owns keys.
     convert, convert_rows : float
         Clearing and converting the workspace of dQ; elements of q.
     add, add_rows : float
@@ -113,6 +114,7 @@ class Costs:
     call_rows: float = 0.0
     launch: float = 0.0
     both: float = 0.0
+    both_step: float = 0.0
     convert: float
     convert_rows: float
     add: float = 0.0
@@ -132,8 +134,9 @@ class Costs:
         return _of_widest(self.blocks[operation], problem)
 
     def step_of_owner(self, problem: AttentionProblem, tile: TileConfig) -> float:
-        """The time of a step of a block that owns a tile of a bias."""
-        products = BlockCost(_of_widest(self.dbias, problem), 0.0)
+        """The time of a step of a block that owns a tile of a bias; without own constants, that of ``backward_dq``."""
+        rows = self.dbias or {limit: cost.step for limit, cost in self.blocks["backward_dq"].items()}
+        products = BlockCost(_of_widest(rows, problem), 0.0)
         return self.dbias_step + _step(products, tile, problem.mean_head_dim)
 
 
@@ -203,9 +206,12 @@ def backward_time(
     keys = problem.batch * problem.seqlen_k * problem.num_heads_kv * problem.mean_head_dim / 1e6
     if "backward_both" in tiles:
         return _time_of_both(costs, problem, device, tiles["backward_both"])
-    time = costs.call + costs.call_rows * queries + _LAUNCHES_MORE * costs.launch
+    is_one_launch = any(OPERATIONS[operation].holds_keys for operation in tiles)
+    time = costs.call + costs.call_rows * queries + (0 if is_one_launch else _LAUNCHES_MORE * costs.launch)
     for operation, tile in tiles.items():
-        splits, blocks = num_splits.get(operation, 1), blocks_of_tile.get(operation, 1)
+        # Blocks that own tiles of a bias do all of the work on the heads that share them, one after the other.
+        splits = 1 if OPERATIONS[operation].owns == "pairs" else num_splits.get(operation, 1)
+        blocks = blocks_of_tile.get(operation, 1)
         cost = costs.of_block(operation, problem, blocks)
         step = _step(cost, tile, problem.mean_head_dim) / blocks
         if operation == "backward":
@@ -235,7 +241,8 @@ def _time_of_both(costs: Costs, problem: AttentionProblem, device: DeviceInfo, t
         cost = costs.of_block(operation, problem)
         step = _step(cost, tile, columns)
         for count, number in steps.items():
-            blocks[costs.both + cost.start + step * count] += number * heads
+            of_delta = costs.both + (costs.both_step * count if operation == "backward_dkdv" else 0.0)
+            blocks[of_delta + cost.start + step * count] += number * heads
     return _makespan(blocks, device.multiprocessors * tile.blocks_per_sm, tile.blocks_per_sm)
 
 

@@ -13,7 +13,7 @@ from ..problem.features import FEATURES
 from ..problem.strides import AnyStrides
 from .device import DeviceInfo
 from .estimate import Costs
-from .operations import METHODS, OF_DIRECTION, OPERATIONS, SEVERAL, TILED
+from .operations import METHODS, OF_DIRECTION, OPERATIONS, SEVERAL
 from .records import Record
 from .tile import TileConfig
 
@@ -113,6 +113,8 @@ class Family(ABC):
         The kernels' head_dim is a multiple of this.
     column_step : int
         The columns that a row occupies on chip are a multiple of this.
+    most_columns : int
+        The most columns of q, k, v and the like that its kernels hold.
     arch_suffix : str
         Suffix of the architecture's name: ``"a"`` if the code uses instructions of this architecture only.
     features : tuple of str
@@ -149,13 +151,14 @@ class Family(ABC):
     """
 
     name: str
-    operations: tuple[str, ...] = TILED
+    operations: tuple[str, ...] = ("forward", *METHODS["single_pass"], *METHODS["two_pass"])
     dtypes: tuple[str, ...]
     min_compute_capability: int
     max_compute_capability: int = ANY_NEWER
     row_alignment: int
     head_dim_step: int
     column_step: int
+    most_columns: int = 256
     arch_suffix: str = ""
     features: tuple[str, ...] = tuple(name for name in FEATURES if name not in ("given_lse", "kept_bias"))
     needs_positive_scale: bool = False
@@ -203,7 +206,14 @@ class Family(ABC):
 
     def why_not_columns(self, head_dim: int, head_dim_v: int) -> str | None:
         """The reason why its kernels do not hold so many columns, or None if they do."""
+        for name, columns in (("head_dim", head_dim), ("head_dim_v", head_dim_v)):
+            if columns > self.most_columns:
+                return f"{name}={columns} is above {self.most_columns}"
         return None
+
+    def methods_of(self, problem: AttentionProblem) -> tuple[str, ...]:
+        """The methods of a backward that come into question where the caller names none."""
+        return self.default_methods
 
     def is_accurate(self, problem: AttentionProblem) -> bool:
         """True if its results for a problem are known to be as accurate as those of the dtype's arithmetic."""

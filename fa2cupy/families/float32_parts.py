@@ -57,15 +57,14 @@ class Float32Parts(Family):
     largest_head_dim: int
 
     def why_not(self, operation: str, problem: AttentionProblem, strides: Mapping[str, AnyStrides]) -> str | None:
-        why_not = self.why_not_columns(problem.head_dim, problem.columns_of("v"))
-        if why_not:
-            return why_not
         if not problem.heads_per_group:
             return "there is no query head"  # while K and V have heads, and gradients
         return None
 
     def why_not_columns(self, head_dim: int, head_dim_v: int) -> str | None:
-        most = self.largest_head_dim
+        most, why_not = self.largest_head_dim, super().why_not_columns(head_dim, head_dim_v)
+        if why_not:
+            return why_not
         if self.padded_head_dim(head_dim_v) > most:
             return f"{'head_dim' if head_dim_v == head_dim else 'head_dim_v'}={head_dim_v} is above {most}"
         if self.padded_head_dim(head_dim) + self.padded_head_dim(head_dim_v) > 2 * most:

@@ -5,11 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from ..problem.block_mask import KEY_LISTS, LIST_STRIDES, QUERY_LISTS
+from ..problem.block_mask import (
+    COLUMN_INTERVALS,
+    KEY_LISTS,
+    LIST_STRIDES,
+    MOST_INTERVALS,
+    QUERY_LISTS,
+    ROW_INTERVALS,
+)
 from ..problem.features import FEATURES
-from .records import COPIED, PARTS, SHARERS, SHARES, SUMMED, Record
+from .records import COLUMN_RISES, COPIED, PARTS, ROW_RISES, SHARERS, SHARES, SUMMED, Record
 
-__all__ = ["IN_ONE_LAUNCH", "METHODS", "OF_DIRECTION", "OPERATIONS", "SEVERAL", "TILED", "Operation"]
+__all__ = ["IN_ONE_LAUNCH", "METHODS", "OF_DIRECTION", "ONE_TILE", "OPERATIONS", "SEVERAL", "TILED", "Operation"]
 
 
 @dataclass(frozen=True)
@@ -36,6 +43,8 @@ class Operation:
         True if callers can choose the tile of a tiled operation.
     is_second_order : bool
         True if its kernels may need second derivatives of score functions.
+    holds_keys : bool
+        True if the key tile of a block has all keys of a sequence.
     """
 
     name: str
@@ -46,6 +55,7 @@ class Operation:
     record: Record | None = None
     has_config: bool = True
     is_second_order: bool = False
+    holds_keys: bool = False
 
     @cached_property
     def is_tiled(self) -> bool:
@@ -55,6 +65,9 @@ class Operation:
 
 #: The features of all kernels that compute scores.
 _OF_SCORES = tuple(name for name, feature in FEATURES.items() if feature.acts_on is not None)
+#: Those that choose no tiles, and those of them that leave no derivative to be multiplied.
+_OF_ONE_TILE = tuple(name for name in _OF_SCORES if FEATURES[name].acts_on != "tiles")
+_WITH_SUMS = tuple(name for name in _OF_ONE_TILE if not FEATURES[name].has_derivative)
 _OF_DECODE = tuple(name for name, feature in FEATURES.items() if feature.in_decode)
 #: Those of kernels that write the gradients of the bias and of the arrays of `score_mod`.
 _OF_DBIAS = ("dbias", "full_dbias", "dscore_args")
@@ -68,6 +81,8 @@ _OF_LISTS = (
     "list_tiles", *LIST_STRIDES, "map_batches", "map_heads", "map_rows", "map_columns", "map_b_r", "map_b_c",
     "has_other_function",
 )  # fmt: skip
+#: Results of the kernels that find intervals.
+_OF_INTERVALS = " ".join(f"{name}:output_int" for name in (ROW_INTERVALS, COLUMN_INTERVALS, MOST_INTERVALS))
 #: Integer members of the kernels that sum shares.
 _KEY_SIDE = ("batch", "num_heads", "heads_per_group", "seqlen_k", "num_key_tiles", "num_copies")
 
@@ -90,6 +105,20 @@ OPERATIONS = _Operations(
         Operation("backward_dkdv", _OF_SCORES, owns="keys"),
         # The last two in one launch, which computes delta, too.
         Operation("backward_both", ("dlse",), owns="both", has_config=False),
+        Operation(
+            "backward_one_tile",
+            (*_OF_ONE_TILE, "dlse"),
+            owns="keys",
+            holds_keys=True,
+        ),
+        # The same with the gradient of a bias that sequences share. Blocks own tiles of the bias.
+        Operation(
+            "backward_one_tile_dbias",
+            (*_WITH_SUMS, "dlse", "dbias"),
+            owns="pairs",
+            has_config=False,
+            holds_keys=True,
+        ),
         # The gradient of a broadcast bias, where the others do not add it atomically.
         Operation("dbias", (*_OF_SCORES, "dbias", "full_dbias"), owns="pairs", has_config=False),
         # The tangents of the forward's results: with these results, and where they are given.
@@ -173,7 +202,20 @@ OPERATIONS = _Operations(
             num_warps=4,
             is_common=True,
             record=Record(
-                "states:output_bytes", (), (), ("num_heads", "seqlen_q", "seqlen_k", "map_rows", "map_columns")
+                f"states:output_bytes {_OF_INTERVALS} {ROW_RISES}:output_int {COLUMN_RISES}:output_int",
+                (),
+                (),
+                ("num_heads", "seqlen_q", "seqlen_k", "map_rows", "map_columns"),
+            ),
+        ),
+        # The intervals of its rows and columns, from where visibility begins and ends in them.
+        Operation(
+            "close_intervals",
+            (),
+            num_warps=4,
+            is_common=True,
+            record=Record(
+                f"{_OF_INTERVALS} {ROW_RISES}:input_int {COLUMN_RISES}:input_int", (), (), ("num_rows", "num_columns")
             ),
         ),
         # Under a sparse map, the key tiles that blocks with query tiles visit, and the other way round.
@@ -325,9 +367,15 @@ OPERATIONS = _Operations(
 TILED = tuple(name for name, operation in OPERATIONS.items() if operation.is_tiled and operation.has_config)
 
 #: The tiled operations of each method of the backward.
-METHODS = {"single_pass": ("backward",), "two_pass": ("backward_dq", "backward_dkdv")}
+METHODS = {
+    "single_pass": ("backward",),
+    "two_pass": ("backward_dq", "backward_dkdv"),
+    "one_tile": ("backward_one_tile",),
+}
 #: Those of methods in one launch, where a family has such a kernel.
 IN_ONE_LAUNCH = {"two_pass": ("backward_both",)}
+#: The kernels of ``one_tile``, without and with dbias of a broadcast bias.
+ONE_TILE = (*METHODS["one_tile"], "backward_one_tile_dbias")
 #: The tiled operations of the calls that are given lse and have no methods.
 SEVERAL = {
     "output_jvp": ("output_jvp",),

@@ -9,12 +9,14 @@ from typing import NamedTuple
 
 __all__ = [
     "ARRIVALS",
+    "COLUMN_RISES",
     "COPIED",
     "EXCEPTIONS",
     "LENGTHS",
     "PARTIALS",
     "PARTS",
     "POINTER_RECORDS",
+    "ROW_RISES",
     "SCALES",
     "SCHEDULE",
     "SHARERS",
@@ -54,6 +56,8 @@ class Record(NamedTuple):
 SHARES = "shares"
 #: The workspace and the counters of a kernel whose last block merges what others have left.
 PARTIALS, ARRIVALS = "partials", "arrivals"
+#: The workspaces with the number of intervals of each row and column of a map.
+ROW_RISES, COLUMN_RISES = "row_rises", "column_rises"
 #: The matrices that a launch copies, and the arrays that it sums.
 COPIED, SUMMED = "copied", "summed"
 #: The maps of the kernel ``dbias`` from sequences of a bias to those of the scores (``problem/strides.py``).
@@ -122,6 +126,17 @@ POINTER_RECORDS = {
     "backward": _of_gradients("dq:output dk:output dv:output", "dq", "dk", "dv"),
     "backward_dq": _of_gradients("dq:output", "dq"),
     "backward_dkdv": _of_gradients("dk:output dv:output", "dk", "dv"),
+    # Either o or delta is null.
+    "backward_one_tile": _of_gradients("o:input dq:output dk:output dv:output", "o", "dq", "dk", "dv"),
+    # The same, and shares of dbias. Its strides are those of a share.
+    "backward_one_tile_dbias": Record(
+        f"{_BACKWARD_INPUTS} o:input dq:output dk:output dv:output {SHARES}:output_accum",
+        ("q", "k", "v", "dout", "o", "dq", "dk", "dv"),
+        SCALES,
+        (*LENGTHS, "batch", "shared_sequences", "num_splits"),
+        ("share_elements",),
+        SHARERS,
+    ),
     # The blocks own tiles of the bias, of so many rows and columns, which so many sequences share.
     "dbias": Record(
         _BACKWARD_INPUTS,

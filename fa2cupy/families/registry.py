@@ -27,6 +27,7 @@ def choose_family(
     family: str | None = None,
     features: tuple[str, ...] = (),
     precision: str | None = None,
+    columns: tuple[int, int] = (1, 1),
 ) -> Family:
     """The family for a call and dtype on a device, for arrays whose strides it takes. `choose` checks strides.
 
@@ -41,6 +42,8 @@ def choose_family(
         Features that it must have.
     precision : {None, "ieee", "split"}, optional
         As for `fa2cupy.forward`.
+    columns : tuple of int, optional
+        Columns of q and of v, which the family's kernels hold if those of any do.
 
     Raises
     ------
@@ -49,11 +52,16 @@ def choose_family(
     UnsupportedProblemError
         No family, or not the requested one, supports the operation and dtype on the device, or has the features.
     """
-    return supporting_families(operation, dtype, device, family, features, precision)[0]
+    return _of_columns(supporting_families(operation, dtype, device, family, features, precision), columns)
 
 
 def family_of_kernel(
-    operation: str, dtype: str, device: DeviceInfo, family: str | None = None, features: tuple[str, ...] = ()
+    operation: str,
+    dtype: str,
+    device: DeviceInfo,
+    family: str | None = None,
+    features: tuple[str, ...] = (),
+    columns: tuple[int, int] = (1, 1),
 ) -> Family:
     """The family whose kernel of an operation is the default one, where ``"backward"`` is that of ``single_pass``.
 
@@ -63,10 +71,14 @@ def family_of_kernel(
         As for `choose_family`.
     """
     supporting = supporting_families(operation, dtype, device, family, features)
-    for one in supporting:
-        if one.supports(operation, dtype, device):
-            return one
+    having = [one for one in supporting if one.supports(operation, dtype, device)]
+    if having:
+        return _of_columns(having, columns)
     raise UnsupportedProblemError(f"family {supporting[0].public_name!r} has no kernel of {operation} for {dtype}")
+
+
+def _of_columns(families: Sequence[Family], columns: tuple[int, int]) -> Family:
+    return next((one for one in families if one.why_not_columns(*columns) is None), families[0])
 
 
 def family_of_decode(dtype: str) -> Family:

@@ -41,6 +41,7 @@ class Simt(Family):
     min_compute_capability = 60
     row_alignment = 1
     head_dim_step = 1
+    most_columns = 512
     column_step = 32  # eight lanes share a row, with four columns each at a time
     backward_owns = "queries"
     has_natural_scores = True
@@ -63,6 +64,10 @@ class Simt(Family):
             TileRow(256, TileConfig(64, 32, 4), dtypes=_FLOAT),
             TileRow(256, TileConfig(32, 16, 4), dtypes=_FLOAT),
             TileRow(256, TileConfig(16, 8, 4), dtypes=_FLOAT),
+            TileRow(512, TileConfig(32, 32, 4), dtypes=_FLOAT),
+            TileRow(512, TileConfig(32, 16, 4), dtypes=_FLOAT),
+            TileRow(512, TileConfig(16, 8, 4), dtypes=_FLOAT),
+            TileRow(512, TileConfig(8, 8, 2), dtypes=_FLOAT),
             TileRow(64, TileConfig(128, 32, 8), dtypes=_DOUBLE),
             TileRow(64, TileConfig(64, 32, 4), dtypes=_DOUBLE),
             TileRow(64, TileConfig(32, 16, 4), dtypes=_DOUBLE),
@@ -74,6 +79,10 @@ class Simt(Family):
             TileRow(256, TileConfig(32, 16, 4), dtypes=_DOUBLE),
             TileRow(256, TileConfig(16, 8, 4), dtypes=_DOUBLE),
             TileRow(256, TileConfig(4, 8, 1), dtypes=_DOUBLE),
+            TileRow(512, TileConfig(16, 16, 4), dtypes=_DOUBLE),
+            TileRow(512, TileConfig(16, 8, 4), dtypes=_DOUBLE),
+            TileRow(512, TileConfig(8, 8, 2), dtypes=_DOUBLE),
+            TileRow(512, TileConfig(4, 8, 1), dtypes=_DOUBLE),
         ),
         # Their b_r is the most rows of a tile.
         "decode": (
@@ -84,6 +93,8 @@ class Simt(Family):
             TileRow(128, TileConfig(16, 32, 2, 2)),
             TileRow(256, TileConfig(8, 16, 1, 2)),
             TileRow(256, TileConfig(4, 16, 1, 2)),
+            TileRow(512, TileConfig(16, 16, 1, 2), dtypes=_FLOAT),
+            TileRow(576, TileConfig(4, 16, 1, 2), head_dim_v=512),
         ),
         "backward": (
             TileRow(64, TileConfig(64, 64, 4, 1, 2), dtypes=_FLOAT),
@@ -98,6 +109,9 @@ class Simt(Family):
             TileRow(256, TileConfig(32, 32, 4), dtypes=_FLOAT),
             TileRow(256, TileConfig(16, 16, 4), dtypes=_FLOAT),
             TileRow(256, TileConfig(8, 8, 2), dtypes=_FLOAT),
+            TileRow(512, TileConfig(16, 16, 4), dtypes=_FLOAT),
+            TileRow(512, TileConfig(8, 8, 2), dtypes=_FLOAT),
+            TileRow(512, TileConfig(4, 8, 1), dtypes=_FLOAT),
             TileRow(64, TileConfig(64, 16, 4, 1, 2), dtypes=_DOUBLE),
             TileRow(64, TileConfig(32, 32, 4), dtypes=_DOUBLE),
             TileRow(64, TileConfig(16, 16, 4), dtypes=_DOUBLE),
@@ -108,6 +122,8 @@ class Simt(Family):
             TileRow(256, TileConfig(32, 16, 4), dtypes=_DOUBLE),
             TileRow(256, TileConfig(16, 16, 4), dtypes=_DOUBLE),
             TileRow(256, TileConfig(8, 8, 2), dtypes=_DOUBLE),
+            TileRow(512, TileConfig(8, 8, 2), dtypes=_DOUBLE),
+            TileRow(512, TileConfig(4, 8, 1), dtypes=_DOUBLE),
         ),
         "backward_dq": (
             TileRow(64, TileConfig(128, 32, 4, 1, 2), dtypes=_FLOAT),
@@ -122,6 +138,10 @@ class Simt(Family):
             TileRow(256, TileConfig(32, 32, 4), dtypes=_FLOAT),
             TileRow(256, TileConfig(16, 16, 4), dtypes=_FLOAT),
             TileRow(256, TileConfig(8, 8, 2), dtypes=_FLOAT),
+            TileRow(512, TileConfig(32, 16, 4), dtypes=_FLOAT),
+            TileRow(512, TileConfig(16, 16, 4), dtypes=_FLOAT),
+            TileRow(512, TileConfig(8, 8, 2), dtypes=_FLOAT),
+            TileRow(512, TileConfig(4, 8, 1), dtypes=_FLOAT),
             TileRow(64, TileConfig(64, 16, 4, 1, 2), dtypes=_DOUBLE),
             TileRow(64, TileConfig(32, 32, 4, 1, 2), dtypes=_DOUBLE),
             TileRow(64, TileConfig(32, 32, 4), dtypes=_DOUBLE),
@@ -134,6 +154,9 @@ class Simt(Family):
             TileRow(256, TileConfig(16, 16, 4), dtypes=_DOUBLE),
             TileRow(256, TileConfig(8, 8, 2), dtypes=_DOUBLE),
             TileRow(256, TileConfig(4, 8, 1), dtypes=_DOUBLE),
+            TileRow(512, TileConfig(16, 8, 4), dtypes=_DOUBLE),
+            TileRow(512, TileConfig(8, 8, 2), dtypes=_DOUBLE),
+            TileRow(512, TileConfig(4, 8, 1), dtypes=_DOUBLE),
         ),
         "backward_dkdv": (
             TileRow(64, TileConfig(64, 128, 8), dtypes=_FLOAT),
@@ -147,6 +170,9 @@ class Simt(Family):
             TileRow(256, TileConfig(32, 32, 4), dtypes=_FLOAT),
             TileRow(256, TileConfig(16, 16, 4), dtypes=_FLOAT),
             TileRow(256, TileConfig(8, 8, 2), dtypes=_FLOAT),
+            TileRow(512, TileConfig(16, 16, 4), dtypes=_FLOAT),
+            TileRow(512, TileConfig(8, 8, 2), dtypes=_FLOAT),
+            TileRow(512, TileConfig(8, 4, 1), dtypes=_FLOAT),
             TileRow(64, TileConfig(64, 64, 8), dtypes=_DOUBLE),
             TileRow(64, TileConfig(32, 32, 4, 1, 2), dtypes=_DOUBLE),
             TileRow(64, TileConfig(32, 32, 4), dtypes=_DOUBLE),
@@ -159,6 +185,8 @@ class Simt(Family):
             TileRow(256, TileConfig(16, 16, 4), dtypes=_DOUBLE),
             TileRow(256, TileConfig(8, 8, 2), dtypes=_DOUBLE),
             TileRow(256, TileConfig(8, 4, 1), dtypes=_DOUBLE),
+            TileRow(512, TileConfig(8, 8, 2), dtypes=_DOUBLE),
+            TileRow(512, TileConfig(8, 4, 1), dtypes=_DOUBLE),
         ),
         "dbias": (
             TileRow(64, TileConfig(64, 64, 4, 1, 2), dtypes=_FLOAT),
@@ -170,12 +198,17 @@ class Simt(Family):
             TileRow(256, TileConfig(64, 32, 4), dtypes=_FLOAT),
             TileRow(256, TileConfig(32, 16, 4), dtypes=_FLOAT),
             TileRow(256, TileConfig(8, 8, 2), dtypes=_FLOAT),
+            TileRow(512, TileConfig(16, 16, 4), dtypes=_FLOAT),
+            TileRow(512, TileConfig(8, 8, 2), dtypes=_FLOAT),
+            TileRow(512, TileConfig(4, 8, 1), dtypes=_FLOAT),
             TileRow(64, TileConfig(64, 32, 4), dtypes=_DOUBLE),
             TileRow(64, TileConfig(16, 16, 4), dtypes=_DOUBLE),
             TileRow(128, TileConfig(32, 32, 4), dtypes=_DOUBLE),
             TileRow(128, TileConfig(8, 8, 2), dtypes=_DOUBLE),
             TileRow(256, TileConfig(16, 16, 4), dtypes=_DOUBLE),
             TileRow(256, TileConfig(4, 8, 1), dtypes=_DOUBLE),
+            TileRow(512, TileConfig(8, 8, 2), dtypes=_DOUBLE),
+            TileRow(512, TileConfig(4, 8, 1), dtypes=_DOUBLE),
         ),
         **dict.fromkeys(
             ("jvp", "output_jvp"),
@@ -188,6 +221,9 @@ class Simt(Family):
                 TileRow(256, TileConfig(32, 16, 4), dtypes=_FLOAT),
                 TileRow(256, TileConfig(8, 8, 2), dtypes=_FLOAT),
                 TileRow(256, TileConfig(4, 8, 1), dtypes=_FLOAT),
+                TileRow(512, TileConfig(16, 8, 4), dtypes=_FLOAT),
+                TileRow(512, TileConfig(8, 8, 2), dtypes=_FLOAT),
+                TileRow(512, TileConfig(4, 8, 1), dtypes=_FLOAT),
                 TileRow(64, TileConfig(64, 16, 8), dtypes=_DOUBLE),
                 TileRow(64, TileConfig(32, 16, 4), dtypes=_DOUBLE),
                 TileRow(64, TileConfig(8, 8, 2), dtypes=_DOUBLE),
@@ -196,6 +232,7 @@ class Simt(Family):
                 TileRow(128, TileConfig(4, 8, 1), dtypes=_DOUBLE),
                 TileRow(256, TileConfig(16, 16, 4), dtypes=_DOUBLE),
                 TileRow(256, TileConfig(4, 8, 1), dtypes=_DOUBLE),
+                TileRow(512, TileConfig(4, 8, 1), dtypes=_DOUBLE),
             ),
         ),
         "dq_jvp": (
@@ -208,6 +245,8 @@ class Simt(Family):
             TileRow(256, TileConfig(32, 16, 4), dtypes=_FLOAT),
             TileRow(256, TileConfig(8, 8, 2), dtypes=_FLOAT),
             TileRow(256, TileConfig(4, 8, 1), dtypes=_FLOAT),
+            TileRow(512, TileConfig(8, 8, 2), dtypes=_FLOAT),
+            TileRow(512, TileConfig(4, 8, 1), dtypes=_FLOAT),
             TileRow(64, TileConfig(32, 32, 4), dtypes=_DOUBLE),
             TileRow(64, TileConfig(16, 16, 4), dtypes=_DOUBLE),
             TileRow(64, TileConfig(8, 8, 2), dtypes=_DOUBLE),
@@ -217,6 +256,7 @@ class Simt(Family):
             TileRow(256, TileConfig(16, 8, 4), dtypes=_DOUBLE),
             TileRow(256, TileConfig(8, 8, 2), dtypes=_DOUBLE),
             TileRow(256, TileConfig(4, 8, 1), dtypes=_DOUBLE),
+            TileRow(512, TileConfig(4, 8, 1), dtypes=_DOUBLE),
         ),
         "dkdv_jvp": (
             TileRow(64, TileConfig(32, 64, 4), dtypes=_FLOAT),
@@ -228,6 +268,8 @@ class Simt(Family):
             TileRow(256, TileConfig(16, 32, 4), dtypes=_FLOAT),
             TileRow(256, TileConfig(8, 8, 2), dtypes=_FLOAT),
             TileRow(256, TileConfig(8, 4, 1), dtypes=_FLOAT),
+            TileRow(512, TileConfig(8, 8, 2), dtypes=_FLOAT),
+            TileRow(512, TileConfig(8, 4, 1), dtypes=_FLOAT),
             TileRow(64, TileConfig(32, 32, 4), dtypes=_DOUBLE),
             TileRow(64, TileConfig(16, 16, 4), dtypes=_DOUBLE),
             TileRow(64, TileConfig(8, 8, 2), dtypes=_DOUBLE),
@@ -237,6 +279,7 @@ class Simt(Family):
             TileRow(256, TileConfig(8, 16, 4), dtypes=_DOUBLE),
             TileRow(256, TileConfig(8, 8, 2), dtypes=_DOUBLE),
             TileRow(256, TileConfig(8, 4, 1), dtypes=_DOUBLE),
+            TileRow(512, TileConfig(8, 4, 1), dtypes=_DOUBLE),
         ),
     }
 

@@ -13,8 +13,9 @@ from ..problem.features import FEATURES, changes_of_scores, features_in_register
 from ..problem.strides import AnyStrides
 from .estimate import BlockCost, Costs
 from .family import Family, Kernel, TileRow
-from .operations import OF_DIRECTION, OPERATIONS
+from .operations import OF_DIRECTION, ONE_TILE, OPERATIONS
 from .records import LENGTHS, POINTER_RECORDS, SCALES, SCHEDULE, Record
+from .sm80 import ONE_TILE_COSTS, SM80
 from .tile import TileConfig
 
 __all__ = ["SM90", "Sm90"]
@@ -73,6 +74,7 @@ _RECORDS = {
         SCALES,
         LENGTHS + SCHEDULE,
     ),
+    **{operation: POINTER_RECORDS[operation] for operation in ONE_TILE},
     "dbias": POINTER_RECORDS["dbias"]._replace(pointers=f"{_GRADIENT_MAPS} {_STATISTICS}", strides=()),
     # There are no maps of tangents that the call does not have.
     "jvp": Record(
@@ -110,6 +112,8 @@ _MAPPED = {
     operation: tuple(pointer.partition(":")[0] for pointer in record.pointers.split() if pointer.endswith("_map"))
     for operation, record in _RECORDS.items()
 }
+# These have none, but are compared with others of the family, which must take the arrays, too.
+_MAPPED |= dict.fromkeys(ONE_TILE, _MAPPED["backward"])
 
 #: Fitted to the times of scripts/methods.py on an H100 80GB HBM3, 2026-11-23, and an H200, 2026-11-27.
 _COSTS = Costs(
@@ -117,6 +121,7 @@ _COSTS = Costs(
         "forward": {128: BlockCost(0.58, 1.5), 256: BlockCost(0.379, 0.32)},
         "backward": {64: BlockCost(1.884, 4.4), 128: BlockCost(1.593, 8.44), 256: BlockCost(2.355, 11.6)},
         "backward_dq": {64: BlockCost(1.68, 3.44), 128: BlockCost(1.161, 1.27), 256: BlockCost(0.689, 5.0)},
+        **dict.fromkeys(ONE_TILE, ONE_TILE_COSTS),
         "backward_dkdv": {64: BlockCost(1.256, 4.48), 128: BlockCost(1.27, 9.18), 256: BlockCost(1.563, 11.36)},
     },
     # The start is that of a block; the step is from times of 192/128 relative to those of ``two_pass``, on the H200.
@@ -126,8 +131,9 @@ _COSTS = Costs(
     merge_rows=2.0,
     call=0.47,
     call_rows=0.0434,
-    launch=1.5,
+    launch=2.0,
     both=1.0,
+    both_step=0.4,
     convert=0.935,
     convert_rows=5.31,
     add=5.134,
@@ -148,7 +154,7 @@ class Sm90(Family):
     """Kernels for sm_90a only. The blocks of ``backward`` own key tiles; the other kernels are persistent."""
 
     name = "sm90"
-    operations = (*Family.operations, "backward_both", "dbias", *_OF_TANGENTS)
+    operations = (*Family.operations, "backward_both", *ONE_TILE, "dbias", *_OF_TANGENTS)
     dtypes = ("float16", "bfloat16")
     min_compute_capability = max_compute_capability = 90
     row_alignment = 16
@@ -159,7 +165,7 @@ class Sm90(Family):
     needs_positive_scale = True
     knows_tangents = True
     backward_owns = "keys"
-    default_methods = ("single_pass", "two_pass")
+    default_methods = ("single_pass", "two_pass", "one_tile")
     split_operations = ("forward", "backward", "backward_dkdv")
     features = (*Family.features, "kept_bias")
     kept_keys = (64, 128, 256, 384, 512)  # beyond, few blocks have room for the bias: 768 keys took 1.3 times as long
@@ -217,6 +223,21 @@ class Sm90(Family):
             TileRow(256, TileConfig(64, 64, 12, 2), _H100),
         ),
         "backward_both": (TileRow(64, TileConfig(128, 128, 12, 2)),),
+        # Kernels of sm80, without the tiles for GPUs with less shared memory.
+        "backward_one_tile": (
+            TileRow(32, TileConfig(64, 64, 4, 1, 4)),
+            TileRow(64, TileConfig(64, 64, 4, 1, 3)),
+            TileRow(128, TileConfig(64, 64, 8, 1, 2)),
+            TileRow(256, TileConfig(64, 64, 8)),
+            TileRow(32, TileConfig(64, 128, 8, 1, 2)),
+            TileRow(64, TileConfig(32, 128, 8, 1, 2)),
+            TileRow(128, TileConfig(64, 128, 8)),
+        ),
+        "backward_one_tile_dbias": (
+            TileRow(32, TileConfig(64, 64, 4, 1, 4)),
+            TileRow(64, TileConfig(64, 64, 8, 1, 2)),
+            TileRow(256, TileConfig(64, 64, 8)),
+        ),
         "dbias": (
             TileRow(64, TileConfig(64, 64, 8, 3, 2), least_saving=1.2),
             TileRow(64, TileConfig(128, 64, 12, 3), features=_BESIDE_BIAS),
@@ -283,6 +304,8 @@ class Sm90(Family):
     def shared_memory_with(self, features: tuple[str, ...], kernel: Kernel, tile: TileConfig) -> int:
         operation, _, head_dim, head_dim_v, kept_keys = kernel
         array = _held_array(features)
+        if operation in ONE_TILE:
+            return SM80.shared_memory_with(features, kernel, tile)
         if operation == "forward":
             return _forward_bytes(head_dim, head_dim_v, tile, array, kept_keys)
         if operation == "backward_dq":
@@ -308,6 +331,8 @@ class Sm90(Family):
 
     def why_not_shape(self, kernel: Kernel, tile: TileConfig) -> str | None:
         operation, _, head_dim, head_dim_v, _ = kernel
+        if operation in ONE_TILE:
+            return SM80.why_not_shape(kernel, tile)
         if operation == "forward":
             return _why_no_forward(tile, head_dim_v)
         if operation == "backward_dq":
@@ -550,7 +575,12 @@ def _backward_bytes(head_dim: int, head_dim_v: int, tile: TileConfig, array: str
     queries = tile.num_stages * tile.b_r * (rows + 2 * (32 if as_step else 4)) + 64 * 32 * as_step
     exchanged = with_dq + (widest > _WIDE)
     needed = 1024 + keys * rows + queries + exchanged * scores + pair + 8 * (2 + 4 * tile.num_stages + 12)
-    held = keys // 16 * _held_bytes(array, tile.b_r, 16)  # a warp's tile has 16 keys
+    # A warp's tile of a mask has 16 keys; the bias is loaded for 64 at a time, with two barriers.
+    held = (
+        keys // 64 * (_held_bytes(array, tile.b_r, 64) + 16)
+        if array == "bias"
+        else keys // 16 * _held_bytes(array, tile.b_r, 16)
+    )
     return needed + held if needed + held <= _SHARED_BYTES else needed
 
 

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ..problem.conversions import Absent, explains_absence
-from .operations import TILED
+from .operations import METHODS, TILED
 
-__all__ = ["TileConfig", "requested_tile"]
+__all__ = ["TileConfig", "has_tile_of", "requested_tile"]
 
 
 @dataclass(frozen=True)
@@ -82,6 +82,11 @@ def requested_tile(operation: str, config: object) -> TileConfig | None:
         raise ValueError(f"config: {unknown} are no operations; those are {list(TILED)}")
     tiles = {name: _checked(f"config[{name!r}]", tile, "a TileConfig") for name, tile in config.items()}
     return tiles.get(operation)
+
+
+def has_tile_of(method: str, config: object) -> bool:
+    """True if the caller's tiles by operation have one of a method."""
+    return isinstance(config, Mapping) and any(operation in config for operation in METHODS[method])
 
 
 def _checked(name: str, tile: object, expected: str) -> TileConfig | None:

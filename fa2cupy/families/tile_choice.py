@@ -13,6 +13,7 @@ from ..problem.attention import AttentionProblem
 from ..problem.dtypes import ITEMSIZE
 from .device import DeviceInfo
 from .family import Family, Kernel, TileRow
+from .operations import OPERATIONS
 from .tile import TileConfig, requested_tile
 from .tuning import tuned_tile
 
@@ -48,6 +49,8 @@ def choose_tile(
     kernel = Kernel.of(operation, problem)
     if requested is not None:
         check_tile("config", requested, family, kernel, device)
+        if not _holds_keys(operation, requested, problem):
+            raise ValueError(f"config: {operation} needs a tile with all {problem.seqlen_k} keys, got {requested}")
         if layout is not None and not layout.takes(requested.b_r, requested.b_c):
             raise ValueError(
                 f"block_mask: without a function, the map's tiles {layout.tile} must be multiples of those of "
@@ -55,9 +58,20 @@ def choose_tile(
             )
         return requested
     tuned = tuned_tile(family, kernel, problem.causal, device)
-    if tuned is not None and (layout is None or _suits_map(family, operation, problem, tuned)):
+    if (
+        tuned is not None
+        and _holds_keys(operation, tuned, problem)
+        and (layout is None or _suits_map(family, operation, problem, tuned))
+    ):
         return tuned
     return default_tile(family, operation, problem, device)
+
+
+def _holds_keys(operation: str, tile: TileConfig, problem: AttentionProblem) -> bool:
+    """True unless the tile of a block must have all keys of a sequence, or all its scores, and has not."""
+    row = OPERATIONS[operation]
+    holds_queries = row.owns != "pairs" or problem.seqlen_q <= tile.b_r
+    return not row.holds_keys or (problem.seqlen_k <= tile.b_c and holds_queries)
 
 
 def check_tile(name: str, tile: TileConfig, family: Family, kernel: Kernel, device: DeviceInfo) -> None:
@@ -110,6 +124,7 @@ def default_tile(
         and (row.dtypes is None or problem.dtype in row.dtypes)
         and (not row.features or not used.isdisjoint(row.features))
         and (not row.least_saving or saves(row, family.tiles[operation], problem))
+        and _holds_keys(operation, row.tile, problem)
         and _suits_jobs(row, problem, device, for_any_batch=for_any_batch)
         and family.takes(kernel, row.tile, device)
     )

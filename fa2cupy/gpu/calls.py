@@ -10,7 +10,17 @@ import cupy
 
 from ..jit.spec import KernelSpec
 from ..problem.arguments import unpack_out
-from ..problem.block_mask import BlockMask, MapLayout
+from ..problem.block_mask import (
+    COLUMN_INTERVALS,
+    MOST_INTERVALS,
+    NO_INTERVALS,
+    ROW_INTERVALS,
+    BlockMask,
+    Intervals,
+    MapLayout,
+    is_captured,
+    may_have_intervals,
+)
 from ..problem.feature_checks import extra_gradients, is_seed
 from ..problem.features import ARRAY_KEYWORDS
 from ..problem.function_checks import ARGUMENTS, sequence_of
@@ -239,11 +249,26 @@ def copied(arrays: Sequence[cupy.ndarray]) -> tuple[cupy.ndarray, ...]:
     return tuple(map(copy, arrays))
 
 
-def tile_states(layout: MapLayout, like: cupy.ndarray | None, keywords: Mapping[str, object]) -> cupy.ndarray:
-    """`fa2cupy.block_mask` on CuPy arrays: one kernel evaluates the function. See `fa2cupy.cpu.tile_states`."""
+def tile_states(
+    layout: MapLayout, like: cupy.ndarray | None, keywords: Mapping[str, object]
+) -> tuple[cupy.ndarray, Intervals]:
+    """`fa2cupy.block_mask` on CuPy arrays: one kernel evaluates the function. See `fa2cupy.cpu.tile_states`.
+
+    Waits for the GPU once, unless a graph captures the call: whether there are intervals decides on later kernels.
+    """
+    names, arrays, _ = _split(keywords)
+    found: tuple[str, ...] = ()
+    if may_have_intervals(layout) and not is_captured(like if like is not None else arrays[0]):
+        layout, found = layout._replace(intervals=(True, True)), (ROW_INTERVALS, COLUMN_INTERVALS, MOST_INTERVALS)
     keywords = {**keywords, "block_mask": layout}
-    names, arrays, values = _split(keywords)
-    return run(arguments_of("tile_states", (*names, "like")), (*arrays, like, None), CallOptions(), values, keywords)[0]
+    *_, values = _split(keywords)
+    arguments = arguments_of("tile_states", (*names, "like"), found)
+    given = (*arrays, like, *[None] * len(arguments.results))
+    states, *more = run(arguments, given, CallOptions(), values, keywords)
+    if not found:
+        return states, NO_INTERVALS
+    *intervals, most = more
+    return states, Intervals(*(side if n <= 2 else None for side, n in zip(intervals, most.get(), strict=True)))
 
 
 def _split(keywords: Mapping[str, object]) -> tuple[tuple[str, ...], list[cupy.ndarray | None], Items]:
@@ -272,6 +297,9 @@ def _split(keywords: Mapping[str, object]) -> tuple[tuple[str, ...], list[cupy.n
         elif name == "block_mask" and isinstance(x, BlockMask):
             names.append(name)
             arrays.append(x.states)
+            if any(x.layout.intervals):
+                names += (ROW_INTERVALS, COLUMN_INTERVALS)
+                arrays += x.intervals
             values.append((name, x.layout))
         elif name == "seed" and is_seed(x):
             has_seed = True

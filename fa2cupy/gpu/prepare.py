@@ -26,7 +26,7 @@ from ..plan.plans import (
 )
 from ..plan.stages import Plan
 from ..problem.arguments import check_outputs, takes_rows
-from ..problem.attention import AttentionProblem
+from ..problem.attention import MAX_HEAD_DIM, AttentionProblem
 from ..problem.checks import (
     Request,
     Result,
@@ -107,7 +107,10 @@ def prepare(
     (problem, results), ordinal, taken, plan = _planned(arguments, named, options, keywords)
     given = [name for name in arguments.results if named[name] is not None and name not in taken.copied]
     written = CACHES if problem.cache is not None and problem.cache.num_new else ()
-    check_overlap = overlap_check(arguments, arrays, written)
+    compared = arrays
+    if problem.head_dim > MAX_HEAD_DIM:  # v_cache lies in k_cache
+        compared = tuple(None if n == "v_cache" else array for n, array in zip(arguments.names, arrays, strict=True))
+    check_overlap = overlap_check(arguments, compared, written)
     if not taken.copied:
         return KernelCall(plan, ordinal, arguments, results, given, check_overlap if given or written else None)
     inner = KernelCall(plan, ordinal, arguments, _inner_results(taken, results), given)
@@ -142,7 +145,7 @@ def _planned(
     check_outputs(request.results, tuple([named[name] for name in arguments.results]))
     taken_by = functools.cache(functools.partial(_taken_by, arguments, named, request, keywords))
     choice = choose_with_copies(call, request.problem, device, lambda family: taken_by(family, False)[:2], options)
-    taken = taken_by(choice.family, choice.dbias is not None)
+    taken = taken_by(choice.family, choice.owns_dbias)
     return request, ordinal, taken, _plan(call, named, taken, device, choice, options)
 
 

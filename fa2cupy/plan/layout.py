@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import replace
 
-from ..families.choice import tiles_of_bias
+from ..families.dbias import tiles_of_bias
 from ..families.device import DeviceInfo
 from ..families.estimate import heads_in_cache
 from ..families.family import Family, Kernel
@@ -29,7 +29,16 @@ from .schedule import (
 )
 from .stages import Stage, Workspace
 from .tensor_maps import TensorLayout, packed_layout, tensor_layout
-from .tile_lists import LIST_OPERATIONS, LIST_WARPS, ListLayout, list_layout, list_values, list_workspaces
+from .tile_lists import (
+    LIST_OPERATIONS,
+    LIST_WARPS,
+    ListLayout,
+    interval_strides,
+    list_layout,
+    list_values,
+    list_workspaces,
+    of_side,
+)
 
 __all__ = ["PART_ROWS", "StageLayout"]
 
@@ -157,6 +166,12 @@ class StageLayout:
         maps = tuple(self._map(name, tile.b_r, tile.b_c) for name in record.maps)
         return self.stage("dbias", tile, blocks, maps, is_split=is_split, **values)
 
+    def one_tile_dbias(self, tile: TileConfig, num_shared: int, num_splits: int, share_elements: int) -> Stage:
+        """The kernel whose blocks own tiles of a broadcast bias, with all gradients of the heads that share them."""
+        blocks = tiles_of_bias(self.problem, self.strides, tile) * num_splits
+        values = {"shared_sequences": num_shared, "num_splits": num_splits, "share_elements": share_elements}
+        return self.stage("backward_one_tile_dbias", tile, blocks, (), is_split=False, **values)
+
     def lists(self, tiles: Mapping[str, TileConfig]) -> tuple[list[Stage], list[Workspace]]:
         """The kernels that write and order the lists of tiled kernels, given by their tiles, and the workspaces.
 
@@ -190,6 +205,10 @@ class StageLayout:
         """A kernel with its grid. `values` are the members of its record that depend on the grid."""
         problem, row = self.problem, OPERATIONS[operation]
         features = self.family.kernel_features(operation, self.used_features)
+        if "intervals" in features:
+            side = "keys" if self.family.owns(operation) == "keys" else "queries"
+            features = of_side(features, problem, side)
+            values |= interval_strides(problem, side)
         # With a window, its right limit stands for the causal mask.
         causal = problem.causal and row.is_tiled and "window" not in features
         family = None if row.is_common else self.family
@@ -199,7 +218,7 @@ class StageLayout:
         head_dim, head_dim_v = self._head_dims(operation)
         arrays = {name: array for feature in features for name, array in FEATURES[feature].arrays.items()}
         names = [name for name, array in arrays.items() if array.axes is not None]
-        names += SHARERS if operation in ("dbias", "sum_dbias") else ()
+        names += SHARERS if row.owns == "pairs" or operation == "sum_dbias" else ()
         over_scores = {name: self.strides[name] for name in names}
         batch_terms = max(map(num_terms, over_scores.values()), default=0)
         spec = KernelSpec(

@@ -10,14 +10,17 @@ from ..families.choice import Choice
 from ..families.device import DeviceInfo
 from ..families.kept_bias import with_kept_bias
 from ..families.operations import OPERATIONS
-from ..families.records import EXCEPTIONS, SHARERS, SHARES
+from ..families.records import COLUMN_RISES, EXCEPTIONS, ROW_RISES, SHARES
 from ..families.tile import TileConfig
 from ..jit.params import gradient_arrays
 from ..problem.attention import AttentionProblem
+from ..problem.block_mask import COLUMN_INTERVALS, MOST_INTERVALS, ROW_INTERVALS
 from ..problem.dtypes import ITEMSIZE
-from ..problem.strides import AnyStrides, contiguous_like, sharers_of
+from ..problem.strides import AnyStrides
+from .dbias import one_tile_dbias, with_dbias
 from .decode import plan_few_queries
 from .layout import PART_ROWS, StageLayout
+from .own_lse import OWN_LSE, with_given_lse, with_own_lse
 from .stages import Plan, Stage, Workspace
 from .tensor_maps import BOX_COLUMNS
 
@@ -34,8 +37,6 @@ __all__ = [
 
 #: The workspaces that the kernel of delta can clear. They have no bytes in calls that do not need them.
 _CLEARED_BY_DELTA = (Workspace("dq_accum", 0), Workspace(SHARES, 0))
-#: The workspace of the lse that a forward computes again for a backward.
-_OWN_LSE = "own_lse"
 
 
 def plan_forward(
@@ -85,7 +86,7 @@ def plan_gradient_tangents(
     """
     strides = {"dot": (0, 0, 0), **strides}
     layout, tiled, workspaces = _with_given_results(problem, device, strides, choice)
-    workspaces += [Workspace(name, _statistics_bytes(problem)) for name in ("delta", "deltat")]
+    workspaces += [Workspace(name, problem.statistics_bytes) for name in ("delta", "deltat")]
     results = ["dqt", "dkt", "dvt"]
     delta = _of_rows(layout, "delta_jvp")
     if "output_jvp" in choice.tiles:
@@ -93,7 +94,7 @@ def plan_gradient_tangents(
         tiled = [replace(stage, renamed={**stage.renamed, "dot": None}) for stage in tiled]
         delta = replace(delta, renamed=absent)
         if not problem.settings.dlse:  # else it is a result
-            workspaces.append(Workspace("lset", _statistics_bytes(problem)))
+            workspaces.append(Workspace("lset", problem.statistics_bytes))
         results += ["ot", "lset"]
     # delta' is made of the results of all kernels but the last two.
     lists, of_lists = layout.lists(choice.tiles)
@@ -103,7 +104,7 @@ def plan_gradient_tangents(
     # Rows of no sequence are nobody's; nor are keys that a sparse map does not list.
     skips_keys = problem.settings.block_mask is not None and choice.family.clears_unlisted_keys
     cleared = results if problem.is_packed else ["dkt", "dvt"] if skips_keys else []
-    return _plan(stages, [*workspaces, *of_lists], [*cleared, *_cleared_gradients(problem)])
+    return _plan(stages, [*workspaces, *of_lists], [*cleared, *_cleared_dbias(problem)])
 
 
 def _with_given_results(
@@ -113,9 +114,9 @@ def _with_given_results(
     if "forward" not in choice.tiles:
         layout = StageLayout(problem, device, choice.family, strides)
         return layout, [layout.tiled(operation, tile) for operation, tile in choice.tiles.items()], []
-    layout = StageLayout(_with_given_lse(problem), device, choice.family, strides)
-    tiled = _with_own_lse([layout.tiled(operation, tile) for operation, tile in choice.tiles.items()])
-    return layout, tiled, [Workspace(_OWN_LSE, _statistics_bytes(problem))]
+    layout = StageLayout(with_given_lse(problem), device, choice.family, strides)
+    tiled = with_own_lse([layout.tiled(operation, tile) for operation, tile in choice.tiles.items()])
+    return layout, tiled, [Workspace(OWN_LSE, problem.statistics_bytes)]
 
 
 def plan_delta(
@@ -148,7 +149,16 @@ def plan_tile_states(
     assert sparse is not None, "the map to make"
     layout = StageLayout(problem, device, choice.family, strides)
     tile, blocks, (*_, rows, columns) = _tile_of("tile_states", *sparse.tile), math.prod(sparse.shape), sparse.shape
-    return _plan([layout.stage("tile_states", tile, blocks, map_rows=rows, map_columns=columns)])
+    states = layout.stage("tile_states", tile, blocks, map_rows=rows, map_columns=columns)
+    found = (ROW_INTERVALS, COLUMN_INTERVALS, MOST_INTERVALS)
+    if not any(sparse.intervals):
+        return _plan([replace(states, renamed=dict.fromkeys((*found, ROW_RISES, COLUMN_RISES)))])
+    num_rows, num_columns = (problem.batch * problem.num_heads * n for n in (problem.seqlen_q, problem.seqlen_k))
+    rises = [Workspace(ROW_RISES, 4 * num_rows), Workspace(COLUMN_RISES, 4 * num_columns)]
+    tile = _tile_of("close_intervals")
+    blocks = -(-(num_rows + num_columns) // tile.num_threads)
+    closes = layout.stage("close_intervals", tile, blocks, num_rows=num_rows, num_columns=num_columns)
+    return _plan([states, closes], rises, (*found, ROW_RISES, COLUMN_RISES))
 
 
 def plan_backward(
@@ -158,6 +168,7 @@ def plan_backward(
     choice: Choice,
     *,
     with_delta: bool = True,
+    shares_delta: bool = False,
 ) -> Plan:
     """The plan of `fa2cupy.backward`.
 
@@ -167,34 +178,33 @@ def plan_backward(
     strides : mapping
         Strides of q, k, v, o, dout, dq, dk, dv and the features' arrays, and of dbias if the call returns it.
     with_delta : bool, optional
-        If True, the first stage computes delta; else the caller passes it.
+        If True, the call computes delta; else the caller passes it.
+    shares_delta : bool, optional
+        True if stages that are not of this plan read delta, too.
     """
     if choice.dbias is not None:
-        of_tiled = problem.with_settings(replace(problem.settings, dbias=False))
-        plan = plan_backward(of_tiled, device, strides, replace(choice, dbias=None), with_delta=with_delta)
-        return _with_dbias(plan, problem, device, strides, choice.dbias)
+        of_tiled, others = problem.with_settings(replace(problem.settings, dbias=False)), replace(choice, dbias=None)
+        plan = plan_backward(of_tiled, device, strides, others, with_delta=with_delta, shares_delta=True)
+        return with_dbias(plan, problem, device, strides, choice.dbias, _tile_of("sum_dbias"))
     settings = problem.settings
     has_own_lse = "forward" in choice.tiles
-    layout = StageLayout(_with_given_lse(problem) if has_own_lse else problem, device, choice.family, strides)
+    layout = StageLayout(with_given_lse(problem) if has_own_lse else problem, device, choice.family, strides)
     tiled: list[Stage] = []
     workspaces: list[Workspace] = []
     added: list[Workspace] = []  # to which kernels add
-    cleared = _cleared_gradients(problem)
+    cleared = [] if choice.owns_dbias else _cleared_dbias(problem)
+    if settings.dscore_args:
+        cleared += [name for function in settings.functions for name, _ in gradient_arrays(function)]
     for operation, tile in choice.tiles.items():
-        num_splits = choice.num_splits.get(operation, 1)
-        if operation == "backward_both":
-            return _plan([layout.both(tile)])
-        tiled.append(layout.tiled(operation, tile, num_splits))
+        found, of_kernel, of_sums = _with_sums(layout, operation, tile, choice.num_splits.get(operation, 1))
+        tiled += found
+        workspaces += of_kernel
+        added += of_sums
         if operation == "backward" and choice.family.backward_owns == "queries":
             cleared += ["dk", "dv"]
-        elif operation == "backward" or num_splits > 1:
-            sums = _Sums(layout, operation, tile, num_splits)
-            tiled.append(sums.stage())
-            workspaces += sums.workspaces
-            added += sums.added
     if has_own_lse:
-        tiled = _with_own_lse(tiled)
-        workspaces.append(Workspace(_OWN_LSE, _statistics_bytes(problem)))
+        tiled = with_own_lse(tiled)
+        workspaces.append(Workspace(OWN_LSE, problem.statistics_bytes))
     if settings.block_mask is not None and choice.family.clears_unlisted_keys:
         cleared += ["dk", "dv"]
     if choice.family.multiplies_parts:
@@ -202,9 +212,15 @@ def plan_backward(
         workspaces += of_parts
         added += [workspace for workspace in of_parts if workspace.name == EXCEPTIONS]
     stages: list[Stage] = []
-    if with_delta:
+    if choice.method == "one_tile":
+        computes_delta = with_delta and not (shares_delta or settings.dsink)
+        renamed: dict[str, str | None] = {"delta" if computes_delta else "o": None}
+        tiled[0] = replace(tiled[0], renamed={**tiled[0].renamed, **renamed})
+        with_delta = with_delta and not computes_delta
+        cleared += ["dq"] if 0 in layout.problem.sizes_of("k") else []
+    if with_delta and "backward_both" not in choice.tiles:
         stages.append(_delta(layout, added))
-        workspaces.append(Workspace("delta", _statistics_bytes(problem)))
+        workspaces.append(Workspace("delta", problem.statistics_bytes))
         names = {workspace.name for workspace in workspaces}
         workspaces += [workspace for workspace in _CLEARED_BY_DELTA if workspace.name not in names]
     if not stages or not stages[0].blocks:
@@ -216,65 +232,29 @@ def plan_backward(
     return _plan([*stages, *lists, *tiled], [*workspaces, *of_lists], cleared)
 
 
-def _with_dbias(
-    plan: Plan, problem: AttentionProblem, device: DeviceInfo, strides: Mapping[str, AnyStrides], choice: Choice
-) -> Plan:
-    """The plan of a backward with the kernel that owns tiles of a broadcast bias behind its stages.
-
-    Parameters
-    ----------
-    plan : Plan
-        That of the other gradients.
-    problem, device, strides
-    choice : Choice
-        That of the kernel.
-    """
-    shape, of_result = problem.score_shape, strides["dbias"]
-    if 0 in shape:
-        return replace(plan, cleared=(*plan.cleared, "dbias"))
-    # It stores its sums as other kernels store the elements of a full dbias; those of shares are not rounded yet.
-    stored = problem.with_settings(replace(problem.settings, full_dbias=True, dscore_args=False))
-    summed = stored.with_settings(replace(stored.settings, full_dbias=False))
-    tile, num_splits = choice.tiles["dbias"], choice.num_splits.get("dbias", 1)
-    sharers, (of_share, share_elements) = sharers_of(of_result, shape[0]), contiguous_like(of_result, shape)
-    strides = {**strides, **dict(zip(SHARERS, (sharers.owned, sharers.shared), strict=True))}
-    layout = StageLayout(stored, device, choice.family, strides)
-    workspaces = {workspace.name: workspace for workspace in plan.workspaces}
-    stages, added = layout.lists({"dbias": tile})
-    if "forward" in choice.tiles:
-        again = StageLayout(_with_given_lse(stored), device, choice.family, strides)
-        stages += _with_own_lse([again.tiled("forward", choice.tiles["forward"])])
-        workspaces[_OWN_LSE] = Workspace(_OWN_LSE, _statistics_bytes(problem))
-    renamed: dict[str, str | None] = {"lse": _OWN_LSE} if _OWN_LSE in workspaces else {}
-    if num_splits == 1:
-        stages.append(replace(layout.dbias(tile, sharers.num_shared, 1, share_elements), renamed=renamed))
-    else:
-        shares = StageLayout(summed, device, choice.family, {**strides, "dbias": of_share})
-        split = shares.dbias(tile, sharers.num_shared, num_splits, share_elements)
-        stages.append(replace(split, renamed={**renamed, "dbias": None}))
-        added.append(Workspace(SHARES, num_splits * share_elements * ITEMSIZE[problem.accumulator_dtype]))
-        sizes = dict(zip(("batch", "num_heads", "seqlen_q", "seqlen_k"), shape, strict=True))
-        sizes |= {"num_copies": num_splits, "share_elements": share_elements}
-        of_sum = _tile_of("sum_dbias")
-        blocks = -(-share_elements // of_sum.num_threads)
-        stages.append(layout.stage("sum_dbias", of_sum, blocks, (), is_split=False, **sizes))
-    # Other stages of the plan have workspaces of these names.
-    own = {workspace.name: f"{workspace.name}_of_dbias" for workspace in added}
-    workspaces |= {own[workspace.name]: replace(workspace, name=own[workspace.name]) for workspace in added}
-    stages = [replace(stage, renamed={**stage.renamed, **own}) for stage in stages]
-    return replace(plan, stages=(*plan.stages, *stages), workspaces=(*workspaces.values(),))
+def _with_sums(
+    layout: StageLayout, operation: str, tile: TileConfig, num_splits: int
+) -> tuple[list[Stage], list[Workspace], list[Workspace]]:
+    """A tiled kernel of a backward with the stage that sums what it leaves; workspaces, and those to which it adds."""
+    if operation == "backward_one_tile_dbias":
+        stages, shares = one_tile_dbias(layout, tile, num_splits, _tile_of("sum_dbias"))
+        return stages, [shares], []
+    if operation == "backward_both":
+        return [layout.both(tile)], [], []
+    kernel = layout.tiled(operation, tile, num_splits)
+    if num_splits > 1 or (operation == "backward" and layout.family.backward_owns == "keys"):
+        sums = _Sums(layout, operation, tile, num_splits)
+        return [kernel, sums.stage()], sums.workspaces, sums.added
+    return [kernel], [], []
 
 
-def _cleared_gradients(problem: AttentionProblem) -> list[str]:
-    """The gradients of features that must be zero before kernels write them."""
+def _cleared_dbias(problem: AttentionProblem) -> list[str]:
+    """The gradient of the bias, if it must be zero before kernels write it."""
     settings = problem.settings
     # A full dbias is stored by the blocks that own its rows; rows and keys beyond a packed sequence are nobody's, nor
     # are tiles that a sparse map leaves out.
     is_partial = problem.is_packed or settings.block_mask is not None
-    cleared = ["dbias"] if settings.dbias and (not settings.full_dbias or is_partial) else []
-    if settings.dscore_args:
-        cleared += [name for function in settings.functions for name, _ in gradient_arrays(function)]
-    return cleared
+    return ["dbias"] if settings.dbias and (not settings.full_dbias or is_partial) else []
 
 
 def _with_parts(layout: StageLayout, tiled: Sequence[Stage], choice: Choice) -> tuple[list[Stage], list[Workspace]]:
@@ -298,30 +278,13 @@ def _with_parts(layout: StageLayout, tiled: Sequence[Stage], choice: Choice) -> 
         all_blocks = 0  # nobody reads the parts
     operation = "split_gradients" if choice.method else "split_inputs"
     split = layout.stage(operation, _tile_of(operation, PART_ROWS, PART_ROWS), all_blocks)
-    of_others = _with_given_lse(problem) if choice.method else problem
+    of_others = with_given_lse(problem) if choice.method else problem
     others = StageLayout(of_others, layout.device, fallback.family, layout.strides, is_fallback=True)
     left = [others.tiled(operation, tile) for operation, tile in fallback.tiles.items()]
     if choice.method:
-        left = _with_own_lse(left)
-        workspaces.append(Workspace(_OWN_LSE, _statistics_bytes(problem)))
+        left = with_own_lse(left)
+        workspaces.append(Workspace(OWN_LSE, problem.statistics_bytes))
     return [split, *tiled, *left], workspaces
-
-
-def _with_given_lse(problem: AttentionProblem) -> AttentionProblem:
-    """The problem of a backward whose first kernel, a forward, recomputes lse for the others."""
-    return problem.with_settings(replace(problem.settings, given_lse=True))
-
-
-def _with_own_lse(tiled: Iterable[Stage]) -> list[Stage]:
-    """The tiled kernels of a backward. The first, a forward, recomputes lse for the others."""
-    of_forward: dict[str, str | None] = {"given_lse": "lse", "lse": _OWN_LSE, "o": None}
-    of_others: dict[str, str | None] = {"lse": _OWN_LSE}
-    return [replace(stage, renamed=of_forward if stage.spec.operation == "forward" else of_others) for stage in tiled]
-
-
-def _statistics_bytes(problem: AttentionProblem) -> int:
-    """The size of an array with a number for each query row, such as lse."""
-    return problem.batch * problem.num_heads * problem.seqlen_q * ITEMSIZE[problem.accumulator_dtype]
 
 
 def _delta(layout: StageLayout, cleared: Sequence[Workspace] = ()) -> Stage:

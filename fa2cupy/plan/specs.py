@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -11,20 +13,21 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from ..errors import UnsupportedProblemError
 from ..families.choice import Choice, choices_with_copies, choose
 from ..families.device import DeviceInfo
 from ..families.family import Kernel
 from ..families.kept_bias import kept_biases
-from ..families.operations import IN_ONE_LAUNCH
+from ..families.operations import IN_ONE_LAUNCH, ONE_TILE
 from ..families.registry import choose_family, family_of_kernel, supporting_families
-from ..families.tile import TileConfig
+from ..families.tile import TileConfig, requested_tile
 from ..jit.spec import KernelSpec
 from ..problem.attention import AttentionProblem
-from ..problem.block_mask import MIXED, BlockMask
+from ..problem.block_mask import MIXED, BlockMask, Intervals
 from ..problem.checks import check_backward, check_forward, check_tile_states, problem_from_parts
 from ..problem.decoding import check_decode
 from ..problem.dtypes import ACCUMULATOR
-from ..problem.features import EXAMPLE_ROWS, FEATURES, FeatureKeywords, feature_arrays
+from ..problem.features import EXAMPLE_ROWS, FEATURES, FeatureKeywords
 from ..problem.function_checks import program_of
 from ..problem.options import CallOptions
 from ..problem.strides import AnyStrides, argument_layouts, contiguous_score_strides, feature_strides
@@ -83,15 +86,18 @@ def default_specs(
         Columns of v if they differ.
     """
     call = "forward" if method is None else "backward"
-    head_dims = choose_family(call, dtype, device, family).head_dims(head_dim, head_dim_v or head_dim)
+    columns = head_dim, head_dim_v or head_dim
+    head_dims = choose_family(call, dtype, device, family, columns=columns).head_dims(*columns)
     options = CallOptions(causal, config=config, family=family, method=method, num_splits=num_splits)
     specs: dict[KernelSpec, None] = {}
     plan_call = plan_backward if method else plan_forward
-    for problem, strides in _of_lengths(call, device, _problems(call, dtype, *head_dims, options, features, functions)):
-        for choice in _choices(call, problem, device, strides, options):
-            plan = plan_call(problem, device, strides, choice)
-            specs.update(dict.fromkeys(stage.spec for stage in plan.stages))
-    sparse = _map(functions).layout if "block_mask" in features else None
+    problems = _problems(call, dtype, *head_dims, options, features, functions)
+    for problem, strides in _of_lengths(call, method, device, config, problems):
+        with contextlib.suppress(*([UnsupportedProblemError] if method == "one_tile" else [])):
+            for choice in _choices(call, problem, device, strides, options):
+                plan = plan_call(problem, device, strides, choice)
+                specs.update(dict.fromkeys(stage.spec for stage in plan.stages))
+    sparse = _maps(functions)[-1].layout if "block_mask" in features else None
     if sparse is not None and sparse.program is not None:
         problem = check_tile_states({"mask_args": (), **functions, "block_mask": sparse}).problem
         strides = {**argument_layouts(functions)}
@@ -129,7 +135,7 @@ def _choices_of_dbias(
         ):
             yield found
             if found.dbias is not None:
-                yield dataclasses.replace(found, dbias=dataclasses.replace(found.dbias, num_splits={"dbias": 2}))
+                yield dataclasses.replace(found, dbias=dataclasses.replace(found.dbias, num_splits=2))
 
 
 def layout_of_kernel(
@@ -149,7 +155,7 @@ def layout_of_kernel(
     operation, dtype, head_dim, head_dim_v, _ = kernel
     call = "forward" if operation == "forward" else "backward"
     problem, strides = next(_problems(call, dtype, head_dim, head_dim_v, CallOptions(causal), features, functions))
-    chosen = family_of_kernel(operation, dtype, device, family, tuple(problem.features))
+    chosen = family_of_kernel(operation, dtype, device, family, tuple(problem.features), (head_dim, head_dim_v))
     problem = chosen.padded(problem)
     return StageLayout(problem, device, chosen, strides | problem.contiguous_strides())
 
@@ -208,7 +214,8 @@ def second_order_specs(
     without it has the kernels of `double_backward`. The calls have no choice of a family: one of IEEE arithmetic stands
     for those whose lse needs not be computed again.
     """
-    head_dims = choose_family("jvp", dtype, device, family).head_dims(head_dim, head_dim_v or head_dim)
+    columns = head_dim, head_dim_v or head_dim
+    head_dims = choose_family("jvp", dtype, device, family, columns=columns).head_dims(*columns)
     options = CallOptions(causal, family=family)
     moved: dict[str, Any] = {name: True for name in OF_TANGENTS if name in features}
     calls = (
@@ -260,15 +267,33 @@ def _problems(
         strides: dict[str, AnyStrides] = {**problem.contiguous_strides()}
         strides |= feature_strides(keywords) | argument_layouts(functions)
         if problem.settings.dbias:
-            strides["dbias"] = contiguous_score_strides(feature_arrays(keywords)["bias"].shape)
+            strides["dbias"] = contiguous_score_strides((_ROWS, _ROWS))  # not all kernels take a broadcast row
         yield problem, strides
 
 
+def _of_one_tile(
+    device: DeviceInfo, problem: AttentionProblem, strides: dict[str, AnyStrides], config: object
+) -> Iterator[tuple[AttentionProblem, dict[str, AnyStrides]]]:
+    """A problem with as many rows as each of the tiles of ``one_tile`` has."""
+    families = supporting_families("backward", problem.dtype, device, None, problem.features)
+    requested = requested_tile(ONE_TILE[0], config)
+    tiles = [row.tile for family in families for name in ONE_TILE for row in family.tiles.get(name, ())]
+    for keys in dict.fromkeys(tile.b_c for tile in ([requested] if requested else tiles)):
+        yield dataclasses.replace(problem, seqlen_q=keys, seqlen_k=keys), strides
+
+
 def _of_lengths(
-    call: str, device: DeviceInfo, problems: Iterable[tuple[AttentionProblem, dict[str, AnyStrides]]]
+    call: str,
+    method: str | None,
+    device: DeviceInfo,
+    config: object,
+    problems: Iterable[tuple[AttentionProblem, dict[str, AnyStrides]]],
 ) -> Iterator[tuple[AttentionProblem, dict[str, AnyStrides]]]:
     """The problems, and the same of other lengths where forwards, or kernels of dbias, have other tiles for them."""
     for problem, strides in problems:
+        if method == "one_tile":
+            yield from _of_one_tile(device, problem, strides, config)
+            continue
         yield problem, strides
         operation = "dbias" if problem.settings.sums_dbias else call
         if operation == "backward" or problem.is_packed or problem.settings.block_mask is not None:
@@ -280,7 +305,7 @@ def _of_lengths(
 
 
 def _examples(features: Sequence[str], dtype: str, functions: FeatureKeywords) -> Iterator[FeatureKeywords]:
-    """Keywords of calls with these features, for each kind of bias. Kernels do not depend on their values."""
+    """Keywords of calls with these features, for each kind of bias and map. Kernels do not depend on their values."""
     wide = ACCUMULATOR[dtype]
     dtypes = {"input": dtype, "input_accum": wide, "input_bool": "bool", "input_int": "int32"}
     keywords: Any = {**functions}
@@ -288,23 +313,25 @@ def _examples(features: Sequence[str], dtype: str, functions: FeatureKeywords) -
         for name, value in (feature.example or {}).items():
             array = feature.arrays.get(name)
             keywords[name] = value if array is None else _array(value, dtypes[array.kind])
-    if "block_mask" in features:
-        keywords["block_mask"] = _map(functions)
-    if "bias" not in features:
-        yield keywords
-        return
-    shapes = ((1, 1), (_ROWS, _ROWS)) if "return_dbias" in features else ((1, 1),)
-    for bias_dtype, shape in itertools.product(dict.fromkeys((dtype, wide)), shapes):
-        yield {**keywords, "bias": _array(shape, bias_dtype)}
+    of_map: list[Any] = [{"block_mask": made} for made in _maps(functions)] if "block_mask" in features else [{}]
+    of_bias: list[Any] = [{}]
+    if "bias" in features:
+        shapes = ((1, 1), (_ROWS, _ROWS)) if "return_dbias" in features else ((1, 1),)
+        kinds = itertools.product(dict.fromkeys((dtype, wide)), shapes)
+        of_bias = [{"bias": _array(shape, bias_dtype)} for bias_dtype, shape in kinds]
+    for bias, made in itertools.product(of_bias, of_map):
+        yield {**keywords, **bias, **made}
 
 
-def _map(functions: FeatureKeywords) -> BlockMask:
-    """A sparse map of one tile: of the mask function, or given if there is none."""
+def _maps(functions: FeatureKeywords) -> list[BlockMask]:
+    """Sparse maps of one tile: of the mask function, without intervals and with them, or given if there is none."""
     given = functions.get("mask_mod")
     if given is None:
-        return BlockMask(np.ones((1, 1, 1, 1), "bool"), _ROWS, _ROWS, tile=(_ROWS, _ROWS))
+        return [BlockMask(np.ones((1, 1, 1, 1), "bool"), _ROWS, _ROWS, tile=(_ROWS, _ROWS))]
     program = program_of("mask_mod", given, functions.get("mask_args", ()))
-    return BlockMask.of_states(np.full((1, 1, 1, 1), MIXED, "uint8"), _ROWS, _ROWS, (_ROWS, _ROWS), program)
+    states, side = np.full((1, 1, 1, 1), MIXED, "uint8"), np.zeros((1, 1, _ROWS, 4), "int32")
+    made = functools.partial(BlockMask.of_states, states, _ROWS, _ROWS, (_ROWS, _ROWS), program)
+    return [made(), made(intervals=Intervals(side, side))]
 
 
 def _array(shape: tuple[int, ...], dtype: str) -> np.ndarray:

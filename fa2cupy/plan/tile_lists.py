@@ -1,4 +1,4 @@
-"""The lists of tiles that kernels visit under a sparse map: their layout, and the stage that writes them."""
+"""What kernels read of a sparse map: the lists of the tiles that they visit, and the intervals of mixed ones."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import NamedTuple
 from ..errors import UnsupportedProblemError
 from ..families.tile import TileConfig
 from ..problem.attention import AttentionProblem
-from ..problem.block_mask import KEY_LISTS, LIST_STRIDES, QUERY_LISTS, MapLayout
+from ..problem.block_mask import INTERVAL_STRIDES, KEY_LISTS, LIST_STRIDES, QUERY_LISTS, MapLayout
 from ..problem.dtypes import ITEMSIZE
 from .stages import Plan, Stage, Workspace
 
@@ -15,9 +15,11 @@ __all__ = [
     "LIST_OPERATIONS",
     "LIST_WARPS",
     "ListLayout",
+    "interval_strides",
     "list_layout",
     "list_values",
     "list_workspaces",
+    "of_side",
     "stages_of_map",
 ]
 
@@ -136,6 +138,24 @@ def stages_of_map(plan: Plan) -> tuple[list[Stage], set[str]]:
     stages = [one for one in plan.stages if one.spec.operation in operations and not one.spec.features]
     names = [(operations[stage.spec.operation], stage.renamed) for stage in stages]
     return stages, {renamed.get(name) or name for name, renamed in names}
+
+
+def of_side(features: tuple[str, ...], problem: AttentionProblem, side: str) -> tuple[str, ...]:
+    """The features of a kernel with a side of a map: without the mask function if there are intervals, or with it.
+
+    The side is that of the rows of the kernel's scores: ``"queries"``, or ``"keys"`` where they are transposed.
+    """
+    of_rows, of_columns = _map_of(problem).intervals
+    other = "mask_mod" if (of_rows if side == "queries" else of_columns) else "intervals"
+    return tuple(name for name in features if name != other)
+
+
+def interval_strides(problem: AttentionProblem, side: str) -> dict[str, int]:
+    """The members of the record of a kernel that reads the intervals of a side."""
+    layout = _map_of(problem)
+    rows = layout.seqlen_q if side == "queries" else layout.seqlen_k
+    batch, head = layout.shape[1] * rows if layout.shape[0] > 1 else 0, rows if layout.shape[1] > 1 else 0
+    return dict(zip(INTERVAL_STRIDES, (batch, head, rows), strict=True))
 
 
 def _map_of(problem: AttentionProblem) -> MapLayout:

@@ -16,6 +16,7 @@ from .strides import Strides, flat_stride
 __all__ = [
     "LETTERS_OF_TANGENTS",
     "MAX_HEAD_DIM",
+    "MAX_KEY_COLUMNS",
     "MAX_SEQLEN",
     "ROWS_OF",
     "SOURCE_AXES",
@@ -26,7 +27,9 @@ __all__ = [
     "canonical_view",
 ]
 
-MAX_HEAD_DIM = 256
+MAX_HEAD_DIM = 512
+#: Columns of k in ``decode``, whose v is then the first columns of k.
+MAX_KEY_COLUMNS = 576
 MAX_SEQLEN = 2**31 - 2**16  # row indices have 32 bits, also those of a tile that crosses the end
 
 _Size = TypeVar("_Size")
@@ -152,6 +155,11 @@ class AttentionProblem:
     def accumulator_dtype(self) -> str:
         """Dtype of lse and delta."""
         return ACCUMULATOR[self.dtype]
+
+    @property
+    def statistics_bytes(self) -> int:
+        """The size of an array with a number for each query row, such as lse."""
+        return self.batch * self.num_heads * self.seqlen_q * ITEMSIZE[self.accumulator_dtype]
 
     @cached_property
     def q_shape(self) -> tuple[int, ...]:

@@ -14,14 +14,20 @@ from .array_types import AnyArray, Array
 from .conversions import explains_absence
 
 __all__ = [
+    "COLUMN_INTERVALS",
     "DEFAULT_TILE",
     "EMPTY",
     "FULL",
+    "INTERVAL_STRIDES",
     "KEY_LISTS",
     "LIST_STRIDES",
     "MIXED",
+    "MOST_INTERVALS",
+    "NO_INTERVALS",
     "QUERY_LISTS",
+    "ROW_INTERVALS",
     "BlockMask",
+    "Intervals",
     "MapLayout",
     "TileLists",
     "check_block_mask",
@@ -29,6 +35,8 @@ __all__ = [
     "check_map",
     "check_tile",
     "function_of_map",
+    "is_captured",
+    "may_have_intervals",
 ]
 
 #: States of a tile: all keys are hidden from its queries, some are, or none is.
@@ -37,6 +45,13 @@ EMPTY, MIXED, FULL = 0, 1, 2
 #: The numbers of their layout (kernels/common/tile_lists.cuh).
 KEY_LISTS, QUERY_LISTS = "key_lists", "query_lists"
 LIST_STRIDES = ("list_batch_stride", "list_head_stride", "list_stride")
+#: The arrays that kernels read in place of the function, and the numbers of their layout, in rows of four numbers.
+ROW_INTERVALS, COLUMN_INTERVALS = "row_intervals", "column_intervals"
+#: The array of the most intervals of a row and of a column.
+MOST_INTERVALS = "most_intervals"
+INTERVAL_STRIDES = ("interval_batch_stride", "interval_head_stride", "interval_rows")
+#: The most bytes of a map's intervals.
+_LARGEST_INTERVALS = 2**28
 #: Queries and keys of a map's tiles, unless the caller says otherwise.
 DEFAULT_TILE = (128, 128)
 #: Characters of empty, mixed and full tiles.
@@ -61,6 +76,26 @@ class TileLists(NamedTuple):
     indices: np.ndarray
 
 
+class Intervals(NamedTuple):
+    """Where a function shows at most two intervals of keys to each query, and each key to at most two of queries.
+
+    Attributes
+    ----------
+    rows : ndarray of int32, shape (batch, heads, seqlen_q, 4), or None
+        Begin and end of the first interval of keys of a query, then of the second. Ends are exclusive, and intervals
+        that a query does not have are 0, 0. None if some query has more.
+    columns : ndarray of int32, shape (batch, heads, seqlen_k, 4), or None
+        The same of the queries of a key.
+    """
+
+    rows: Array | None = None
+    columns: Array | None = None
+
+
+#: Of a map whose function decides in all mixed tiles.
+NO_INTERVALS = Intervals()
+
+
 class MapLayout(NamedTuple):
     """A map without the states of its tiles: plans and kernels depend on all of it.
 
@@ -73,6 +108,8 @@ class MapLayout(NamedTuple):
         Queries and keys of a tile.
     program : Program or None
         The function that the map was made from.
+    intervals : tuple of bool
+        Whether it has intervals of rows, and of columns.
     """
 
     shape: tuple[int, int, int, int]
@@ -80,6 +117,7 @@ class MapLayout(NamedTuple):
     seqlen_k: int
     tile: tuple[int, int]
     program: Program | None
+    intervals: tuple[bool, bool] = (False, False)
 
     def takes(self, b_r: int, b_c: int) -> bool:
         """True if a kernel can have tiles of `b_r` queries and `b_c` keys.
@@ -113,6 +151,8 @@ class BlockMask:
     states : ndarray of uint8
         For each tile 0 (empty), 1 (mixed) or 2 (full). Do not write into it: calls keep what follows from it.
     layout : MapLayout
+    intervals : Intervals
+        What kernels compare in mixed tiles in place of the function, where that is possible.
     arguments : tuple of ndarray
         The map's own copies of the arrays of its function.
     kept : dict or None
@@ -148,10 +188,19 @@ class BlockMask:
         shape = (1,) * (4 - tiles.ndim) + tiles.shape
         self._set(tiles.astype("uint8", order="C").reshape(shape) * np.uint8(FULL), seqlen_q, seqlen_k, tile, None)
 
-    def _set(self, states: Array, seqlen_q: int, seqlen_k: int, tile: tuple[int, int], program: Program | None) -> None:
-        self.states = states
-        self.layout = MapLayout(states.shape, seqlen_q, seqlen_k, tile, program)
-        self.kept = None if _is_captured(states) else {}
+    def _set(
+        self,
+        states: Array,
+        seqlen_q: int,
+        seqlen_k: int,
+        tile: tuple[int, int],
+        program: Program | None,
+        intervals: Intervals = NO_INTERVALS,
+    ) -> None:
+        self.states, self.intervals = states, intervals
+        of_rows, of_columns = (side is not None for side in intervals)
+        self.layout = MapLayout(states.shape, seqlen_q, seqlen_k, tile, program, (of_rows, of_columns))
+        self.kept = None if is_captured(states) else {}
 
     @classmethod
     def of_states(
@@ -163,14 +212,15 @@ class BlockMask:
         program: Program | None,
         arguments: Sequence[Array] = (),
         copied: Sequence[Array] = (),
+        intervals: Intervals = NO_INTERVALS,
     ) -> BlockMask:
         """A map from the states of its tiles, an array of uint8 of its shape in C order, and its function, if any.
 
         `arguments` are the arrays of the function, and `copied` those of the caller that they are copies of. The map
-        keeps these too, so that no other array can have their addresses.
+        keeps these too, so that no other array can have their addresses. `intervals` are those of the function.
         """
         made = cls.__new__(cls)
-        made._set(states, seqlen_q, seqlen_k, tile, program)
+        made._set(states, seqlen_q, seqlen_k, tile, program, intervals)
         made.arguments, made._copied = tuple(arguments), tuple(copied or arguments)
         return made
 
@@ -278,8 +328,10 @@ class BlockMask:
         return axes
 
     def _summary(self) -> str:
-        _, seqlen_q, seqlen_k, (rows, columns), _ = self.layout
-        return f"BlockMask {seqlen_q} x {seqlen_k} in tiles of {rows} x {columns}, density {self.density:.2f}"
+        _, seqlen_q, seqlen_k, (rows, columns), _, intervals = self.layout
+        sides = [side for side, has in zip(("rows", "columns"), intervals, strict=True) if has]
+        of_sides = f", intervals of {' and '.join(sides)}" if sides else ""
+        return f"BlockMask {seqlen_q} x {seqlen_k} in tiles of {rows} x {columns}, density {self.density:.2f}{of_sides}"
 
     def __repr__(self) -> str:
         return f"<{self._summary()}>"
@@ -308,7 +360,14 @@ def function_of_map(keywords: Mapping[str, Any]) -> dict[str, Any]:
     return given.function_for(keywords) if isinstance(given, BlockMask) else {}
 
 
-def _is_captured(array: Any) -> bool:
+def may_have_intervals(layout: MapLayout) -> bool:
+    """True if intervals of a map have no more than 256 MiB, and it has tiles."""
+    batch, heads, *_ = layout.shape
+    nbytes = 16 * batch * heads * (layout.seqlen_q + layout.seqlen_k)
+    return 0 not in layout.shape and nbytes <= _LARGEST_INTERVALS
+
+
+def is_captured(array: Any) -> bool:
     """True if a CUDA graph captures the current work on the array's device."""
     if isinstance(array, np.ndarray):
         return False

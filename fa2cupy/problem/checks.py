@@ -13,7 +13,7 @@ from ..errors import UnsupportedProblemError
 from .arguments import array_backend, check_array, check_bool, dtype_name
 from .array_types import Array
 from .attention import MAX_HEAD_DIM, MAX_SEQLEN, SOURCE_AXES, AttentionProblem, array_shape
-from .block_mask import BlockMask, check_map
+from .block_mask import COLUMN_INTERVALS, MOST_INTERVALS, ROW_INTERVALS, BlockMask, check_map
 from .conversions import as_dtype
 from .dtypes import DTYPES
 from .feature_checks import check_deterministic, extra_gradients, finite_number
@@ -120,14 +120,22 @@ def check_merge(arrays: Mapping[str, Any], options: CallOptions) -> Request:
 
 
 def check_tile_states(keywords: Mapping[str, Any]) -> Request:
-    """Checks a call of `fa2cupy.block_mask`: `mask_mod`, `mask_args`, and as `block_mask` the layout of the map."""
+    """Checks a call of `fa2cupy.block_mask`: `mask_mod`, `mask_args`, and as `block_mask` the layout of the map.
+
+    The results include intervals if the layout has some: they are those to look for.
+    """
     layout = keywords["block_mask"]
     batch, heads = layout.shape[:2]
     function = bound_function("mask_mod", keywords["mask_mod"], keywords["mask_args"])
     settings = FeatureSettings(mask_mod=function, block_mask=layout)
     sizes = (batch, layout.seqlen_q, layout.seqlen_k, heads, heads, 1)
     problem = AttentionProblem("float32", *sizes, False, 1.0, "bshd", 4, settings=settings)
-    return Request(problem, (Result("states", layout.shape, np.dtype("uint8")),))
+    results = [Result("states", layout.shape, np.dtype("uint8"))]
+    if any(layout.intervals):
+        lengths = {ROW_INTERVALS: layout.seqlen_q, COLUMN_INTERVALS: layout.seqlen_k}
+        shapes = {name: (batch, heads, length, 4) for name, length in lengths.items()}
+        results += [Result(name, shape, np.dtype("int32")) for name, shape in {**shapes, MOST_INTERVALS: (2,)}.items()]
+    return Request(problem, tuple(results))
 
 
 def _problem(arrays: Mapping[str, Any], options: CallOptions, keywords: Mapping[str, Any]) -> AttentionProblem:
@@ -266,13 +274,13 @@ def check_layout(layout: object) -> None:
         raise ValueError(f"layout: expected 'bshd' or 'bhsd', got {layout!r}{hint}")
 
 
-def sizes_of(name: str, array: Array, layout: str) -> tuple[int, int, int, int]:
+def sizes_of(name: str, array: Array, layout: str, largest: int = MAX_HEAD_DIM) -> tuple[int, int, int, int]:
     """Sizes of the batch, row, head and column axes. All leading axes together are the batch."""
-    return _sizes_of_shape(name, array.shape, array.dtype, layout)
+    return _sizes_of_shape(name, array.shape, array.dtype, layout, largest=largest)
 
 
 def _sizes_of_shape(
-    name: str, shape: tuple[int, ...], dtype: np.dtype, layout: str, whose: str = ""
+    name: str, shape: tuple[int, ...], dtype: np.dtype, layout: str, whose: str = "", largest: int = MAX_HEAD_DIM
 ) -> tuple[int, int, int, int]:
     """The same for an array of this shape and dtype; `whose` follows the number of axes in messages."""
     check_layout(layout)
@@ -280,14 +288,14 @@ def _sizes_of_shape(
         wanted = "(batch, seqlen, heads, head_dim)" if layout == "bshd" else "(batch, heads, seqlen, head_dim)"
         raise ValueError(f"{name}: expected 2 or more axes {whose}such as {wanted}, got shape {shape}")
     if dtype_name(dtype) not in DTYPES:
-        *most, last = DTYPES
+        *first, last = DTYPES
         hint = as_dtype(name, dtype, "float32")
-        raise TypeError(f"{name}: expected dtype {', '.join(most)} or {last}, got {dtype}{hint}")
+        raise TypeError(f"{name}: expected dtype {', '.join(first)} or {last}, got {dtype}{hint}")
     seqlen, heads, head_dim = (1 if axis is None else shape[axis] for axis in SOURCE_AXES[layout, len(shape) > 2])
     if head_dim == 0:
         raise ValueError(f"{name}: head_dim must be at least 1, got shape {shape}")
-    if head_dim > MAX_HEAD_DIM:
-        raise UnsupportedProblemError(f"{name}: head_dim up to {MAX_HEAD_DIM} is supported, got shape {shape}")
+    if head_dim > largest:
+        raise UnsupportedProblemError(f"{name}: head_dim up to {largest} is supported, got shape {shape}")
     return math.prod(shape[: max(0, len(shape) - 3)]), seqlen, heads, head_dim
 
 

@@ -72,7 +72,7 @@ def check_head_dim(head_dim: object, name: str = "head_dim") -> int:
 def check_method(method: Any) -> str:
     """The name of a backward method, checked."""
     if method not in METHOD_NAMES:
-        raise ValueError(f"methods: expected 'single_pass' or 'two_pass', got {method!r}")
+        raise ValueError(f"methods: expected 'single_pass', 'two_pass' or 'one_tile', got {method!r}")
     return method
 
 

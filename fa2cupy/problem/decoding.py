@@ -10,13 +10,21 @@ import numpy as np
 from ..errors import UnsupportedProblemError
 from .arguments import array_backend, check_array, check_bool, check_writable, dtype_name, takes_rows
 from .array_types import Array
-from .attention import MAX_SEQLEN, AttentionProblem, CacheShape, array_shape
+from .attention import MAX_HEAD_DIM, MAX_KEY_COLUMNS, MAX_SEQLEN, AttentionProblem, CacheShape, array_shape
 from .checks import Request, Result, check_heads, sizes_of, with_features
 from .conversions import as_dtype
 from .feature_checks import finite_number
 from .options import CallOptions, check_options
 
-__all__ = ["CACHES", "PAGE_STEP", "cache_lengths", "check_caches", "check_decode", "check_pages"]
+__all__ = [
+    "CACHES",
+    "PAGE_STEP",
+    "cache_lengths",
+    "check_caches",
+    "check_decode",
+    "check_pages",
+    "check_values_in_keys",
+]
 
 #: The arrays of a cache.
 CACHES = ("k_cache", "v_cache")
@@ -43,7 +51,7 @@ def check_decode(arrays: Mapping[str, Any], options: CallOptions, keywords: Mapp
     check_bool("causal", options.causal)
     q, layout, dtype = arrays["q"], options.layout, dtype_name(arrays["q"].dtype)
     check_options(options, dtype, most_splits=1)
-    batch, seqlen_q, num_heads, head_dim = sizes_of("q", q, layout)
+    batch, seqlen_q, num_heads, head_dim = sizes_of("q", q, layout, MAX_KEY_COLUMNS)
     if q.ndim != 4:
         raise ValueError(f"q: expected 4 axes, {_axes(layout)}, got shape {q.shape}")
     cache, num_heads_kv, head_dim_v = _check_cache(arrays, batch, head_dim, layout)
@@ -71,7 +79,7 @@ def _check_cache(arrays: Mapping[str, Any], batch: int, head_dim: int, layout: s
     first = "batch" if table is None else "pages"
     if k_cache.ndim != 4:
         raise ValueError(f"k_cache: expected 4 axes, {_axes(layout, first)}, got shape {k_cache.shape}")
-    num_pages, page_size, num_heads_kv, columns = sizes_of("k_cache", k_cache, layout)
+    num_pages, page_size, num_heads_kv, columns = sizes_of("k_cache", k_cache, layout, MAX_KEY_COLUMNS)
     if columns != head_dim or (table is None and num_pages != batch):
         wanted: tuple[int | str, ...] = array_shape(
             layout, 4, batch if table is None else "pages", "rows", "num_heads_kv", head_dim
@@ -99,6 +107,28 @@ def _check_cache(arrays: Mapping[str, Any], batch: int, head_dim: int, layout: s
         for name in ("k_cache", "v_cache"):
             check_writable(name, arrays[name], "new rows")
     return cache, num_heads_kv, head_dim_v
+
+
+def check_values_in_keys(arrays: Mapping[str, Any]) -> None:
+    """Checks that v_cache, and v, are the first columns of k_cache, and k, by their addresses.
+
+    Beyond `MAX_HEAD_DIM` kernels read them there. Other properties of the arrays are not checked.
+    """
+    for name, own in (("k_cache", "v_cache"), ("k", "v")):
+        keys, values = arrays[name], arrays[own]
+        if keys is None or values is None:
+            continue  # which another check names
+        array_backend({name: keys, own: values})
+        same = _address(keys) == _address(values) and keys.strides == values.strides
+        if not same or keys.shape[:-1] != values.shape[:-1] or values.shape[-1] > keys.shape[-1]:
+            raise ValueError(
+                f"{own}: beyond head_dim {MAX_HEAD_DIM} expected the first columns of {name}, such as "
+                f"{name}[..., :{MAX_HEAD_DIM}]"
+            )
+
+
+def _address(array: Any) -> int:
+    return array.ctypes.data if isinstance(array, np.ndarray) else array.data.ptr
 
 
 def check_caches(
@@ -142,7 +172,7 @@ def _check_new_rows(
         raise ValueError(f"{missing}: rows are appended to both caches; pass it together with {given}")
     if k is None:
         return 0
-    num_new = sizes_of("k", k, layout)[1] if k.ndim == 4 else 0
+    num_new = sizes_of("k", k, layout, MAX_KEY_COLUMNS)[1] if k.ndim == 4 else 0
     shape = array_shape(layout, 4, batch, num_new, num_heads_kv, head_dim)
     if k.ndim != 4 or k.shape != shape:
         wanted = ", ".join(map(str, array_shape(layout, 4, batch, "new rows", num_heads_kv, head_dim)))

@@ -255,28 +255,19 @@ def check_broadcast(name: str, array: Array, problem: Problem) -> None:
 
 
 def check_key_padding(name: str, array: Array, problem: Problem) -> None:
-    """One bool for each key of each sequence."""
+    """One bool for each key of each sequence, broadcast over them."""
     _check_dtype(name, array, ("bool",))
-    batch, _, _, seqlen_k = problem.score_shape
-    if problem.leading:
-        _check_broadcast_shape(name, array, (*problem.leading, seqlen_k), "seqlen_k")
-        return
-    has_batch = problem.rank == 4 or problem.is_packed
-    wanted = (batch, seqlen_k) if has_batch else (seqlen_k,)
-    if array.shape == (seqlen_k,) != wanted:
-        hint = f"; write mask={name} where all sequences have the same keys"
-        raise ValueError(f"{name}: expected shape {wanted} to match q and k, got {array.shape}{hint}")
-    _check_shape(name, array, wanted)
+    seqlen_k = problem.score_shape[3]
+    if problem.leading or problem.rank == 4 or problem.is_packed:
+        _check_broadcast_shape(name, array, problem, seqlen_k, "seqlen_k")
+    else:
+        _check_shape(name, array, (seqlen_k,), (1,))
 
 
 def check_slopes(name: str, array: Array, problem: Problem) -> None:
-    """One number for each query head, or for each sequence and query head."""
+    """One number for each query head, or for each sequence and query head, broadcast over them."""
     _check_dtype(name, array, (problem.accumulator_dtype,))
-    batch, heads, *_ = problem.score_shape
-    if problem.leading:
-        _check_broadcast_shape(name, array, (*problem.leading, heads), "heads")
-        return
-    _check_shape(name, array, (heads,), (batch, heads))
+    _check_broadcast_shape(name, array, problem, problem.score_shape[1], "heads")
 
 
 def check_sink(name: str, array: Array, problem: Problem) -> None:
@@ -308,12 +299,12 @@ def _can_be_broadcast(shape: tuple[int, ...], to: tuple[int, ...]) -> bool:
     return len(shape) <= len(to) and all(own in (1, full) for own, full in lengths)
 
 
-def _check_broadcast_shape(name: str, array: Array, shape: tuple[int, ...], last: str) -> None:
-    """Checks an array that is broadcast over leading axes and one more."""
+def _check_broadcast_shape(name: str, array: Array, problem: Problem, last: int, axis: str) -> None:
+    """Checks an array that is broadcast over the leading axes and one more, of length `last`."""
+    shape, front = (*(problem.leading or problem.score_shape[:1]), last), "..." if problem.leading else "batch"
     if not (array.ndim and _can_be_broadcast(array.shape, shape)):
-        raise ValueError(
-            f"{name}: expected a shape that can be broadcast to (..., {last}) = {shape}, got {array.shape}"
-        )
+        wanted = f"a shape that can be broadcast to ({front}, {axis}) = {shape}"
+        raise ValueError(f"{name}: expected {wanted}, got {array.shape}")
 
 
 def _check_shape(name: str, array: Array, *wanted: tuple[int, ...]) -> None:

@@ -49,9 +49,12 @@ from typing import Any, NamedTuple, TypedDict
 from ..functions.tracing import BoundFunction
 from .array_types import AnyArray, Array
 from .block_mask import (
+    COLUMN_INTERVALS,
+    INTERVAL_STRIDES,
     KEY_LISTS,
     LIST_STRIDES,
     QUERY_LISTS,
+    ROW_INTERVALS,
     BlockMask,
     MapLayout,
     check_block_mask,
@@ -306,6 +309,8 @@ class Feature:
     acts_on : str or None
         ``"scores"`` if kernels change, hide or drop single scores for it, ``"keys"`` if they hide whole keys,
         ``"tiles"`` if they choose what tiles of scores there are, None if nothing of these.
+    has_derivative : bool
+        True if scores are more than products and terms, so that gradients of products have a derivative as a factor.
     may_hide_rows : bool
         True if the values of its arrays or functions may hide all keys of a row.
     in_decode : bool
@@ -332,6 +337,7 @@ class Feature:
     per_call: tuple[str, ...] = ()
     registers: int = 0
     acts_on: str | None = None
+    has_derivative: bool = False
     may_hide_rows: bool = False
     in_decode: bool = False
     in_gather: str = "always"
@@ -398,6 +404,7 @@ FEATURES = {
         check=check_score_mod,
         registers=2,
         acts_on="scores",
+        has_derivative=True,
         may_hide_rows=True,
         is_positional=True,
     ),
@@ -429,6 +436,7 @@ FEATURES = {
         numbers=_cap_numbers,
         registers=1,
         acts_on="scores",
+        has_derivative=True,
         in_decode=True,
         example={"softcap": 1.0},
         aliases=dict.fromkeys(
@@ -529,6 +537,16 @@ FEATURES = {
         may_hide_rows=True,
         in_gather="never",
         example={},  # a map depends on `mask_mod`, so that plans make it
+    ),
+    # The intervals of a map, in the place of `mask_mod`. Plans decide it for each kernel by the side that it owns.
+    "intervals": Feature(
+        "kIntervals",
+        lambda settings: settings.block_mask is not None and any(settings.block_mask.intervals),
+        arrays=dict.fromkeys((ROW_INTERVALS, COLUMN_INTERVALS), FeatureArray("input_int", axes=None)),
+        values=dict.fromkeys(INTERVAL_STRIDES, "int"),
+        acts_on="scores",
+        may_hide_rows=True,
+        in_gather="never",
     ),
     "given_lse": Feature(
         "kGivenLse",

@@ -9,7 +9,7 @@ __all__ = ["Layout", "Method", "Operation", "Order", "Precision", "Scheme"]
 #: Order of the axes of inputs and results.
 Layout: TypeAlias = Literal["bshd", "bhsd"]
 #: Method of a backward.
-Method: TypeAlias = Literal["single_pass", "two_pass"]
+Method: TypeAlias = Literal["single_pass", "two_pass", "one_tile"]
 #: Arithmetic of float32 data on a GPU.
 Precision: TypeAlias = Literal["ieee", "split"]
 #: A kernel whose tile callers can choose.

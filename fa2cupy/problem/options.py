@@ -104,7 +104,7 @@ def requested_method(method: str | None, deterministic: bool) -> str | None:
         An argument is not legal, or the two contradict each other.
     """
     if method not in (None, *METHOD_NAMES):
-        raise ValueError(f"method: expected None, 'single_pass' or 'two_pass', got {method!r}")
+        raise ValueError(f"method: expected None, 'single_pass', 'two_pass' or 'one_tile', got {method!r}")
     check_bool("deterministic", deterministic)
     if not deterministic:
         return method
@@ -112,7 +112,7 @@ def requested_method(method: str | None, deterministic: bool) -> str | None:
         raise ValueError(
             "method: 'single_pass' adds atomically on GPUs, so that it cannot be deterministic; use 'two_pass' or None"
         )
-    return "two_pass"
+    return method or "two_pass"
 
 
 class _Options(NamedTuple):

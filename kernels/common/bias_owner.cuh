@@ -159,6 +159,41 @@ class OwnedTile {
     int32 first_, share_ = 0;
 };
 
+// The heads that share a tile of a bias with all queries and keys. Several blocks divide their sequences, and leave sums
+// of their own in arrays of dbias's shape, to which dbias_strides belong.
+template <class Spec, class Record>
+class HeadOwner {
+  public:
+    __device__ __forceinline__ explicit HeadOwner(const Record& params) : params_(params) {
+        int32 block = blockIdx.x;
+        const int32 share = Shared::take(block, 1, params.num_splits).begin;
+        heads_ = Shared::take(block, params.dbias_strides.inside().head, params.num_heads);
+        first_ = static_cast<int32>(params.owned_strides.offset(block, 0, 0, 0));
+        own_ = steps_of_share(params.shared_sequences, params.num_splits, share);
+        sums_ = params.shares + share * params.share_elements + params.dbias_strides.offset(first_, heads_.begin, 0, 0);
+    }
+    // Calls visit(batch, head) for each head, always in the same order.
+    template <class Visit>
+    __device__ __forceinline__ void visit(const Visit& visit) const {
+        for (int32 sharer = own_.begin; sharer < own_.end; ++sharer) {
+            const int32 batch = first_ + static_cast<int32>(params_.shared_strides.offset(sharer, 0, 0, 0));
+            for (int32 head = heads_.begin; head < heads_.end; ++head) visit(batch, head);
+        }
+    }
+    // Stores the sum of an element, if it exists.
+    __device__ __forceinline__ void store(int32 query, int32 key, float sum) const {
+        const ScoreStrides& strides = params_.dbias_strides.inside();
+        if (query < params_.seqlen_q && key < params_.seqlen_k) sums_[query * strides.row + key * strides.column] = sum;
+    }
+
+  private:
+    const Record& params_;
+    Shared heads_;
+    StepRange own_;
+    int32 first_;
+    float* sums_;
+};
+
 // The tiles of scores that share it, in the order in which the block visits them.
 template <class Spec, class Record>
 class BiasOwner : public OwnedTile<Spec, Record> {

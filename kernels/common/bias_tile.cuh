@@ -24,6 +24,11 @@ namespace fa2::common {
 template <class Spec>
 inline constexpr bool kMayHoldBias = Spec::kKeepsBias || (Spec::kBias && Spec::kScoreFeatures == 1);
 
+template <class Spec>
+struct WithoutBias : Spec {
+    static constexpr bool kBias = false;
+};
+
 template <int kQueries, int kKeys>
 struct BiasTile {
     static_assert(kQueries % 16 == 0 && kKeys % 16 == 0);
@@ -47,20 +52,26 @@ struct BiasTile {
     }
 
     // Starts to copy the tile at `first` into `smem`. All lanes must have finished reading what is there. Keys past the
-    // end become zeros, and rows past the end are clamped to the last one; the results there are not used. The loop is
-    // not unrolled because it runs while registers hold accumulators.
-    template <class Record>
+    // end become zeros, and rows past the end are copies of others; the results there are not used. The loop is not
+    // unrolled by default because it runs while registers hold accumulators.
+    template <int kUnrolled = 1, class Record>
     __device__ __forceinline__ static void load(uint32 smem, const Record& params, const ScoreTile& first) {
         const auto [first_query, first_key, lane] = first.position;
         const int32 last_row = params.seqlen_q - 1;
         if constexpr (32 % kChunks == 0) {
+            constexpr int kRows = 32 / kChunks;
             const int32 chunk = lane % kChunks, existing = existing_bytes(params, first_key + 8 * chunk);
             const auto* column = params.bias + params.bias_strides.offset(first.batch, first.head, 0,
                                                                           existing ? first_key + 8 * chunk : 0);
-#pragma unroll 1
-            for (int32 row = lane / kChunks; row < kQueries; row += 32 / kChunks)
-                cp_async_16(smem + offset(row, chunk),
-                            column + min_of(first_query + row, last_row) * params.bias_strides.row, existing);
+            int32 row = lane / kChunks;
+            const auto* from = column + min_of(first_query + row, last_row) * params.bias_strides.row;
+            const uint64 step = as_if_new(static_cast<uint64>(kRows * params.bias_strides.row));  // else loaded each time
+#pragma unroll kUnrolled
+            for (int i = 0; i < kQueries / kRows; ++i) {
+                cp_async_16(smem + offset(row, chunk), from, existing);
+                row += kRows;
+                if (first_query + row <= last_row) from += static_cast<int64>(step);
+            }
         } else {
             const auto* rows = params.bias + params.bias_strides.offset(first.batch, first.head, 0, 0);
 #pragma unroll 1
@@ -135,13 +146,14 @@ class BiasOfQueries : public BiasElements<Element> {
     const int32 row_, chunk_;
 };
 
-// Reads a tile in the layout of the accumulators of S^T, 16 keys by kQueries queries.
-template <class Element, int kQueries>
+// Reads a tile in the layout of the accumulators of S^T, 16 keys by kQueries queries. The tile may have more keys than
+// those, which are in two chunks from `chunk` on.
+template <class Element, int kQueries, int kKeys = 16>
 class BiasOfKeys : public BiasElements<Element> {
   public:
-    using Tile = BiasTile<kQueries, 16>;
-    __device__ __forceinline__ BiasOfKeys(uint32 smem, int32 lane)
-        : first_(smem + Tile::offset(lane % 8 + lane / 16 * 8, lane / 8 % 2)) {}
+    using Tile = BiasTile<kQueries, kKeys>;
+    __device__ __forceinline__ BiasOfKeys(uint32 smem, int32 lane, int32 chunk = 0)
+        : first_(smem + Tile::offset(lane % 8 + lane / 16 * 8, chunk + lane / 8 % 2)) {}
     __device__ __forceinline__ OperandA k16(int s) const {
         return ldmatrix_x4<true>(first_ + 16 * s * Tile::kRowBytes);
     }

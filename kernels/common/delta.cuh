@@ -45,11 +45,14 @@ struct RowProducts {
     }
 };
 
-// The sum of a row's products less dlse, at the row's place among statistics.
-template <class Spec, class Record, class Accum>
-__device__ __forceinline__ Accum without_dlse(const Record& params, Accum sum, int64 index) {
-    if constexpr (Spec::kDlse) return sum - params.dlse[index];
-    return sum;
+// The gradient with respect to lse; zero if there is none.
+template <class Spec, class Record>
+__device__ __forceinline__ auto dlse_of(const Record& params, int64 index) {
+    using Accum = typename ElementTraits<typename Spec::Element>::Accum;
+    if constexpr (Spec::kDlse)
+        return params.dlse[index];
+    else
+        return Accum(0);
 }
 
 template <class Spec, class Params = fa2::Params>
@@ -71,8 +74,7 @@ struct Delta {
         Accum sum = Products::dot(o, dout, lane, valid);
         if (lane == 0 && valid) {
             const int64 index = first_statistic<Spec>(params, batch, head) + row;
-            sum = without_dlse<Spec>(params, sum, index);
-            params.delta[index] = sum;
+            params.delta[index] = sum - dlse_of<Spec>(params, index);
         }
         clear(params.dq_accum, params.dq_accum_bytes);
         clear(params.shares, params.shares_bytes);
@@ -116,7 +118,7 @@ struct DeltaJvp {
         if (params.dot != nullptr) tangent += Products::dot(o, row_of(params.dot, params.dot_strides), lane, valid);
         if (lane == 0 && valid) {
             const int64 index = first_statistic<Spec>(params, batch, head) + row;
-            sum = without_dlse<Spec>(params, sum, index);
+            sum -= dlse_of<Spec>(params, index);
             if (params.dlset != nullptr) tangent -= params.dlset[index];
             params.delta[index] = sum;
             params.deltat[index] = tangent;

@@ -35,6 +35,10 @@ class KeyPadding {
     __device__ __forceinline__ static void hide(QuadFragment<kN8>&) {}
 };
 
+// That of S^T, if kHides, or else one that hides nothing.
+template <class Spec, int kN8, bool kHides>
+using KeyPaddingIf = KeyPadding<Spec, kN8, true, kHides && Spec::kKeyPadding>;
+
 template <class Record>
 __device__ __forceinline__ const bool* key_padding_of(const Record& params, int32 batch) {
     return params.key_padding_mask + params.key_padding_mask_strides.offset(batch, 0, 0, 0);
@@ -53,6 +57,16 @@ class KeyPadding<Spec, kN8, true, true> {
         }
     }
     __device__ __forceinline__ const VisibleRows& visible() const { return visible_; }
+
+    // Writes -infinity over the scores of hidden keys.
+    __device__ __forceinline__ void hide(QuadFragment<kN8>& scores) const {
+        if (__all_sync(kFullWarp, visible_.row[0] && visible_.row[1])) return;
+#pragma unroll
+        for (int n = 0; n < kN8; ++n)
+#pragma unroll
+            for (int e = 0; e < 4; ++e)
+                if (!visible_.row[e / 2]) scores.value[n][e] = -infinity<float>();
+    }
 
   private:
     VisibleRows visible_;

@@ -1,15 +1,16 @@
-// Masks by position together with the caller's mask function. Under a sparse map the function is evaluated here, for
-// masked tiles alone, because the others are full; without one, scores are hidden wherever they are modified
-// (score_mod.cuh).
+// Masks by position together with what a sparse map hides of masked tiles; the others are full. This is decided by the
+// caller's mask function, or by the map's intervals (map_intervals.cuh). Without a map, the function hides scores
+// wherever they are modified (score_mod.cuh).
 #pragma once
 #include "common/functions.cuh.j2"
+#include "common/map_intervals.cuh"
 #include "common/mask.cuh"
 #include "common/ptx.cuh"
 
 namespace fa2::common {
 
 template <class Spec>
-inline constexpr bool kMasksByFunction = Spec::kMaskMod && Spec::kBlockMask;
+inline constexpr bool kMasksByMap = Spec::kBlockMask && (Spec::kMaskMod || Spec::kIntervals);
 
 // Writes `value` over every element that the mask by position hides. kTransposed: the rows of the fragment are keys.
 template <bool kTransposed, class Fragment, class Mask, class Real>
@@ -140,8 +141,7 @@ class HiddenByFunction {
 // a few columns only: a fragment leaves few registers for temporaries of the function.
 template <bool kTransposed, class Fragment, class Real>
 class HiddenByFunction<kTransposed, Fragment, Real, false> {
-    static constexpr int kRows = Fragment::kRows, kCols = Fragment::kCols;
-    static constexpr int kWords = ceil_div(kCols, 32), kAtOnce = min_of(kCols & -kCols, 8);
+    static constexpr int kRows = Fragment::kRows, kCols = Fragment::kCols, kAtOnce = min_of(kCols & -kCols, 8);
 
   public:
     template <class Record>
@@ -151,7 +151,7 @@ class HiddenByFunction<kTransposed, Fragment, Real, false> {
         const int32 row = as_if_new((kTransposed ? first_key : first_query) + Fragment::row(0, lane));
         int32 column = as_if_new((kTransposed ? first_query : first_key) + Fragment::col(0, lane));
 #pragma unroll
-        for (int word = 0; word < kWords; ++word)
+        for (int word = 0; word < VisibleBits<Fragment>::kWords; ++word)
 #pragma unroll 1
             for (int first = 0; first < min_of(32, kCols - 32 * word); first += kAtOnce) {
                 uint32 bits[kRows] = {};
@@ -161,26 +161,47 @@ class HiddenByFunction<kTransposed, Fragment, Real, false> {
                     for (int i = 0; i < kRows; ++i)
                         if (function.shows(row + Fragment::row(i, 0), column + Fragment::col(j, 0))) bits[i] |= 1u << j;
 #pragma unroll
-                for (int i = 0; i < kRows; ++i) visible_[i][word] |= bits[i] << first;
+                for (int i = 0; i < kRows; ++i) visible_.word[i][word] |= bits[i] << first;
                 column += Fragment::col(kAtOnce, 0);
             }
     }
 
+    __device__ __forceinline__ void hide(Fragment& scores, Real value) const { visible_.hide_others(scores, value); }
+
+  private:
+    VisibleBits<Fragment> visible_;
+};
+
+// What the intervals of a map hide of a fragment.
+template <bool kTransposed, class Fragment>
+class HiddenByIntervals {
+  public:
+    template <class Record>
+    __device__ __forceinline__ HiddenByIntervals(const Record& params, const ScoreTile& tile)
+        : visible_(visible_by_intervals<kTransposed, Fragment>(params, tile)) {}
+
+    template <class Real>
     __device__ __forceinline__ void hide(Fragment& scores, Real value) const {
-#pragma unroll
-        for (int i = 0; i < kRows; ++i)
-#pragma unroll
-            for (int j = 0; j < kCols; ++j)
-                if (!(visible_[i][j / 32] & 1u << j % 32)) scores(i, j) = value;
+        visible_.hide_others(scores, value);
     }
 
   private:
-    uint32 visible_[kRows][kWords] = {};
+    const VisibleBits<Fragment> visible_;
+};
+
+// What a map hides of a fragment.
+template <bool kTransposed, class Spec, class Fragment, class Real, bool kByIntervals = Spec::kIntervals>
+struct HiddenByMap : HiddenByFunction<kTransposed, Fragment, Real> {
+    using HiddenByFunction<kTransposed, Fragment, Real>::HiddenByFunction;
+};
+template <bool kTransposed, class Spec, class Fragment, class Real>
+struct HiddenByMap<kTransposed, Spec, Fragment, Real, true> : HiddenByIntervals<kTransposed, Fragment> {
+    using HiddenByIntervals<kTransposed, Fragment>::HiddenByIntervals;
 };
 
 // The mask of a tile. A main loop that waits for asynchronous products makes it before the wait, because it reads the
 // position of a listed tile and the arrays of the function in memory.
-template <bool kTransposed, class Spec, class Fragment, class Real, bool kByFunction = kMasksByFunction<Spec>>
+template <bool kTransposed, class Spec, class Fragment, class Real, bool kByMap = kMasksByMap<Spec>>
 class TileMask {
   public:
     template <class Record>
@@ -205,7 +226,7 @@ class TileMask<kTransposed, Spec, Fragment, Real, true> : TileMask<kTransposed, 
     __device__ __forceinline__ TileMask(const Record& params, const ScoreTile& tile)
         : Base(params, tile), hidden_(params, tile) {}
 
-    // Most tiles that are masked for the sake of a function lie inside the limits by position: then these are not looked
+    // Most tiles that are masked for the sake of a map lie inside the limits by position: then these are not looked
     // at.
     template <class Mask>
     __device__ __forceinline__ void hide(Fragment& scores, const Mask& mask, Real value) const {
@@ -218,7 +239,7 @@ class TileMask<kTransposed, Spec, Fragment, Real, true> : TileMask<kTransposed, 
     }
 
   private:
-    const HiddenByFunction<kTransposed, Fragment, Real> hidden_;
+    const HiddenByMap<kTransposed, Spec, Fragment, Real> hidden_;
 };
 
 // Writes `value` over every element of a masked tile that is not visible.

@@ -26,10 +26,6 @@ __device__ __forceinline__ void score_fragment(QuadFragment<kN8>& x, const Mod& 
         }
 }
 
-template <class Spec>
-struct WithoutBias : Spec {
-    static constexpr bool kBias = false;
-};
 template <bool kRegular, int kN8, class Arrays>
 __device__ __forceinline__ void hide_fragment(QuadFragment<kN8>& x, const Arrays& arrays, int32 query, int32 key) {
 #pragma unroll

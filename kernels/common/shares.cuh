@@ -67,13 +67,15 @@ struct ShareWorkspace {
         return params.shares + (copy * params.num_tiles + where.tile) * kTileElements;
     }
 
-    // Writes or adds 16 rows of a gradient, dK or dV, which a warp holds. Columns beyond the padded head_dim are left
-    // out.
+    // Writes or adds 16 rows of a gradient, dK or dV, which a warp holds, from column 8 * first_column8 on. Columns beyond
+    // the padded head_dim are left out.
     template <class Gradient, int kN8>
-    __device__ __forceinline__ static void put(float* share, const QuadFragment<kN8>& x, int32 row16, int32 lane) {
+    __device__ __forceinline__ static void put(float* share, const QuadFragment<kN8>& x, int32 row16,
+                                               int32 first_column8, int32 lane) {
 #pragma unroll
-        for (int n = 0; n < min_of(kN8, Gradient::kColumns8); ++n) {
-            float* to = share + Gradient::offset(row16, n, lane);
+        for (int n = 0; n < kN8; ++n) {
+            if (first_column8 + n >= Gradient::kColumns8) break;
+            float* to = share + Gradient::offset(row16, first_column8 + n, lane);
             if constexpr (!kAdds) {
                 *reinterpret_cast<float4*>(to) =
                     make_float4(x.value[n][0], x.value[n][1], x.value[n][2], x.value[n][3]);

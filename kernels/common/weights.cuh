@@ -29,13 +29,42 @@ __device__ __forceinline__ Real marked(Real weight, bool keep) {
         return keep ? weight : -weight;
 }
 
-// Computes P and weights from capped products, for `take_weights`. kByFunction: the caller's mask function hides keys.
-// `visible`: the keys that the padding leaves (key_padding.cuh).
-template <bool kTransposed, bool kRegular, bool kByFunction, class Spec, int kN8, class P, class Mod, class Mask,
-          class Lse, class Held, class Walk, class Visible>
+// What a sparse map hides of a masked tile, element by element: nothing, or what its function or its intervals hide.
+template <bool kTransposed, class Spec, class Fragment, bool kByMap = kMasksByMap<Spec>,
+          bool kByIntervals = kByMap && Spec::kIntervals>
+struct HiddenElements {
+    template <class Mod>
+    __device__ __forceinline__ static bool at(const Mod& mod, int32 query, int32 key, int, int) {
+        if constexpr (kByMap)
+            return mod.hides(query, key);
+        else
+            return false;
+    }
+};
+template <bool kTransposed, class Spec, class Fragment>
+struct HiddenElements<kTransposed, Spec, Fragment, true, true> {
+    const VisibleBits<Fragment> visible;
+
+    template <class Mod>
+    __device__ __forceinline__ bool at(const Mod&, int32, int32, int i, int j) const {
+        return !visible.at(i, j);
+    }
+};
+template <bool kTransposed, class Spec, class Fragment, class Record>
+__device__ __forceinline__ auto hidden_elements(const Record& params, const ScoreTile& tile) {
+    if constexpr (kMasksByMap<Spec> && Spec::kIntervals)
+        return HiddenElements<kTransposed, Spec, Fragment>{visible_by_intervals<kTransposed, Fragment>(params, tile)};
+    else
+        return HiddenElements<kTransposed, Spec, Fragment>{};
+}
+
+// Computes P and weights from capped products, for `take_weights`. `by_map`: HiddenElements. `visible`: the keys that the
+// padding leaves (key_padding.cuh).
+template <bool kTransposed, bool kRegular, class Spec, int kN8, class P, class Mod, class Mask, class Lse, class Held,
+          class Walk, class Visible, class ByMap>
 __device__ __forceinline__ void weigh(QuadFragment<kN8>& x, P& p, bool masked, const Mod& mod, const Mask& mask,
                                       const typename Mod::Position& first, float scale, Lse lse, const Held& held,
-                                      Walk walk, const Visible& visible) {
+                                      Walk walk, const Visible& visible, const ByMap& by_map) {
     // True if weights are P with a sign. P after dropout is then their positive part, which costs rounding nothing.
     constexpr bool kWeightIsP = Spec::kDropout && !Spec::kScoreMod && (Spec::kDbias || !Spec::kSoftcap);
 #pragma unroll
@@ -72,8 +101,7 @@ __device__ __forceinline__ void weigh(QuadFragment<kN8>& x, P& p, bool masked, c
                 const float score = mod.score(x(i, j), first, queries + 8 * a, keys + 8 * b, term);
                 bool hidden = masked && mask.hides(first.query + queries + 8 * a, first.key + keys + 8 * b);
                 hidden = hidden || !visible.at(n8, i, e);
-                if constexpr (kByFunction)
-                    hidden = hidden || mod.hides(first.query + queries + 8 * a, first.key + keys + 8 * b);
+                hidden = hidden || by_map.at(mod, first.query + queries + 8 * a, first.key + keys + 8 * b, i, j);
                 const float probability = hidden ? 0.0f : exponential<Spec>(score, scale, lse(i, j));
                 const bool keep = kept >> w & 1;
                 float weight = kDerivesLater<Spec> ? probability : probability * mod.derivative(x(i, j));
@@ -112,13 +140,14 @@ __device__ __forceinline__ void take_weights_with(const Held& held, QuadFragment
     const KeyPadding<Spec, kN8, kTransposed> padding(params, tile);
     const auto visible = padding.visible();
     if constexpr (!Spec::kScoreMod) mod.cap(x);  // otherwise the function comes first
-    if (kMasksByFunction<Spec> && masked)
-        weigh<kTransposed, false, kMasksByFunction<Spec>, Spec>(x, p, true, mod, mask, first, scale, lse, held, walk,
-                                                                visible);
+    const HiddenElements<kTransposed, Spec, Fragment, false> nothing{};
+    if (kMasksByMap<Spec> && masked)
+        weigh<kTransposed, false, Spec>(x, p, true, mod, mask, first, scale, lse, held, walk, visible,
+                                        hidden_elements<kTransposed, Spec, Fragment>(params, tile));
     else if (!kTransposed && mod.template is_regular<8 * (kN8 - 1) + 1>(first.query, first.key))
-        weigh<kTransposed, true, false, Spec>(x, p, masked, mod, mask, first, scale, lse, held, walk, visible);
+        weigh<kTransposed, true, Spec>(x, p, masked, mod, mask, first, scale, lse, held, walk, visible, nothing);
     else
-        weigh<kTransposed, false, false, Spec>(x, p, masked, mod, mask, first, scale, lse, held, walk, visible);
+        weigh<kTransposed, false, Spec>(x, p, masked, mod, mask, first, scale, lse, held, walk, visible, nothing);
 }
 template <bool kTransposed, class Spec, int kN8, class P, class Record, class Lse, class... Terms>
 __device__ __forceinline__ void take_weights(QuadFragment<kN8>& x, P& p, bool masked, const Record& params,
@@ -134,6 +163,7 @@ __device__ __forceinline__ void take_weights(Fragment& x, P& p, bool masked, con
     const auto [first_query, first_key, lane] = tile.position;
     const auto mod = score_mod<Spec>(params, tile);
     const auto mask = mask_of<Spec>(params);
+    const auto by_map = hidden_elements<kTransposed, Spec, Fragment>(params, tile);
 #pragma unroll
     for (int i = 0; i < Fragment::kRows; ++i)
 #pragma unroll
@@ -147,7 +177,7 @@ __device__ __forceinline__ void take_weights(Fragment& x, P& p, bool masked, con
             const Real capped = mod.capped(mod.called(x(i, j), position, 0, 0, of_distance, slope));
             const Real score = mod.template score<true>(capped, position, 0, 0, mod.at(query, key));
             bool hidden = masked && mask.hides(query, key);
-            if constexpr (kMasksByFunction<Spec>) hidden = hidden || (masked && mod.hides(query, key));
+            if constexpr (kMasksByMap<Spec>) hidden = hidden || (masked && by_map.at(mod, query, key, i, j));
             const Real probability = hidden ? Real(0) : exp_accurate(at_most_zero(score - lse(i, j)));
             bool keep = true;
             if constexpr (Spec::kDropout) keep = mod.dropout().keeps_element(query, key);

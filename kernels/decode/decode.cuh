@@ -2,8 +2,9 @@
 // query heads that share it, and each multiprocessor has many asynchronous copies under way.
 //
 //   block   a stretch of the line of all steps (work.cuh): segments of jobs, one after the other
-//   warp    16 or 32 keys of each step, against all kBr rows of the job, with an O of its own. Warps copy their keys
-//           themselves, through a ring of kStages slots of their own, so that no barrier of the block is in the main loop
+//   warp    16 or 32 keys of each step, against all kBr rows of the job, with an O of its own, or, where O is wide, a part
+//           of its columns beside other sharers of the keys, a group. Groups copy their keys themselves, through a ring of
+//           kStages slots of their own, so that no barrier of the block is in the main loop
 //
 // At the end of a segment the block merges the warps' O and statistics, and stores them as results, or in the workspace if other
 // blocks have steps of the same job: the last of these merges all (partials.cuh). Meanwhile the keys of the next segment are
@@ -11,9 +12,9 @@
 //
 //   shared memory                         written by             read by
 //   Q [2][kBr rows]                       all warps              all warps; one of this segment, one of the next
-//   slots [warp][kStages][K, V][keys]     the warp               the warp
-//   O [warp][16 rows], in a free slot     the warp               all warps
-//   statistics [warp][kBr]                the warp               all warps
+//   slots [group][kStages][K, V][keys]    the group              the group
+//   O [group][16 rows], in a free slot    the group              all warps
+//   statistics [group][kBr]               the group              all warps
 //
 // Barriers: one at the beginning of a segment, at its end one behind every 16 rows of O and one between them, and those of
 // a merge of blocks.
@@ -32,31 +33,33 @@ struct Decode {
     using Accum = typename common::ElementTraits<Element>::Accum;
     static constexpr int kBr = Spec::kBr, kBc = Spec::kBc, kWarps = Spec::kWarps, kStages = Spec::kStages;
     static constexpr int kThreads = 32 * kWarps, kKeys = Warp::kKeys;
+    static constexpr int kGroupThreads = 32 * Warp::kSharers, kGroups = kWarps / Warp::kSharers;
     static constexpr int kRowsAtOnce = min_of(kBr, 16);  // rows of O that warps exchange at once
     using Exchange = ExchangeRows<Accum, Warp::kColumns>;
     using Partials = decode::Partials<Spec, Warp::kColumns>;
     using Item = typename Partials::Item;
     using Statistic = typename Partials::Statistic;
-    static constexpr int kWarpBytes = kStages * Warp::kSlotBytes + Warp::kScratchBytes;
-    static constexpr int kStatisticBytes = kWarps * kBr * sizeof(Statistic);
+    static constexpr int kGroupBytes = kStages * Warp::kSlotBytes + Warp::kScratchBytes;
+    static constexpr int kStatisticBytes = kGroups * kBr * sizeof(Statistic);
     static constexpr bool kIsCluster = Spec::kCluster > 1;
     static constexpr int kQueries = kIsCluster ? 1 : 2;  // segments whose Q is there; a block of a cluster has one
     using Shares = decode::Shares<Spec, Warp::kColumns>;
     using Work = typename WorkOf<Spec>::Type;
     static constexpr int kSharedBytes =
-        kQueries * Warp::kQueryBytes + kWarps * kWarpBytes + kStatisticBytes + kBytesOfShares<Spec, Warp::kColumns>;
-    static_assert(kBc == kKeys * kWarps && kStages >= 2);
+        kQueries * Warp::kQueryBytes + kGroups * kGroupBytes + kStatisticBytes + kBytesOfShares<Spec, Warp::kColumns>;
+    static_assert(kBc == kKeys * kGroups && kStages >= 2);
     static_assert(Exchange::kBytes <= Warp::kSlotBytes);
     static_assert(kSharedBytes == Spec::kSharedBytes);
-    static constexpr int kFirstSlot = kQueries * Warp::kQueryBytes, kFirstStatistic = kFirstSlot + kWarps * kWarpBytes,
+    static constexpr int kFirstSlot = kQueries * Warp::kQueryBytes,
+                         kFirstStatistic = kFirstSlot + kGroups * kGroupBytes,
                          kFirstShare = kFirstStatistic + kStatisticBytes;
 
     __device__ static void run(const Params& params, char* smem) {
-        const int32 warp = threadIdx.x / 32, worker = blockIdx.x;
+        const int32 group = threadIdx.x / kGroupThreads, worker = blockIdx.x;
         const bool cuts_jobs = params.arrivals != nullptr;
         Work line(params);
         if (worker >= line.workers()) return;
-        char* slots = smem + kFirstSlot + warp * kWarpBytes;
+        char* slots = smem + kFirstSlot + group * kGroupBytes;
         Warp state;
         Ring ring{params, slots};
         Segment segment{}, next = line.first(worker, cuts_jobs);
@@ -83,7 +86,7 @@ struct Decode {
             __syncthreads();  // all of Q is there, and nobody reads the slots of the exchange any more
             for (int32 step = segment.begin; step < segment.end; ++step) {
                 const char* slot = ring.acquire(segment, step);
-                const int32 first_key = (job.first_tile + step) * kBc + warp * kKeys;
+                const int32 first_key = (job.first_tile + step) * kBc + group * kKeys;
                 if (keys.sees(first_key, kKeys))
                     state.step(params, q, slot, slots + kStages * Warp::kSlotBytes, mask, first_row, first_key,
                                keys.needs_mask(first_key, kKeys));
@@ -113,7 +116,7 @@ struct Decode {
         // The slot with the keys of a step, after which the slot of the step before is filled again.
         __device__ __forceinline__ const char* acquire(const Segment& segment, int32 step) {
             wait();
-            __syncwarp();
+            Warp::sync();
             load(segment, step + kStages - 1);
             const char* slot = slots + taken * Warp::kSlotBytes;
             taken = taken + 1 == kStages ? 0 : taken + 1;
@@ -126,7 +129,7 @@ struct Decode {
 
       private:
         __device__ __forceinline__ static int32 first_key(const Job& job, int32 step) {
-            return (job.first_tile + step) * kBc + static_cast<int32>(threadIdx.x) / 32 * kKeys;
+            return (job.first_tile + step) * kBc + static_cast<int32>(threadIdx.x) / kGroupThreads * kKeys;
         }
         // Finds the pages of a step ahead of its copy, which would wait for them.
         __device__ __forceinline__ void look_up(const Segment& segment, int32 step) {
@@ -166,7 +169,7 @@ struct Decode {
                 const auto v_rows = cached_rows(params.v_cache, params.v_cache_strides, job.head_kv);
                 if (first + kKeys <= job.cached) {
                     Warp::copy_keys(k, k_rows);
-                    Warp::copy_values(v, v_rows);
+                    if constexpr (!Warp::kValuesInKeys) Warp::copy_values(v, v_rows);
                 } else {
                     const int32 cached = job.cached - first, present = job.length - first;
                     const Element* new_k = params.k + params.k_strides.offset(job.batch, -cached, job.head_kv);
@@ -175,10 +178,11 @@ struct Decode {
                         if (key < cached) return k_rows(key);
                         return key < present ? new_k + key * params.k_strides.row : nullptr;
                     });
-                    Warp::copy_values(v, [=](int32 key) -> const Element* {
-                        if (key < cached) return v_rows(key);
-                        return key < present ? new_v + key * params.v_strides.row : nullptr;
-                    });
+                    if constexpr (!Warp::kValuesInKeys)
+                        Warp::copy_values(v, [=](int32 key) -> const Element* {
+                            if (key < cached) return v_rows(key);
+                            return key < present ? new_v + key * params.v_strides.row : nullptr;
+                        });
                 }
                 look_up(segment, step + 1);
             }
@@ -218,22 +222,22 @@ struct Decode {
     __device__ __forceinline__ static void merge_warps(const Partials& partials, Warp& state, char* smem,
                                                        int32 distance, bool is_result, const Store& store,
                                                        const Wait& wait) {
-        const int32 warp = threadIdx.x / 32;
+        const int32 group = threadIdx.x / kGroupThreads;
         Statistic* statistics = reinterpret_cast<Statistic*>(smem + kFirstStatistic);
         char* exchange = smem + kFirstSlot + distance;
-        state.finish(statistics + warp * kBr);
-        __syncwarp();  // no lane reads the slot of the last step any more: O goes there
+        state.finish(statistics + group * kBr);
+        Warp::sync();  // no lane reads the slot of the last step any more: O goes there
 #pragma unroll
         for (int32 begin = 0; begin < kBr; begin += kRowsAtOnce) {
-            state.template put<Exchange>(exchange + warp * kWarpBytes, begin);
+            state.template put<Exchange>(exchange + group * kGroupBytes, begin);
             __syncthreads();  // statistics of all warps and these rows of their O are there
             if (begin == 0) wait();
             const auto columns_of = [&](int32 s, int32 row, int32 column) {
-                return reinterpret_cast<const Accum*>(exchange + s * kWarpBytes) +
+                return reinterpret_cast<const Accum*>(exchange + s * kGroupBytes) +
                        Exchange::offset(row - begin, column);
             };
-            partials.template merge_rows<kWarps>(
-                begin, min_of(begin + kRowsAtOnce, partials.num_rows), kWarps, is_result,
+            partials.template merge_rows<kGroups>(
+                begin, min_of(begin + kRowsAtOnce, partials.num_rows), kGroups, is_result,
                 [&](int32 s, int32 row) { return statistics[s * kBr + row]; }, columns_of, store);
             if (begin + kRowsAtOnce < kBr) __syncthreads();
         }

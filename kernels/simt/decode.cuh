@@ -11,6 +11,8 @@ template <class Spec>
 class DecodeWarp {
   public:
     static constexpr int kKeys = 16;  // of a step
+    static constexpr int kSharers = 1;
+    static constexpr bool kValuesInKeys = false;
 
   private:
     using Real = typename Spec::Element;
@@ -41,6 +43,7 @@ class DecodeWarp {
             return params.q + params.q_strides.offset(job.batch, query, head);
         });
     }
+    __device__ __forceinline__ static void sync() { __syncwarp(); }
     template <class SourceOf>
     __device__ __forceinline__ static void copy_keys(char* to, const SourceOf& source_of) {
         copy_rows<Rows, 32, kKeys>(to, threadIdx.x % 32, source_of);

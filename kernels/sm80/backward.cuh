@@ -5,6 +5,6 @@
 namespace fa2::sm80 {
 
 template <class Spec>
-using Backward = BackwardDkdv<Spec, true>;
+using Backward = BackwardDkdv<Spec, DqSums::kAdded>;
 
 }  // namespace fa2::sm80

@@ -6,9 +6,12 @@
 //
 //   block   owns kBc keys of one K/V head; loops over the query tiles of B_r = kBr rows that see them, in all query
 //           heads of the group, so that dK and dV are summed on chip in a fixed order
-//   pair    two warps own kPairKeys = 16 kM16 of these keys and divide the work by role:
+//   group   a pair of warps, or two of them where a gradient has more than 256 columns, owns kGroupKeys = 16 kM16 keys
+//   pair    two warps divide the work by role:
 //             probability warp    S^T, then dV
 //             derivative warp     dP^T, then dK
+//           Two pairs of a group have one half of the rows of S^T and dP^T each. Warps of one role exchange what they have
+//           computed of P^T, or dS^T, and each has one half of the columns of the gradient
 //
 // Scores are computed transposed. The accumulators of S^T or dP^T, rounded to 16 bits, are then the left operand of the
 // second product and stay in registers.
@@ -28,15 +31,21 @@
 //   V [kBc][kDv]                      all warps           derivative warps, for dP^T
 //   (Q, dO) [kStages], [kBr][kD, kDv] all warps           all warps, as right operands of the four products
 //   dS^T [2][kBc][kBr]                derivative warps    all warps, for dQ one iteration later (`single_pass` only)
-//   P^T [kBc][kBr]                    probability warps   the derivative warp of the same pair
+//   P^T [kBc][kBr]                    probability warps   the derivative warp of the same pair, which leaves its dS^T there
+//                                                         for that of the other pair, if any
+//   P^T [kBc][kBr]                    probability warps   the probability warp of the other pair of a group, if any
 //   (lse, -delta) [2], [kBr]          first 2 kBr threads probability warps (lse), derivative warps (-delta)
 //
 // At the end dV and dK are staged at the place of K and V, in this order.
 //
 // Barriers: query_tile_barrier at the top of an iteration guarantees that the query tile has landed, that dS of the
 // previous tile is complete, and that the slots read by the previous iteration are free. With one stage, another one
-// before it protects the only slot from the next copy. Named barrier 1 + pair: P^T is written.
+// before it protects the only slot from the next copy. Named barrier 1 + pair: P^T is written; those behind them: both
+// halves of P^T, or of dS^T, of a group are written.
 #pragma once
+#include "common/bias_owner.cuh"
+#include "common/delta.cuh"
+#include "common/held_array.cuh"
 #include "common/mask.cuh"
 #include "common/params.cuh.j2"
 #include "common/schedule.cuh"
@@ -62,9 +71,14 @@ struct RoleTiles {
 template <class KTile, class VTile, class QTile, class DoTile>
 struct RoleTiles<false, KTile, VTile, QTile, DoTile> : RoleTiles<true, VTile, KTile, DoTile, QTile> {};
 
-template <class Spec, bool kWithDq = false, class Params = fa2::Params>
+// What the kernel does about dQ: nothing; it adds to a workspace; or it stores all of dQ, and computes delta itself.
+enum class DqSums { kNone, kAdded, kStored };
+
+template <class Spec, DqSums kDqSums = DqSums::kNone, class Params = fa2::Params>
 struct BackwardDkdv {
     using Element = typename Spec::Element;
+    static constexpr bool kSumsDbias = kDqSums == DqSums::kStored && common::kWritesDbias<Spec>;
+    static constexpr bool kWithDq = kDqSums != DqSums::kNone, kStoresDq = kDqSums == DqSums::kStored;
     static constexpr bool kByKeys = true, kFindsSequences = false;
     static constexpr int kBr = Spec::kBr, kBc = Spec::kBc, kStages = Spec::kStages, kWarps = Spec::kWarps;
     static constexpr int kHeadDim = Spec::kHeadDim, kHeadDimV = Spec::kHeadDimV;
@@ -72,16 +86,18 @@ struct BackwardDkdv {
     static constexpr int kThreads = kWarps * 32;
     static constexpr int kPairs = kWarps / 2;
     static constexpr bool kInterleaved = kWithDq && kD > 64;
-    static constexpr int kPairKeys = kBc / kPairs;
-    static constexpr int kM16 = kPairKeys / 16;
+    static constexpr int kSharers = sharers_of_gradient(common::max_of(kD, kDv));  // pairs of a group
+    static constexpr int kGroupKeys = kBc / (kPairs / kSharers), kM16 = kGroupKeys / 16;
+    static constexpr int kPartRows = kBr / kSharers;
+    static_assert(kSharers == 1 || (!kWithDq && kD % 32 == 0 && kDv % 32 == 0));
 
     using KTile = SmemTile<kBc, kD>;
     using VTile = SmemTile<kBc, kDv>;
     using QTile = SmemTile<kBr, kD>;
     using DoTile = SmemTile<kBr, kDv>;
     using DsTile = SmemTile<kBc, kBr>;
-    using Scores = QuadFragment<kBr / 8>;
-    using Exchanged = PackedFragment<float16, kBr / 8>;
+    using Scores = QuadFragment<kPartRows / 8>;
+    using Exchanged = PackedFragment<float16, kPartRows / 8>;
 
     static constexpr int kK = 0;
     static constexpr int kV = kK + KTile::kBytes;
@@ -89,12 +105,16 @@ struct BackwardDkdv {
     static constexpr int kDo = kQ + QTile::kBytes;
     static constexpr int kStageBytes = QTile::kBytes + DoTile::kBytes;
     static constexpr int kDs = kQ + kStages * kStageBytes;
-    static constexpr int kP = kDs + (kWithDq ? 2 * DsTile::kBytes : 0);
-    static constexpr int kRowStats = kP + kBc * kBr * 2;
+    static constexpr int kP = kDs + (kStoresDq ? 1 : kWithDq ? 2 : 0) * DsTile::kBytes;
+    static constexpr int kO = kP;
+    static constexpr int kShared = kP + common::max_of(kBc * kBr * 2, kStoresDq ? DoTile::kBytes : 0);
+    static constexpr int kRowStats = kShared + (kSharers > 1 ? kBc * kBr * 2 : 0);
     static constexpr int kRowStatsBytes = 2 * kBr * 4;
-    static constexpr int kSharedBytes = kRowStats + 2 * kRowStatsBytes;
+    static constexpr int kDbias = kRowStats + 2 * kRowStatsBytes;
+    static constexpr int kSharedBytes = kDbias + (kSumsDbias ? kBc * kBr * 4 : 0);
     static_assert(kSharedBytes == Spec::kSharedBytes);
     static_assert(2 * kBr <= kThreads);
+    static_assert(!kStoresDq || (kStages == 1 && !common::kListsTiles<Spec>));
 
     // All warps share the kBr x kD products of dQ: 32 rows per warp if the columns then divide evenly, otherwise 16.
     static constexpr int kDqWarpRows = kBr % 32 == 0 && (kD / 16) % (kWarps / (kBr / 32)) == 0 ? 32 : 16;
@@ -104,11 +124,15 @@ struct BackwardDkdv {
     static_assert(kWarps % kDqWarpsM == 0);
 
     using Step = common::QueryStep;
+    // A probability warp's tile of the bias, for 16 keys.
+    using Held = typename common::HeldType<kStoresDq && common::kMayHoldBias<Spec>, false,
+                                           common::BiasOfKeys<Element, kBr>, common::ArraysInMemory>::Type;
+    static_assert(Held::Tile::kBytes == 0 || Held::Tile::kBytes == 16 * kBr * 2);
 
     template <bool kProbability>
     using Role = RoleTiles<kProbability, KTile, VTile, QTile, DoTile>;
     template <bool kProbability>
-    using Gradient = QuadFragment<Role<kProbability>::Result::kCols / 8>;
+    using Gradient = QuadFragment<Role<kProbability>::Result::kCols / kSharers / 8>;
     template <bool kProbability>
     static constexpr int kResultDim = kProbability ? kHeadDimV : kHeadDim;
 
@@ -118,18 +142,83 @@ struct BackwardDkdv {
     common::QueryTiles<Spec> tiles;
     int32 thread, lane, warp, pair;
 
+    __device__ int32 first_own_key() const { return pair / kSharers * kGroupKeys; }  // in the tile
+    __device__ int32 part() const { return pair % kSharers; }
+    template <bool kProbability>
+    __device__ int32 first_column8() const {
+        return part() * (Role<kProbability>::Result::kCols / kSharers / 8);
+    }
+
     __device__ static void run(const Params& params, char* smem) {
-        auto where = common::scheduled_tile<Spec, kByKeys>(params, blockIdx.x);
-        common::take_share<Spec>(where, params);
+        common::TileCoordinates where{};
+        if constexpr (!kSumsDbias) {
+            where = common::scheduled_tile<Spec, kByKeys>(params, blockIdx.x);
+            common::take_share<Spec>(where, params);
+        }
         const auto tiles = common::query_tiles<Spec>(params, where);
         const int32 thread = threadIdx.x, warp = __shfl_sync(common::kFullWarp, thread / 32, 0);
         const int32 pair = kInterleaved ? warp / 2 : warp % kPairs;
         BackwardDkdv block{params, shared_address(smem), where, tiles, thread, thread % 32, warp, pair};
-        block.load_key_tile();
         if (kInterleaved ? warp % 2 == 0 : warp < kPairs)
-            block.template loop<true>();
+            block.template run_role<true>();
         else
-            block.template loop<false>();
+            block.template run_role<false>();
+    }
+
+    template <bool kProbability>
+    __device__ void run_role() {
+        if constexpr (!kSumsDbias) {
+            load_key_tile();
+            loop<kProbability>();
+        } else {
+            const common::HeadOwner<Spec, Params> owner(params);
+            if constexpr (!kProbability) clear_dbias();
+            block_barrier();
+            owner.visit([&](int32 batch, int32 head) {
+                BackwardDkdv one{params,
+                                 smem,
+                                 {0, head, batch},
+                                 tiles,
+                                 computed_anew(thread),
+                                 computed_anew(lane),
+                                 computed_anew(warp),
+                                 computed_anew(pair)};
+                one.load_key_tile();
+                one.template loop<kProbability>();
+                block_barrier();  // no warp reads its results in shared memory any more
+            });
+            store_dbias(owner);
+        }
+    }
+
+    // The sums of a derivative warp's dS, in the order of its accumulators.
+    __device__ uint32 dbias_address(int m, int n) const {
+        return smem + kDbias + (((pair * kM16 + m) * (kBr / 8) + n) * 32 + lane) * 16;
+    }
+    __device__ void clear_dbias() const {
+#pragma unroll 1
+        for (int m = 0; m < kM16; ++m)
+            for (int n = 0; n < kBr / 8; ++n) store_shared(dbias_address(m, n), 0, 0, 0, 0);
+    }
+    __device__ void add_dbias(const Scores& ds, int m) const {
+#pragma unroll
+        for (int n = 0; n < kBr / 8; ++n) {
+            float sum[4];
+            load_shared(dbias_address(m, n), sum);
+#pragma unroll
+            for (int e = 0; e < 4; ++e) sum[e] += ds.value[n][e];
+            store_shared(dbias_address(m, n), __float_as_uint(sum[0]), __float_as_uint(sum[1]), __float_as_uint(sum[2]),
+                         __float_as_uint(sum[3]));
+        }
+    }
+    // Stores the sums of the block, behind a barrier.
+    __device__ void store_dbias(const common::HeadOwner<Spec, Params>& owner) const {
+        for (int32 i = thread; i < kBr * kBc; i += kThreads) {
+            const int32 query = i / kBc, key = i % kBc;
+            const int32 lane = key % 8 * 4 + query % 8 / 2, element = key / 8 % 2 * 2 + query % 2;
+            const int32 index = ((key / 16 * (kBr / 8) + query / 8) * 32 + lane) * 4 + element;
+            owner.store(query, key, load_shared<float>(smem + kDbias + index * 4));
+        }
     }
 
     __device__ void load_key_tile() const {
@@ -150,6 +239,33 @@ struct BackwardDkdv {
                                                    step.tile * kBr, params.seqlen_q, thread);
         load_tile_async<DoTile, kThreads, kHeadDimV>(smem + kDo + slot * kStageBytes, dout, params.dout_strides.row,
                                                      step.tile * kBr, params.seqlen_q, thread);
+        if constexpr (kStoresDq)
+            if (params.o != nullptr)
+                load_tile_async<DoTile, kThreads, kHeadDimV>(
+                    smem + kO, params.o + params.o_strides.offset(batch, 0, step.head), params.o_strides.row,
+                    step.tile * kBr, params.seqlen_q, thread);
+    }
+
+    // The bias of a probability warp lies where the other warp of the pair writes dS as soon as it has P^T.
+    __device__ uint32 held_address(int m) const { return smem + kDs + (pair * kM16 + m) * 16 * kBr * 2; }
+    __device__ Held held(int m) const {
+        if constexpr (Held::kInMemory)
+            return {};
+        else
+            return Held(held_address(m), lane);
+    }
+    template <bool kProbability>
+    __device__ void load_bias(Step step) const {
+        if constexpr (kProbability && !Held::kInMemory)
+#pragma unroll 1
+            for (int m = 0; m < kM16; ++m) {
+                const common::ScoreTile tile{where.batch, step.head, step.tile * kBr,
+                                             where.tile * kBc + pair * kPairKeys + 16 * m, lane};
+                if (Held::Tile::takes(params))
+                    Held::Tile::load(held_address(m), params, tile);
+                else
+                    Held::Tile::load_elements(held_address(m), params, tile);
+            }
     }
 
     // The first kBr threads return lse * log2(e), the next kBr return -delta. An lse of +inf makes P zero, without a
@@ -164,10 +280,43 @@ struct BackwardDkdv {
         const float lse = valid ? params.lse[first + row] : -common::infinity<float>();
         const bool hidden = lse == -common::infinity<float>();
         if (thread < kBr) return hidden ? -lse : common::in_base2(lse);
+        if constexpr (kStoresDq)
+            if (params.o != nullptr) return hidden ? 0.0f : common::dlse_of<Spec>(params, first + row);
         return hidden ? 0.0f : -params.delta[first + row];
     }
     __device__ void store_row_stat(float x, int32 parity) const {
         if (thread < 2 * kBr) store_shared(smem + kRowStats + parity * kRowStatsBytes + thread * 4, x);
+    }
+
+    // How many lanes share a row in `take_delta`: a power of two, so that warps have whole rows.
+    __host__ __device__ static constexpr int lanes_of_row() {
+        int lanes = 2;
+        while (2 * lanes * kBr <= kThreads && lanes < DoTile::kChunks) lanes *= 2;
+        return lanes;
+    }
+    // Subtracts the products of O and dO, unless delta is given, from what is stored for -delta.
+    __device__ void take_delta(int32 parity) const {
+        constexpr int kLanes = lanes_of_row();
+        const int32 thread = computed_anew(this->thread);
+        const int32 row = thread / kLanes, first_chunk = thread % kLanes;
+        const uint32 lse = smem + kRowStats + parity * kRowStatsBytes + row * 4, minus_delta = lse + kBr * 4;
+        if (params.o == nullptr || row >= kBr) return;
+        float sum = 0.0f;
+#pragma unroll
+        for (int c = 0; c < ceil_div(DoTile::kChunks, kLanes); ++c) {
+            const int32 chunk = first_chunk + c * kLanes;
+            if (DoTile::kChunks % kLanes != 0 && chunk >= DoTile::kChunks) break;
+            const auto o = load_shared_operand(smem + kO + DoTile::offset(row, chunk));
+            const auto dout = load_shared_operand(smem + kDo + DoTile::offset(row, chunk));
+#pragma unroll
+            for (int w = 0; w < 4; ++w) {
+                sum += common::unpack_lo<Element>(o.reg[w]) * common::unpack_lo<Element>(dout.reg[w]);
+                sum += common::unpack_hi<Element>(o.reg[w]) * common::unpack_hi<Element>(dout.reg[w]);
+            }
+        }
+        sum = common::row_sum<kLanes>(sum);
+        if (first_chunk == 0 && load_shared<float>(lse) != common::infinity<float>())
+            store_shared(minus_delta, load_shared<float>(minus_delta) - sum);
     }
 
     // The barrier behind which a query tile is there, with zeros in the rows of Q and dO that see no key.
@@ -185,7 +334,20 @@ struct BackwardDkdv {
     }
 
     __device__ uint32 exchange_address(int m, int s) const {
-        return smem + kP + (((pair * kM16 + m) * (kBr / 16) + s) * 32 + lane) * 16;
+        return smem + kP + (((pair * kM16 + m) * (kPartRows / 16) + s) * 32 + lane) * 16;
+    }
+    // The same of the second operand of a role, by the pair. dS^T takes the place of the P^T that it is made of.
+    template <bool kProbability>
+    __device__ uint32 shared_address_of(int32 of_pair, int m, int s) const {
+        return smem + (kProbability ? kShared : kP) + (((of_pair * kM16 + m) * (kPartRows / 16) + s) * 32 + lane) * 16;
+    }
+
+    // gradient += P^T dO, or dS^T Q, over one part of the query tile's rows, at which `second` starts.
+    template <bool kProbability, class Second, class Fetch>
+    __device__ void accumulate(Gradient<kProbability> (&gradient)[kM16], const Second& second, Fetch fetch) const {
+        const int32 first_c16 = first_column8<kProbability>() / 2;
+        multiply<Element, kPartRows / 16>(
+            gradient, fetch, [&](int n, int kk) { return ldmatrix_x4<true>(second.at(kk, first_c16 + n)); });
     }
 
     // One role's part of an iteration.
@@ -195,15 +357,18 @@ struct BackwardDkdv {
         const uint32 q = smem + kQ + slot * kStageBytes, dout = smem + kDo + slot * kStageBytes;
         using Tiles = Role<kProbability>;
         const LaneAddress<typename Tiles::Own, MatrixOrder::kRowsFirst> own(smem + (kProbability ? kK : kV),
-                                                                            pair * kPairKeys, lane);
-        const LaneAddress<typename Tiles::Right, MatrixOrder::kChunksFirst> right(kProbability ? q : dout, 0, lane);
-        const LaneAddress<typename Tiles::Second, MatrixOrder::kRowsFirst> second(kProbability ? dout : q, 0, lane);
+                                                                            first_own_key(), lane);
+        const int32 first_row = part() * kPartRows;  // in the tile
+        const LaneAddress<typename Tiles::Right, MatrixOrder::kChunksFirst> right(kProbability ? q : dout, first_row,
+                                                                                  lane);
+        using Second = LaneAddress<typename Tiles::Second, MatrixOrder::kRowsFirst>;
+        const Second second(kProbability ? dout : q, first_row, lane);
         const uint32 row_stats =
-            smem + kRowStats + parity * kRowStatsBytes + (kProbability ? 0 : kBr * 4) + lane % 4 * 8;
+            smem + kRowStats + parity * kRowStatsBytes + (kProbability ? 0 : kBr * 4) + first_row * 4 + lane % 4 * 8;
 
         Scores x[kM16];
 #pragma unroll
-        for (int n = 0; n < kBr / 8; ++n) {
+        for (int n = 0; n < kPartRows / 8; ++n) {
             float minus_delta[2] = {};
             if constexpr (!kProbability && common::kProductsFromDelta<Spec>)
                 load_shared(row_stats + n * 32, minus_delta);
@@ -216,21 +381,22 @@ struct BackwardDkdv {
             x, [&](int m, int kk) { return ldmatrix_x4<false>(own.at(m, kk)); },
             [&](int n, int kk) { return ldmatrix_x4<false>(right.at(n, kk)); });
 
-        PackedFragment<Element, kBr / 8> packed[kM16];
+        PackedFragment<Element, kPartRows / 8> packed[kM16];
         const Step own_step = tiles.at(step);
-        const common::ScoreTile score_tile{where.batch, own_step.head, own_step.tile * kBr,
-                                           where.tile * kBc + pair * kPairKeys, lane};
+        const common::ScoreTile score_tile{where.batch, own_step.head, own_step.tile * kBr + first_row,
+                                           where.tile * kBc + first_own_key(), lane};
         if constexpr (kProbability) {
             if constexpr (common::kTakesWeights<Spec>) {
                 const bool masked = step.tile < tiles.full_begin || (tiles.kLeftLimit && step.tile >= tiles.full_end);
 #pragma unroll
                 for (int m = 0; m < kM16; ++m)
-                    common::take_weights<true, Spec>(
-                        x[m], packed[m], masked, params, score_tile.shifted(0, 16 * m),
-                        [&](int, int j) { return load_shared<float>(row_stats + j / 2 * 32 + j % 2 * 4); });
+                    common::take_weights_with<true, Spec>(
+                        held(m), x[m], packed[m], masked, params, score_tile.shifted(0, 16 * m),
+                        [&](int, int j) { return load_shared<float>(row_stats + j / 2 * 32 + j % 2 * 4); },
+                        {common::score_args_of(params), score_tile.shifted(0, 16 * m)});
             } else {
 #pragma unroll
-                for (int n = 0; n < kBr / 8; ++n) {
+                for (int n = 0; n < kPartRows / 8; ++n) {
                     float lse[2];
                     load_shared(row_stats + n * 32, lse);
 #pragma unroll
@@ -252,7 +418,7 @@ struct BackwardDkdv {
                 Exchanged p;
                 p.set(x[m]);
 #pragma unroll
-                for (int s = 0; s < kBr / 16; ++s) store_shared(exchange_address(m, s), p.k16(s));
+                for (int s = 0; s < kPartRows / 16; ++s) store_shared(exchange_address(m, s), p.k16(s));
             }
             barrier_arrive(1 + pair, 64);
         } else {
@@ -260,47 +426,67 @@ struct BackwardDkdv {
 #pragma unroll
             for (int m = 0; m < kM16; ++m)
 #pragma unroll
-                for (int s = 0; s < kBr / 16; ++s)
+                for (int s = 0; s < kPartRows / 16; ++s)
                     common::weigh_k16<Spec>(
                         x[m], s, load_shared_operand(exchange_address(m, s)), params, score_tile.shifted(0, 16 * m),
                         [&](int n, float (&minus_delta)[2]) { load_shared(row_stats + n * 32, minus_delta); });
         }
 
+        if constexpr (kSumsDbias && !kProbability)
+#pragma unroll
+            for (int m = 0; m < kM16; ++m) add_dbias(x[m], m);
         if constexpr (!kProbability || !common::kTakesWeights<Spec>)
 #pragma unroll
             for (int m = 0; m < kM16; ++m) packed[m].set(x[m]);
         if constexpr (kWithDq && !kProbability) {
-            const uint32 ds = smem + kDs + parity * DsTile::kBytes;
+            const uint32 ds = smem + kDs + (kStoresDq ? 0 : parity) * DsTile::kBytes;
 #pragma unroll
             for (int m = 0; m < kM16; ++m)
 #pragma unroll
-                for (int n = 0; n < kBr / 8; ++n)
+                for (int n = 0; n < kPartRows / 8; ++n)
 #pragma unroll
                     for (int i = 0; i < 2; ++i) {
-                        const int32 key = pair * kPairKeys + 16 * m + Scores::row(i, lane);
+                        const int32 key = first_own_key() + 16 * m + Scores::row(i, lane);
                         store_shared(ds + DsTile::offset(key, n) + lane % 4 * 4, packed[m].word[n][i]);
                     }
         }
-        multiply<Element, kBr / 16>(
-            gradient, [&](int m, int kk) { return packed[m].k16(kk); },
-            [&](int n, int kk) { return ldmatrix_x4<true>(second.at(kk, n)); });
+        if constexpr (kSharers > 1) {
+#pragma unroll
+            for (int m = 0; m < kM16; ++m)
+#pragma unroll
+                for (int s = 0; s < kPartRows / 16; ++s)
+                    store_shared(shared_address_of<kProbability>(pair, m, s), packed[m].k16(s));
+        }
+        accumulate<kProbability>(gradient, second, [&](int m, int kk) { return packed[m].k16(kk); });
+        if constexpr (kSharers > 1) {
+            const int32 other = pair ^ 1;
+            barrier_sync(1 + kPairs + pair / kSharers * 2 + kProbability, 32 * kSharers);
+            accumulate<kProbability>(
+                gradient, Second(kProbability ? dout : q, other % kSharers * kPartRows, lane),
+                [&](int m, int kk) { return load_shared_operand(shared_address_of<kProbability>(other, m, kk)); });
+        }
     }
 
-    // Adds this warp's part of dS K to dQ of the query tile of `step`; its dS^T is in buffer `parity`.
-    __device__ void add_dq(Step step, int32 parity) const {
-        using Product = QuadFragment<2 * kDqN16>;
-        constexpr int kProductM16 = kDqWarpRows / 16;
-        const int32 lane = computed_anew(this->lane);
-        const int32 m0 = warp % kDqWarpsM * kProductM16, n0 = warp / kDqWarpsM * kDqN16;
+    // This warp's part of dS K: from which blocks of 16 rows and columns on, and the sums.
+    static constexpr int kProductM16 = kDqWarpRows / 16;
+    using Product = QuadFragment<2 * kDqN16>;
+    __device__ void multiply_by_keys(Product (&product)[kProductM16], int32 m0, int32 n0, int32 parity,
+                                     int32 lane) const {
         const LaneAddress<DsTile, MatrixOrder::kChunksFirst> ds(smem + kDs + parity * DsTile::kBytes, 0, lane);
         const LaneAddress<KTile, MatrixOrder::kRowsFirst> k(smem + kK, 0, lane);
-        Product product[kProductM16];
 #pragma unroll
         for (int m = 0; m < kProductM16; ++m) product[m].fill(0.0f);
         multiply<Element, kBc / 16>(
             product, [&](int m, int kk) { return ldmatrix_x4<true>(ds.at(kk, m0 + m)); },
             [&](int n, int kk) { return ldmatrix_x4<true>(k.at(kk, n0 + n)); });
+    }
 
+    // Adds this warp's part to dQ of the query tile of `step`; its dS^T is in buffer `parity`.
+    __device__ void add_dq(Step step, int32 parity) const {
+        const int32 lane = computed_anew(this->lane);
+        const int32 m0 = warp % kDqWarpsM * kProductM16, n0 = warp / kDqWarpsM * kDqN16;
+        Product product[kProductM16];
+        multiply_by_keys(product, m0, n0, parity, lane);
         using Workspace = DqWorkspace<kBr, kD>;
         if constexpr (common::kListsTiles<Spec>) step = tiles.at(step);
         const int64 tile = common::first_workspace_tile<Spec>(params, where.batch, step.head) + step.tile;
@@ -311,6 +497,43 @@ struct BackwardDkdv {
             for (int n = 0; n < 2 * kDqN16; ++n)
                 if (kD / 16 % kDqWarpsN == 0 || 2 * n0 + n < kD / 8)
                     add_accumulators(workspace + Workspace::offset(m0 + m, 2 * n0 + n, lane, 0), product[m].value[n]);
+    }
+
+    // Stores this warp's part of dQ of the query tile of `step`, in whose place it is staged: no warp reads Q any more.
+    __device__ void store_dq(Step step) const {
+        const int32 lane = computed_anew(this->lane), warp = computed_anew(this->warp);
+        const int32 m0 = warp % kDqWarpsM * kProductM16, n0 = warp / kDqWarpsM * kDqN16;
+        Product product[kProductM16];
+        multiply_by_keys(product, m0, n0, 0, lane);
+        Element* dq = params.dq + params.dq_strides.offset(where.batch, 0, step.head);
+#pragma unroll
+        for (int n = 0; n < kDqN16; ++n) {
+            if (kD / 16 % kDqWarpsN != 0 && n0 + n >= kD / 16) break;
+            QuadFragment<2> columns[kProductM16];
+#pragma unroll
+            for (int m = 0; m < kProductM16; ++m)
+#pragma unroll
+                for (int i = 0; i < 8; ++i)
+                    columns[m].value[i / 4][i % 4] = product[m].value[2 * n + i / 4][i % 4] * params.softmax_scale;
+            store_rows<QTile, kProductM16, kHeadDim>(smem + kQ, 16 * m0, 2 * (n0 + n), columns, dq,
+                                                     params.dq_strides.row, step.tile * kBr + 16 * m0, params.seqlen_q,
+                                                     lane);
+        }
+    }
+
+    // Stores zeros to dQ of the query tiles that no step has, since they see no key.
+    __device__ void clear_unseen_dq() const {
+        constexpr int kChunks = kHeadDim / 8;
+        for (int32 group_head = 0; group_head < params.heads_per_group; ++group_head) {
+            const int32 head = where.head * params.heads_per_group + group_head;
+            Element* dq = params.dq + params.dq_strides.offset(where.batch, 0, head);
+            const auto clear = [&](int32 begin, int32 end) {
+                for (int32 i = begin * kChunks + thread; i < end * kChunks; i += kThreads)
+                    *reinterpret_cast<float4*>(dq + i / kChunks * params.dq_strides.row + i % kChunks * 8) = {};
+            };
+            clear(0, min_of(tiles.begin * kBr, params.seqlen_q));
+            clear(tiles.end * kBr, params.seqlen_q);
+        }
     }
 
     template <bool kProbability>
@@ -328,7 +551,7 @@ struct BackwardDkdv {
         const int32 first_head = where.head * params.heads_per_group;
         // Without a mask all blocks visit the same query tiles. Each starts at a different tile, so that their atomic
         // additions do not meet in the same rows of dQ.
-        constexpr bool kApart = kWithDq && !Spec::kCausal && !common::kListsTiles<Spec>;
+        constexpr bool kApart = kDqSums == DqSums::kAdded && !Spec::kCausal && !common::kListsTiles<Spec>;
         const int32 start = tiles.begin + (kApart && steps > 0 ? where.tile % tiles_per_head : 0);
         Step step{first_head, start};
         if (Spec::kSplit && steps > 0) {
@@ -340,6 +563,7 @@ struct BackwardDkdv {
             const bool same_head = kApart ? tile != start : s.tile + 1 < tiles.end;
             return Step{same_head ? s.head : s.head + 1, tile};
         };
+        if constexpr (kStoresDq) clear_unseen_dq();
         if (steps > 0) {
             if constexpr (kStages > 1) load_query_tile(step, 0);
             store_row_stat(load_row_stat(step), 0);
@@ -352,8 +576,9 @@ struct BackwardDkdv {
             const Step following = next(step);
             const bool more = t + 1 < steps;
             if constexpr (kStages == 1) {
-                block_barrier();
+                if (!kStoresDq || t > 0) block_barrier();
                 load_query_tile(step, 0);
+                load_bias<kProbability>(step);
                 cp_async_commit();
             }
             cp_async_wait<0>();
@@ -362,19 +587,27 @@ struct BackwardDkdv {
                 if (more) load_query_tile(following, (t + 1) % kStages);
                 cp_async_commit();
             }
+            if constexpr (kStoresDq) {
+                take_delta(t % 2);
+                block_barrier();
+            }
             const float row_stat = more ? load_row_stat(following) : 0.0f;
-            if constexpr (kWithDq && !kProbability)
+            if constexpr (kDqSums == DqSums::kAdded && !kProbability)
                 if (t > 0) add_dq(previous, (t + 1) % 2);
             iterate<kProbability>(gradient, slot, t % 2, step);
-            if constexpr (kWithDq && kProbability)
+            if constexpr (kDqSums == DqSums::kAdded && kProbability)
                 if (t > 0) add_dq(previous, (t + 1) % 2);
+            if constexpr (kStoresDq) {
+                block_barrier();
+                store_dq(step);
+            }
             store_row_stat(row_stat, (t + 1) % 2);
             previous = step;
             step = following;
         }
         cp_async_wait<0>();
         block_barrier();
-        if constexpr (kWithDq) {
+        if constexpr (kDqSums == DqSums::kAdded) {
             if (steps > 0) add_dq(previous, (steps + 1) % 2);
             block_barrier();
         }
@@ -396,7 +629,8 @@ struct BackwardDkdv {
         using Own = common::AccumulatorTile<kBc, kResultDim<kProbability>>;
         float* own = Shares::template of_block<Spec>(params) + kProbability * Shares::Dk::kElements;
 #pragma unroll
-        for (int m = 0; m < kM16; ++m) Shares::template put<Own>(own, gradient[m], pair * kM16 + m, lane);
+        for (int m = 0; m < kM16; ++m)
+            Shares::template put<Own>(own, gradient[m], first_own_key() / 16 + m, first_column8<kProbability>(), lane);
     }
 
     // No warp reads K and V any more.
@@ -412,12 +646,13 @@ struct BackwardDkdv {
                     for (int e = 0; e < 4; ++e)
                         gradient[m].value[n][e] *=
                             kProbability ? common::kept_scale<Spec>(params) : params.softmax_scale;
-        const auto where = common::scheduled_tile<Spec, kByKeys>(params, computed_anew(blockIdx.x));
+        common::TileCoordinates where = this->where;
+        if constexpr (!kSumsDbias) where = common::scheduled_tile<Spec, kByKeys>(params, computed_anew(blockIdx.x));
         const Strides& strides = kProbability ? params.dv_strides : params.dk_strides;
         Element* gmem = (kProbability ? params.dv : params.dk) + strides.offset(where.batch, 0, where.head);
-        store_rows<Result, kM16, kResultDim<kProbability>>(smem + (kProbability ? 0 : VTile::kBytes), pair * kPairKeys,
-                                                           0, gradient, gmem, strides.row,
-                                                           where.tile * kBc + pair * kPairKeys, params.seqlen_k, lane);
+        store_rows<Result, kM16, kResultDim<kProbability>>(smem + (kProbability ? 0 : VTile::kBytes), first_own_key(),
+                                                           first_column8<kProbability>(), gradient, gmem, strides.row,
+                                                           where.tile * kBc + first_own_key(), params.seqlen_k, lane);
     }
 };
 

@@ -10,17 +10,21 @@ namespace fa2::sm80 {
 template <class Spec>
 class DecodeWarp {
   public:
-    static constexpr int kKeys = Spec::kBc / Spec::kWarps;  // of a step
+    static constexpr int kD = padded_head_dim(Spec::kHeadDim), kDv = padded_head_dim(Spec::kHeadDimV);
+    // Warps that compute the same S, and have a part of the columns of O each.
+    static constexpr int kSharers = sharers_of_gradient(kDv);
+    static constexpr int kKeys = Spec::kBc / (Spec::kWarps / kSharers);  // of a step
+    // V is the first columns of K, and not copied.
+    static constexpr bool kValuesInKeys = Spec::kHeadDim > 512;
 
   private:
     using Element = typename Spec::Element;
-    static constexpr int kBr = Spec::kBr, kM16 = kBr / 16;
-    static constexpr int kD = padded_head_dim(Spec::kHeadDim), kDv = padded_head_dim(Spec::kHeadDimV);
+    static constexpr int kBr = Spec::kBr, kM16 = kBr / 16, kThreads = 32 * kSharers, kPartCols = kDv / kSharers;
     using QTile = SmemTile<kBr, kD>;
     using KTile = SmemTile<kKeys, kD>;
-    using VTile = SmemTile<kKeys, kDv>;
+    using VTile = SmemTile<kKeys, kValuesInKeys ? kD : kDv>;
     using Scores = QuadFragment<kKeys / 8>;
-    using Output = QuadFragment<kDv / 8>;
+    using Output = QuadFragment<kPartCols / 8>;
     using Softmax = common::OnlineSoftmax<float, 2, 4, common::exp2_approx>;
     using Job = decode::Job;
     static_assert(kBr % 16 == 0);
@@ -29,7 +33,7 @@ class DecodeWarp {
     static constexpr int kColumns = kDv;
     static constexpr int kKeyBytes = KTile::kBytes, kQueryBytes = QTile::kBytes, kScratchBytes = 0;
     // A slot has room for K and V, and for 16 rows of O.
-    static constexpr int kSlotBytes = common::max_of(kKeyBytes + VTile::kBytes, 16 * kDv * 4);
+    static constexpr int kSlotBytes = common::max_of(kKeyBytes + (kValuesInKeys ? 0 : VTile::kBytes), 16 * kDv * 4);
 
     // Starts the copy of a job's rows of Q by all threads of the block.
     template <int kThreads>
@@ -42,14 +46,21 @@ class DecodeWarp {
         };
         load_rows_async<QTile, kThreads, Spec::kHeadDim>(shared_address(to), source_of, threadIdx.x);
     }
-    // Starts the copy of the warp's rows of K, or of V.
+    // Waits for the warps that share keys.
+    __device__ __forceinline__ static void sync() {
+        if constexpr (kSharers > 1)
+            barrier_sync(1 + threadIdx.x / kThreads, kThreads);
+        else
+            __syncwarp();
+    }
+    // Starts the copy of the warps' rows of K, or of V.
     template <class SourceOf>
     __device__ __forceinline__ static void copy_keys(char* to, const SourceOf& source_of) {
-        load_rows_async<KTile, 32, Spec::kHeadDim>(shared_address(to), source_of, threadIdx.x % 32);
+        load_rows_async<KTile, kThreads, Spec::kHeadDim>(shared_address(to), source_of, threadIdx.x % kThreads);
     }
     template <class SourceOf>
     __device__ __forceinline__ static void copy_values(char* to, const SourceOf& source_of) {
-        load_rows_async<VTile, 32, Spec::kHeadDimV>(shared_address(to), source_of, threadIdx.x % 32);
+        load_rows_async<VTile, kThreads, Spec::kHeadDimV>(shared_address(to), source_of, threadIdx.x % kThreads);
     }
     __device__ __forceinline__ static void commit() { cp_async_commit(); }
     template <int kPending>
@@ -74,7 +85,8 @@ class DecodeWarp {
         const int32 lane = threadIdx.x % 32;
         const LaneAddress<QTile, MatrixOrder::kRowsFirst> q_address(shared_address(q), 0, lane);
         const LaneAddress<KTile, MatrixOrder::kChunksFirst> k_address(shared_address(slot), 0, lane);
-        const LaneAddress<VTile, MatrixOrder::kRowsFirst> v_address(shared_address(slot) + kKeyBytes, 0, lane);
+        const LaneAddress<VTile, MatrixOrder::kRowsFirst> v_address(
+            shared_address(slot) + (kValuesInKeys ? 0 : kKeyBytes), 0, lane);
         Scores scores[kM16];
 #pragma unroll
         for (int m = 0; m < kM16; ++m) scores[m].fill(0.0f);
@@ -99,19 +111,20 @@ class DecodeWarp {
             float rescale[2];
             softmax_[m].update(scores[m], rescale);
 #pragma unroll
-            for (int n = 0; n < kDv / 8; ++n)
+            for (int n = 0; n < kPartCols / 8; ++n)
 #pragma unroll
                 for (int e = 0; e < 4; ++e) output_[m].value[n][e] *= rescale[e / 2];
             p[m].set(scores[m]);
         }
         multiply<Element, kKeys / 16>(
             output_, [&](int m, int kk) { return p[m].k16(kk); },
-            [&](int n, int kk) { return ldmatrix_x4<true>(v_address.at(kk, n)); });
+            [&](int n, int kk) { return ldmatrix_x4<true>(v_address.at(kk, part() * (kPartCols / 16) + n)); });
         has_shifts_ = true;
     }
 
     // Writes the statistics of the rows.
     __device__ __forceinline__ void finish(common::RowStatistic<float>* rows) {
+        if (part() != 0) return;
         const int32 lane = threadIdx.x % 32;
 #pragma unroll
         for (int m = 0; m < kM16; ++m) {
@@ -132,16 +145,18 @@ class DecodeWarp {
         for (int m = 0; m < kM16; ++m) {
             if (16 * m != begin) continue;
 #pragma unroll
-            for (int n = 0; n < kDv / 8; ++n)
+            for (int n = 0; n < kPartCols / 8; ++n)
 #pragma unroll
                 for (int i = 0; i < 2; ++i)
-                    *reinterpret_cast<float2*>(rows +
-                                               Exchange::offset(Output::row(i, lane), Output::col(2 * n, lane))) =
+                    *reinterpret_cast<float2*>(
+                        rows + Exchange::offset(Output::row(i, lane), part() * kPartCols + Output::col(2 * n, lane))) =
                         make_float2(output_[m].value[n][2 * i], output_[m].value[n][2 * i + 1]);
         }
     }
 
   private:
+    __device__ __forceinline__ static int32 part() { return kSharers > 1 ? threadIdx.x / 32 % kSharers : 0; }
+
     decode::RowSlopes<Spec, 2 * kM16> slopes_;
     Softmax softmax_[kM16];
     bool has_shifts_;  // without, trying them is in vain

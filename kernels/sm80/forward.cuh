@@ -1,5 +1,5 @@
 // The forward has two main loops. Up to 128 columns of V a warp's registers hold 32 whole rows of O (forward_rows.cuh);
-// above, two warps share these rows (forward_split.cuh).
+// above, two or four warps share these rows (forward_split.cuh).
 #pragma once
 #include "sm80/forward_rows.cuh"
 #include "sm80/forward_split.cuh"

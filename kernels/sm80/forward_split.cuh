@@ -1,26 +1,28 @@
 // FlashAttention-2 forward (Algorithm 1) on mma.sync for more than 128 columns of V; see forward_rows.cuh.
 //
 // At this width a warp's registers hold O of only 16 rows. Every right operand read from shared memory would then feed
-// half as many mma instructions, and shared memory bandwidth would be the limit. So two warps share 32 (or 16) rows:
+// half as many mma instructions, and shared memory bandwidth would be the limit. So two warps share 32 (or 16) rows, and
+// beyond 256 columns four, or two that share 16:
 //
 //   block   owns kBr query rows of one head; loops over the key tiles of B_c = kBc keys that these rows see
-//   pair    two warps own kPairRows of these rows
-//   warp    computes S and P for one half of the tile's keys, exchanges P with its partner, and accumulates one half of
-//           the columns of O over all keys of the tile
+//   group   kSharers warps own kGroupRows of these rows
+//   warp    computes S and P for its part of the tile's keys, exchanges P with the other sharers, and accumulates its part
+//           of the columns of O over all keys of the tile
 //
-// Both warps must use the same row shift, because their halves of P enter the same sums. They keep the old shift if
-// both find P small enough, and otherwise both change to the new one.
+// All sharers must use the same row shift, because their parts of P enter the same sums. They keep the old shift if
+// all find P small enough, and otherwise all change to the new one.
 //
-//   shared memory                     written by           read by
-//   Q [kBr][kD]                       all warps            both warps of a pair, to compute S
-//   (K, V) [kStages], [kBc][kD, kDv]  all warps            all warps, to compute S (K) and O (V)
-//   P per warp, in register order     each warp its half   its partner, to compute O
-//   statistics [kWarps][kPairRows]    each warp its part   its partner; row maxima, and at the end row sums
+//   shared memory                     written by          read by
+//   Q [kBr][kD]                       all warps           all warps of a group, to compute S
+//   (K, V) [kStages], [kBc][kD, kDv]  all warps           all warps, to compute S (K) and O (V)
+//   P per warp, in register order     each warp its part  the other sharers, to compute O
+//   statistics [kWarps][kGroupRows]   each warp its part  the other sharers; row maxima, and at the end row sums
 //
 // At the end O [kBr][kDv] is staged at the place of Q, and of what follows up to the statistics if it is larger.
 //
-// Barriers: one __syncthreads per key tile, in the ring of K and V. Named barrier 1 + pair: both halves of P are
-// written; the same barrier combines the two votes. It is used once more when row maxima are exchanged.
+// Barriers: one __syncthreads per key tile, in the ring of K and V, and a second one where K and V alternate. Named
+// barrier 1 + group: all parts of P are written; the same barrier combines the votes. It is used once more when row
+// maxima are exchanged.
 #pragma once
 #include "common/mask.cuh"
 #include "common/online_softmax.cuh"
@@ -45,45 +47,49 @@ struct ForwardSplit {
     static constexpr int kHeadDim = Spec::kHeadDim, kHeadDimV = Spec::kHeadDimV;
     static constexpr int kD = padded_head_dim(kHeadDim), kDv = padded_head_dim(kHeadDimV);
     static constexpr int kThreads = kWarps * 32;
-    static constexpr int kPairs = kWarps / 2;
-    static constexpr int kPairRows = kBr / kPairs;
-    static constexpr int kM16 = kPairRows / 16;
-    static constexpr int kHalfKeys = kBc / 2;
-    static constexpr int kHalfCols = kDv / 2;
+    static constexpr int kSharers = sharers_of_output(kDv, kBc), kGroups = kWarps / kSharers;
+    static constexpr int kGroupRows = kBr / kGroups;
+    static constexpr int kGroupThreads = 32 * kSharers;
+    static constexpr int kM16 = kGroupRows / 16;
+    static constexpr int kPartKeys = kBc / kSharers;
+    static constexpr int kPartCols = kDv / kSharers;
 
     using QTile = SmemTile<kBr, kD>;
     using OTile = SmemTile<kBr, kDv>;
-    using Ring = KeyRing<common::KeyTiles<Spec>, Element, kBc, Spec::kStages, kThreads, kHeadDim, kHeadDimV>;
+    using Ring = KeyRing<common::KeyTiles<Spec>, Element, kBc, Spec::kStages, kThreads, kHeadDim, kHeadDimV, NoOthers,
+                         turns_of(common::max_of(kD, kDv), Spec::kStages, Turns::kKeysFirst)>;
     using KTile = typename Ring::KTile;
     using VTile = typename Ring::VTile;
     static constexpr int kKeys = QTile::kBytes;
     static constexpr int kP = kKeys + Ring::kBytes;
     static constexpr int kStats = common::max_of(kP + kBr * kBc * 2, OTile::kBytes);
-    static constexpr int kSharedBytes = kStats + kWarps * kPairRows * 4;
+    static constexpr int kSharedBytes = kStats + kWarps * kGroupRows * 4;
     static_assert(kSharedBytes == Spec::kSharedBytes);
 
-    using Scores = QuadFragment<kHalfKeys / 8>;
-    using Packed = PackedFragment<Element, kHalfKeys / 8>;
-    using Output = QuadFragment<kHalfCols / 8>;
+    using Scores = QuadFragment<kPartKeys / 8>;
+    using Packed = PackedFragment<Element, kPartKeys / 8>;
+    using Output = QuadFragment<kPartCols / 8>;
     using Softmax = common::OnlineSoftmax<float, 2, 4, common::exp2_approx, false, 1, common::kNaturalInExponent<Spec>>;
 
     uint32 smem;
-    int32 lane, pair, half;
+    int32 lane, group, part;
 
-    // An exchange slot of this pair: the warp's own (of_half = half) or its partner's.
-    __device__ uint32 p_address(int32 of_half, int m, int kk) const {
-        return smem + kP + ((((pair * 2 + of_half) * kM16 + m) * (kHalfKeys / 16) + kk) * 32 + lane) * 16;
+    // An exchange slot of this group: the warp's own (of_part = part) or another sharer's.
+    __device__ uint32 p_address(int32 of_part, int m, int kk) const {
+        return smem + kP + ((((group * kSharers + of_part) * kM16 + m) * (kPartKeys / 16) + kk) * 32 + lane) * 16;
     }
-    __device__ uint32 stat_address(int32 of_half, int m, int i) const {
-        return smem + kStats + ((pair * 2 + of_half) * kPairRows + 16 * m + Output::row(i, lane)) * 4;
+    __device__ uint32 stat_address(int32 of_part, int m, int i) const {
+        return smem + kStats + ((group * kSharers + of_part) * kGroupRows + 16 * m + Output::row(i, lane)) * 4;
     }
-    __device__ int32 barrier() const { return 1 + pair; }
+    __device__ int32 barrier() const { return 1 + group; }
+    // The part of the s-th of the other sharers.
+    __device__ int32 other(int s) const { return kSharers == 2 ? 1 - part : part ^ s; }
 
     __device__ void write_p(const Packed (&p)[kM16]) const {
 #pragma unroll
         for (int m = 0; m < kM16; ++m)
 #pragma unroll
-            for (int kk = 0; kk < kHalfKeys / 16; ++kk) store_shared(p_address(half, m, kk), p[m].k16(kk));
+            for (int kk = 0; kk < kPartKeys / 16; ++kk) store_shared(p_address(part, m, kk), p[m].k16(kk));
     }
 
     __device__ static void drop(Packed (&p)[kM16], const Params& params, const common::ScoreTile& tile) {
@@ -91,39 +97,49 @@ struct ForwardSplit {
         for (int m = 0; m < kM16; ++m) common::drop<Spec>(p[m], params, tile.shifted(16 * m, 0));
     }
 
-    // O += P V over one half of the tile's keys. The lane addresses `v` start at that half.
+    // O += P V over one part of the tile's keys. The lane addresses `v` start at that part.
     template <class FetchP>
     __device__ static void accumulate(Output (&output)[kM16], const LaneAddress<VTile, MatrixOrder::kRowsFirst>& v,
                                       int32 first_c16, FetchP fetch_p) {
-        multiply<Element, kHalfKeys / 16>(output, fetch_p,
+        multiply<Element, kPartKeys / 16>(output, fetch_p,
                                           [&](int n, int kk) { return ldmatrix_x4<true>(v.at(kk, first_c16 + n)); });
     }
 
-    // Exchanges a row statistic with the partner through shared memory and combines the two values by `meet`.
+    // Exchanges a row statistic among the sharers through shared memory and combines the values by `meet`, in the same
+    // order in all of them but for the sides of each meeting.
     template <class Meet>
     __device__ void exchange(float (&stat)[kM16][2], Meet meet) const {
 #pragma unroll
         for (int m = 0; m < kM16; ++m)
 #pragma unroll
             for (int i = 0; i < 2; ++i)
-                if (lane % 4 == 0) store_shared(stat_address(half, m, i), stat[m][i]);
-        barrier_sync(barrier(), 64);
+                if (lane % 4 == 0) store_shared(stat_address(part, m, i), stat[m][i]);
+        barrier_sync(barrier(), kGroupThreads);
 #pragma unroll
         for (int m = 0; m < kM16; ++m)
 #pragma unroll
-            for (int i = 0; i < 2; ++i) stat[m][i] = meet(stat[m][i], load_shared<float>(stat_address(1 - half, m, i)));
+            for (int i = 0; i < 2; ++i) {
+                float of_sharer[kSharers] = {stat[m][i]};
+#pragma unroll
+                for (int s = 1; s < kSharers; ++s) of_sharer[s] = load_shared<float>(stat_address(other(s), m, i));
+#pragma unroll
+                for (int step = 1; step < kSharers; step *= 2)
+#pragma unroll
+                    for (int s = 0; s < kSharers; s += 2 * step) of_sharer[s] = meet(of_sharer[s], of_sharer[s + step]);
+                stat[m][i] = of_sharer[0];
+            }
     }
 
     __device__ static void run(const Params& params, char* dynamic_smem) {
         const int32 thread = threadIdx.x, warp = __shfl_sync(common::kFullWarp, thread / 32, 0);
-        ForwardSplit{shared_address(dynamic_smem), thread % 32, warp / 2, warp % 2}.forward(params);
+        ForwardSplit{shared_address(dynamic_smem), thread % 32, warp / kSharers, warp % kSharers}.forward(params);
     }
 
     __device__ void forward(const Params& params) const {
         const int32 thread = threadIdx.x;
         auto where = common::scheduled_tile<Spec, kByKeys>(params, blockIdx.x);
         const int32 share = common::take_share<Spec>(where, params);
-        const int32 first_row = where.tile * kBr, pair_row = pair * kPairRows;
+        const int32 first_row = where.tile * kBr, group_row = group * kGroupRows;
         const int32 head_kv = where.head / params.heads_per_group;
         auto tiles = common::key_tiles<Spec>(params, where);
         common::limit_to_share<Spec>(tiles, params, share);
@@ -144,7 +160,7 @@ struct ForwardSplit {
         cp_async_commit();
         ring.start();
 
-        const LaneAddress<QTile, MatrixOrder::kRowsFirst> q_address(smem, pair_row, lane);
+        const LaneAddress<QTile, MatrixOrder::kRowsFirst> q_address(smem, group_row, lane);
         Softmax softmax[kM16];
         Output output[kM16];
 #pragma unroll
@@ -157,7 +173,7 @@ struct ForwardSplit {
             const uint32 slot = ring.acquire(position);
             int32 tile = position;
             if constexpr (common::kListsTiles<Spec>) tile = tiles.at(position);
-            const LaneAddress<KTile, MatrixOrder::kChunksFirst> k_address(slot, half * kHalfKeys, lane);
+            const LaneAddress<KTile, MatrixOrder::kChunksFirst> k_address(slot, part * kPartKeys, lane);
 
             Scores scores[kM16];
 #pragma unroll
@@ -166,8 +182,8 @@ struct ForwardSplit {
                 scores, [&](int m, int kk) { return ldmatrix_x4<false>(q_address.at(m, kk)); },
                 [&](int n, int kk) { return ldmatrix_x4<false>(k_address.at(n, kk)); });
 
-            const common::ScoreTile score_tile{where.batch, where.head, first_row + pair_row,
-                                               tile * kBc + half * kHalfKeys, lane};
+            const common::ScoreTile score_tile{where.batch, where.head, first_row + group_row,
+                                               tile * kBc + part * kPartKeys, lane};
 #pragma unroll
             for (int m = 0; m < kM16; ++m)
                 common::modify_scores<Spec>(scores[m], params, score_tile.shifted(16 * m, 0));
@@ -183,7 +199,7 @@ struct ForwardSplit {
                     fits &= softmax[m].attempt(scores[m], common::score_scale<Spec>(params), p[m], share[m]);
                 drop(p, params, score_tile);
                 write_p(p);
-                kept = barrier_all(barrier(), 64, fits);
+                kept = barrier_all(barrier(), kGroupThreads, fits);
                 if (kept)
 #pragma unroll
                     for (int m = 0; m < kM16; ++m) softmax[m].keep(share[m]);
@@ -204,35 +220,38 @@ struct ForwardSplit {
                     float rescale[2];
                     softmax[m].move_row_shift(highest[m], scores[m], rescale);
 #pragma unroll
-                    for (int n = 0; n < kHalfCols / 8; ++n)
+                    for (int n = 0; n < kPartCols / 8; ++n)
 #pragma unroll
                         for (int e = 0; e < 4; ++e) output[m].value[n][e] *= rescale[e / 2];
                     p[m].set(scores[m]);
                 }
                 drop(p, params, score_tile);
                 write_p(p);
-                barrier_sync(barrier(), 64);
+                barrier_sync(barrier(), kGroupThreads);
             }
 
             const uint32 v = slot + KTile::kBytes;
-            const int32 first_c16 = half * (kHalfCols / 16);
-            accumulate(output, {v, half * kHalfKeys, lane}, first_c16, [&](int m, int kk) { return p[m].k16(kk); });
-            accumulate(output, {v, (1 - half) * kHalfKeys, lane}, first_c16,
-                       [&](int m, int kk) { return load_shared_operand(p_address(1 - half, m, kk)); });
+            const int32 first_c16 = part * (kPartCols / 16);
+            ring.acquire_second(position);
+            accumulate(output, {v, part * kPartKeys, lane}, first_c16, [&](int m, int kk) { return p[m].k16(kk); });
+#pragma unroll
+            for (int s = 1; s < kSharers; ++s)
+                accumulate(output, {v, other(s) * kPartKeys, lane}, first_c16,
+                           [&](int m, int kk) { return load_shared_operand(p_address(other(s), m, kk)); });
         }
 
         // If there was no key tile, the copy of Q is still in flight, and O is about to overwrite it.
         cp_async_wait<0>();
         __syncthreads();
-        store(params, where, share, softmax, output, first_row + pair_row, pair_row);
+        store(params, where, share, softmax, output, first_row + group_row, group_row);
     }
 
     // Record: as in forward_rows.cuh.
     template <class Record>
     __device__ void store(const Record& params, const common::TileCoordinates& where, int32 share,
                           const Softmax (&softmax)[kM16], Output (&output)[kM16], int32 first_row,
-                          int32 pair_row) const {
-        constexpr int kHalfChunks = kHalfCols / 8;
+                          int32 group_row) const {
+        constexpr int kPartChunks = kPartCols / 8;
         float total[kM16][2], row_lse[2];
 #pragma unroll
         for (int m = 0; m < kM16; ++m)
@@ -246,8 +265,8 @@ struct ForwardSplit {
 #pragma unroll
             for (int m = 0; m < kM16; ++m) {
                 finish_output<Spec>(softmax[m], output[m], row_lse, params, where.head, share, total[m]);
-                if (half == 0) Shares::put_lse(own, row_lse, pair_row / 16 + m, lane);
-                Shares::put(own, output[m], pair_row / 16 + m, half * kHalfChunks, lane);
+                if (part == 0) Shares::put_lse(own, row_lse, group_row / 16 + m, lane);
+                Shares::put(own, output[m], group_row / 16 + m, part * kPartChunks, lane);
             }
         } else {
             float* lse = params.lse + common::first_statistic<Spec>(params, where.batch, where.head);
@@ -257,10 +276,10 @@ struct ForwardSplit {
 #pragma unroll
                 for (int i = 0; i < 2; ++i) {
                     const int32 row = first_row + 16 * m + Output::row(i, lane);
-                    if (half == 0 && lane % 4 == 0 && row < params.seqlen_q) lse[row] = row_lse[i];
+                    if (part == 0 && lane % 4 == 0 && row < params.seqlen_q) lse[row] = row_lse[i];
                 }
             }
-            store_rows<OTile, kM16, kHeadDimV>(smem, pair_row, half * kHalfChunks, output,
+            store_rows<OTile, kM16, kHeadDimV>(smem, group_row, part * kPartChunks, output,
                                                params.o + params.o_strides.offset(where.batch, 0, where.head),
                                                params.o_strides.row, first_row, params.seqlen_q, lane);
         }

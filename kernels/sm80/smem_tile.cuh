@@ -12,10 +12,19 @@ using common::min_of;
 __host__ __device__ constexpr int lowest_set_bit(int x) { return x & -x; }
 __host__ __device__ constexpr int log2_of(int x) { return x <= 1 ? 0 : 1 + log2_of(x / 2); }
 
-// The number of columns on chip: a multiple of a k-step of 16, and for wide heads, whose columns two warps share, of
-// two k-steps.
+// The most warps of the forward that share rows of O with so many columns.
+__host__ __device__ constexpr int sharers_of_columns(int columns) { return columns > 256 ? 4 : columns > 128 ? 2 : 1; }
+// The same in tiles of so many keys, of which four warps have 16 each, or two.
+__host__ __device__ constexpr int sharers_of_output(int columns, int keys) {
+    return keys % 64 ? 2 : sharers_of_columns(columns);
+}
+
+// The same of the kernels of gradients that own rows of dQ, or of dK and dV.
+__host__ __device__ constexpr int sharers_of_gradient(int columns) { return columns > 256 ? 2 : 1; }
+
+// The number of columns on chip: a multiple of a k-step of 16 for each warp that shares them.
 __host__ __device__ constexpr int padded_head_dim(int head_dim) {
-    return common::round_up(head_dim, head_dim > 128 ? 32 : 16);
+    return common::round_up(head_dim, 16 * sharers_of_columns(head_dim));
 }
 
 // The order in which the four 8x8 matrices of an ldmatrix.x4 cover a 16 x 16 block. Each is 8 rows of one 16-byte

@@ -41,7 +41,7 @@ class BackwardDivided : BackwardGroup<Spec, Shape> {
 
   public:
     __device__ BackwardDivided(const Params& params, const Params& maps, const Memory& memory)
-        : Base(params, maps, memory),
+        : Base(params, maps, memory, 0),
           own_operand_(matrix_descriptor(kProbability ? memory.key() : memory.value(), 0)),
           scores_operand_(matrix_descriptor(kProbability ? memory.query(0) : memory.dout(0), 0)),
           gradient_operand_(
@@ -106,13 +106,15 @@ class BackwardDivided : BackwardGroup<Spec, Shape> {
         const uint32 empty_query = memory_.empty_query(stage), empty_dout = memory_.empty_dout(stage);
         Scores scores;
         const auto terms = Base::head_terms(step);
+        if constexpr (kProbability) Base::template start_from_array<0>(scores, step, stages_.turn);
         mbarrier_wait(kProbability ? full_query : full_dout, parity);
         constexpr bool kFromStatistic = kProbability ? Base::kFromLse : Base::kFromDelta;
+        constexpr bool kStarted = kProbability && Shape::kStarts;
         const uint32 statistic = kProbability ? memory_.lse(stage) : memory_.delta(stage);
-        Base::template start_scores<kFromStatistic>(scores, statistic);
+        Base::template start_scores<kFromStatistic, kStarted>(scores, statistic);
         constexpr int kColumns = kProbability ? Shape::kD : Shape::kDv;
-        Base::template issue_scores<kFromStatistic, kColumns>(scores, own_operand_, scores_operand_ + of_scores,
-                                                              statistic);
+        Base::template issue_scores<kFromStatistic, kColumns, kStarted>(scores, own_operand_,
+                                                                        scores_operand_ + of_scores, statistic);
         constexpr bool kMasksScores = kProbability && kMasked;
         const auto mask = Base::template mask_ahead<kMasksScores>(step, own_.first_key);
         const auto distances = Base::distances_ahead(step, own_.first_key);
@@ -122,7 +124,7 @@ class BackwardDivided : BackwardGroup<Spec, Shape> {
         constexpr bool kReadsStatistic = !(kProbability ? Base::kFromLse : Base::kFromDelta);
         if constexpr (!kReadsStatistic) Base::template release<kProbability>(kProbability ? empty_query : empty_dout);
         Rounded rounded;
-        if constexpr (kProbability && common::kTakesWeights<Spec>) {
+        if constexpr (kProbability && Base::kTakesWeights) {
             Base::template take_weights<kMasked>(scores, rounded, step, own_.first_key, memory_.lse(stage), terms,
                                                  distances);
             give_p(scores);

@@ -29,16 +29,44 @@ class BackwardGroup : protected KeyGroup<Spec, Shape, BackwardMemory<Shape>> {
     using Scores = QuadFragment<kBr / 8>;
     using Rounded = PackedFragment<Element, kBr / 8>;
     using Workspace = DqWorkspace<kBr, kD>;
+    // What is done to products. Those that start from a score array have no more to do with it.
+    using AfterStart = typename Shape::AfterStart;
     // True if S^T starts from -lse, dP^T from -delta. S^T does not if the plain product must be capped or scaled first;
     // dP^T does not with dropout, which scales dP before delta is subtracted.
-    static constexpr bool kFromLse = common::kProductsFromLse<Spec>, kFromDelta = common::kProductsFromDelta<Spec>;
+    static constexpr bool kFromLse = common::kProductsFromLse<AfterStart>,
+                          kFromDelta = common::kProductsFromDelta<Spec>;
+    static constexpr bool kTakesWeights = common::kTakesWeights<AfterStart>;
 
-    __device__ BackwardGroup(const Params& params, const Params& maps, const Memory& memory)
-        : Base(params, maps, memory), rank_(rank_in_pair<Spec>()) {
+    __device__ BackwardGroup(const Params& params, const Params& maps, const Memory& memory, int32 group)
+        : Base(params, maps, memory),
+          rank_(rank_in_pair<Spec>()),
+          per_score_(Shape::kStarts ? 1.0f / params.softmax_scale : 0.0f),
+          hidden_(params, score_tile(own_.first_step(), own_.first_key + group * kGroupRows)) {
         if constexpr (Shape::kPair) read_.turn = rank_;
     }
 
-    // Sets every element of x to the statistic of its column's query.
+    // Starts the accumulators of S^T from the score array, if products do (common/start_from_bias.cuh): for the keys of
+    // group kGroup, in step number `turn`.
+    template <int kGroup>
+    __device__ __forceinline__ void start_from_array(Scores& x, const QueryStep& step, uint32 turn) const {
+        if constexpr (Shape::kHoldsStart) {
+            if (Shape::Start::Tile::takes(params_)) {
+                mbarrier_wait(memory_.full_start(kGroup), turn % 2);
+                common::start_from(x, typename Shape::Start(memory_.start(kGroup), lane_, 2 * warp_), per_score_);
+                __syncwarp();  // all lanes have read it
+                arrive(memory_.empty_start(kGroup));
+                return;
+            }
+        }
+        if constexpr (Shape::kStarts) {
+            const common::BiasOfKeysInMemory<Spec, Params> bias(params_,
+                                                                score_tile(step, own_.first_key + kGroup * kGroupRows));
+            common::start_from(x, bias, per_score_);
+        }
+    }
+
+    // Sets every element of x to the statistic of its column's query, or adds it.
+    template <bool kAdds>
     __device__ __forceinline__ void start_from(Scores& x, uint32 statistic) const {
 #pragma unroll
         for (int n = 0; n < kBr / 8; n += 2) {
@@ -46,8 +74,8 @@ class BackwardGroup : protected KeyGroup<Spec, Shape, BackwardMemory<Shape>> {
             load_shared(statistic + lane_ % 4 * 16 + n * 32, y);
 #pragma unroll
             for (int e = 0; e < 4; ++e) {
-                x.value[n][e] = y[e % 2];
-                x.value[n + 1][e] = y[2 + e % 2];
+                x.value[n][e] = kAdds ? x.value[n][e] + y[e % 2] : y[e % 2];
+                x.value[n + 1][e] = kAdds ? x.value[n + 1][e] + y[2 + e % 2] : y[2 + e % 2];
             }
         }
     }
@@ -59,20 +87,22 @@ class BackwardGroup : protected KeyGroup<Spec, Shape, BackwardMemory<Shape>> {
 
     // x = (64 rows of K or V) (Q or dO)^T, plus the statistic of each column with kFromStatistic. `start_scores`
     // initialises the accumulators (if the statistic is no k-step), `issue_scores` issues the product of kColumns
-    // columns.
-    template <bool kFromStatistic>
+    // columns. kStarted: the accumulators have started from a score array.
+    template <bool kFromStatistic, bool kStarted = false>
     __device__ __forceinline__ void start_scores(Scores& x, uint32 statistic) const {
-        if constexpr (!kFromStatistic)
+        if constexpr (kFromStatistic && !Shape::kStatisticsAsStep)
+            start_from<kStarted>(x, statistic);
+        else if constexpr (!kFromStatistic && !kStarted)
             x.fill(0.0f);
-        else if constexpr (!Shape::kStatisticsAsStep)
-            start_from(x, statistic);
     }
-    template <bool kFromStatistic, int kColumns>
+    template <bool kFromStatistic, int kColumns, bool kStarted = false>
     __device__ __forceinline__ void issue_scores(Scores& x, uint64 keys, uint64 queries, uint32 statistic) const {
         constexpr bool kAsStep = kFromStatistic && Shape::kStatisticsAsStep;
-        if constexpr (!kAsStep) pin(x);
+        if constexpr (!kAsStep || kStarted) pin(x);
         wgmma_fence();
-        if constexpr (kAsStep)
+        if constexpr (kAsStep && kStarted)
+            wgmma_add_statistic(x, statistic_descriptor(memory_.ones()), statistic_descriptor(statistic));
+        else if constexpr (kAsStep)
             wgmma_statistic(x, statistic_descriptor(memory_.ones()), statistic_descriptor(statistic));
 #pragma unroll
         for (int s = 0; s < kColumns / 16; ++s)
@@ -95,7 +125,7 @@ class BackwardGroup : protected KeyGroup<Spec, Shape, BackwardMemory<Shape>> {
     }
 
     // The mask of a step's scores. Under a sparse map it is made while S^T is in flight, or else where it is needed.
-    static constexpr bool kMasksAhead = common::kListsTiles<Spec> && !common::kTakesWeights<Spec>;
+    static constexpr bool kMasksAhead = common::kListsTiles<Spec> && !kTakesWeights;
     using TileMask = common::TileMask<true, Spec, Scores, float>;
     struct NoMask {};
     template <bool kMasked>
@@ -111,6 +141,7 @@ class BackwardGroup : protected KeyGroup<Spec, Shape, BackwardMemory<Shape>> {
     template <bool kMasked, class MaskAhead>
     __device__ __forceinline__ void exponentiate(Scores& x, const QueryStep& step, int32 first_key,
                                                  const MaskAhead& ahead) const {
+        hidden_.hide(x);
         const auto mask = common::mask_of<Spec>(params_);
         if constexpr (kMasked && kMasksAhead)
             ahead.hide(x, mask, -common::infinity<float>());
@@ -123,8 +154,8 @@ class BackwardGroup : protected KeyGroup<Spec, Shape, BackwardMemory<Shape>> {
                 x.value[n][e] = common::exp2_approx(common::at_most_zero(x.value[n][e] * params_.scale_log2));
     }
 
-    __device__ __forceinline__ common::HeadTerms<Spec> head_terms(const QueryStep& step) const {
-        return common::head_terms<Spec>(params_, own_.batch, own_.at(step).head);
+    __device__ __forceinline__ common::HeadTerms<AfterStart> head_terms(const QueryStep& step) const {
+        return common::head_terms<AfterStart>(params_, own_.batch, own_.at(step).head);
     }
 
     // The terms of the caller's score function that depend on the distance: made while S^T is in flight.
@@ -139,7 +170,7 @@ class BackwardGroup : protected KeyGroup<Spec, Shape, BackwardMemory<Shape>> {
     // Replaces S^T by the factor of dP^T - delta, and writes P^T for dV, rounded, to `p` (common/weights.cuh).
     template <bool kMasked>
     __device__ __forceinline__ void take_weights(Scores& x, Rounded& p, const QueryStep& step, int32 first_key,
-                                                 uint32 statistic, const common::HeadTerms<Spec>& terms,
+                                                 uint32 statistic, const common::HeadTerms<AfterStart>& terms,
                                                  const Distances& distances) const {
         if constexpr (Shape::kHoldsArray) {
             if (Held::Tile::takes(params_)) {
@@ -154,9 +185,9 @@ class BackwardGroup : protected KeyGroup<Spec, Shape, BackwardMemory<Shape>> {
     template <bool kMasked, class Held>
     __device__ __forceinline__ void take_weights_with(const Held& held, Scores& x, Rounded& p, const QueryStep& step,
                                                       int32 first_key, uint32 statistic,
-                                                      const common::HeadTerms<Spec>& terms,
+                                                      const common::HeadTerms<AfterStart>& terms,
                                                       const Distances& distances) const {
-        common::take_weights_with<true, Spec>(
+        common::take_weights_with<true, AfterStart>(
             held, x, p, needs_mask<kMasked>(step), params_, score_tile(step, first_key),
             [&](int, int j) { return kFromLse ? 0.0f : -statistic_of(statistic, j); }, distances, terms);
     }
@@ -180,7 +211,7 @@ class BackwardGroup : protected KeyGroup<Spec, Shape, BackwardMemory<Shape>> {
             }
         }
     }
-    using Held = common::HeldOfKeys<Spec, kBr>;
+    using Held = common::HeldOfKeys<AfterStart, kBr>;
     __device__ __forceinline__ uint32 held_address(int32 first_key) const {
         return memory_.held() + ((first_key - own_.first_key) / 16 + warp_) * Held::Tile::kBytes;
     }
@@ -318,10 +349,12 @@ class BackwardGroup : protected KeyGroup<Spec, Shape, BackwardMemory<Shape>> {
         using Shares = typename Shape::Shares;
         using Own = common::AccumulatorTile<Spec::kBc, 8 * kN8>;
         float* share = Shares::template of_block<Spec>(params, tile_index<Spec>()) + kIsDv * Shares::Dk::kElements;
-        Shares::template put<Own>(share, x, row16 + rank_ * (kBc / 16), lane_);
+        Shares::template put<Own>(share, x, row16 + rank_ * (kBc / 16), 0, lane_);
     }
 
-    const uint32 rank_;               // of the block in a pair
+    const uint32 rank_;      // of the block in a pair
+    const float per_score_;  // what a score of 1 is in products
+    const common::HiddenKeys<Spec, kBr / 8> hidden_;
     RingPosition<2> written_, read_;  // in the ring of dS buffers
     float* workspace_ = nullptr;      // this lane's part of the tile of the last added dQ
     int32 tiles_to_walk_ = 0;

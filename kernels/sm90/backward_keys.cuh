@@ -46,7 +46,7 @@ class BackwardKeys : BackwardGroup<Spec, Shape> {
 
   public:
     __device__ BackwardKeys(const Params& params, const Params& maps, const Memory& memory)
-        : Base(params, maps, memory),
+        : Base(params, maps, memory, kGroup),
           key_operand_(matrix_descriptor(memory.key() + kGroup * kGroupRows * kPanelRowBytes, 0)),
           value_operand_(matrix_descriptor(memory.value() + kGroup * kGroupRows * kPanelRowBytes, 0)),
           query_operand_(matrix_descriptor(memory.query(0), 0)),
@@ -108,11 +108,12 @@ class BackwardKeys : BackwardGroup<Spec, Shape> {
         Rounded p, ds;
         const auto terms = Base::head_terms(step);
 
+        Base::template start_from_array<kGroup>(scores, step, stages_.turn);
         mbarrier_wait(memory_.full_query(stage), parity);
-        Base::template start_scores<Base::kFromLse>(scores, memory_.lse(stage));
+        Base::template start_scores<Base::kFromLse, Shape::kStarts>(scores, memory_.lse(stage));
         if (kWithDq && is_first_ && kGroup == 1) barrier_sync(Base::kStartBarrier, 2 * kGroupThreads);
-        Base::template issue_scores<Base::kFromLse, kD>(scores, key_operand_, query_operand_ + query,
-                                                        memory_.lse(stage));
+        Base::template issue_scores<Base::kFromLse, kD, Shape::kStarts>(scores, key_operand_, query_operand_ + query,
+                                                                        memory_.lse(stage));
         if (is_first_) mbarrier_wait(memory_.full_value(), 0);
         mbarrier_wait(memory_.full_dout(stage), parity);
         Base::template start_scores<Base::kFromDelta>(derivatives, memory_.delta(stage));
@@ -123,7 +124,7 @@ class BackwardKeys : BackwardGroup<Spec, Shape> {
         Base::template issue_scores<Base::kFromDelta, kDv>(derivatives, value_operand_, dout_operand_ + dout,
                                                            memory_.delta(stage));
         if (kWithDq && is_first_ && kGroup == 0) barrier_arrive(Base::kStartBarrier, 2 * kGroupThreads);
-        if constexpr (common::kTakesWeights<Spec>) {
+        if constexpr (Base::kTakesWeights) {
             Base::template take_weights<kMasked>(scores, p, step, own_.first_key + kGroup * kGroupRows,
                                                  memory_.lse(stage), terms, distances);
         } else {

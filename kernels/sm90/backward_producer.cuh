@@ -26,9 +26,9 @@ class BackwardProducer {
     // There may be rows that see no key. Whether their positions allow any is not tested at run time: that would take two
     // copies of the loops, which take as long again to compile, or spill registers.
     static constexpr bool kHides = Spec::kMayHideRows || common::kRightLimit<Spec>;
+    static constexpr bool kFromLse = common::kProductsFromLse<typename Shape::AfterStart>;
     template <bool kLse>
-    static constexpr bool kAsStep =
-        Shape::kStatisticsAsStep && (kLse ? common::kProductsFromLse<Spec> : common::kProductsFromDelta<Spec>);
+    static constexpr bool kAsStep = Shape::kStatisticsAsStep && (kLse ? kFromLse : common::kProductsFromDelta<Spec>);
 
   public:
     __device__ BackwardProducer(const Params& params, const Params& maps, const Memory& memory)
@@ -37,6 +37,8 @@ class BackwardProducer {
     __device__ void run() {
         const int32 warp = threadIdx.x / 32;
         if (warp == 0 && threadIdx.x == 0) load_keys();
+        if constexpr (Shape::kHoldsStart)
+            if (warp == 0 && Shape::Start::Tile::takes(params_)) load_starts();
         if (warp == 1) prepare<true>();
         if (warp == 2) prepare<false>();
         if (Shape::kWithDq && warp == 3 && threadIdx.x % 32 == 0) pass_ds_on();
@@ -64,6 +66,26 @@ class BackwardProducer {
             for (int panel = 0; panel < kPanels; ++panel)
                 own_.keys.load(smem + (block * kPanels + panel) * Shape::kKeyPanelBytes, map, full,
                                panel * kPanelColumns, own_.first_key ^ block * Shape::kBc, own_.head, own_.batch);
+    }
+
+    // Copies the score array from which products start, for one group after the other.
+    __device__ void load_starts() const {
+        using Tile = typename Shape::Start::Tile;
+        const int32 lane = threadIdx.x % 32;
+        __syncwarp();
+        uint32 parity = 1;
+#pragma unroll 1
+        for (QueryStep step = own_.first_step(); is_valid(step); advance(step)) {
+            const QueryStep own = own_.at(step);
+#pragma unroll 1
+            for (int32 group = 0; group < Shape::kStartGroups; ++group) {
+                mbarrier_wait(memory_.empty_start(group), parity);
+                Tile::template load<8>(memory_.start(group), params_,
+                           {own_.batch, own.head, {own.tile * kBr, own_.first_key + group * kGroupRows, lane}});
+                mbarrier_arrive_with_copies(memory_.full_start(group));
+            }
+            parity ^= 1;
+        }
     }
 
     // Starts to load a tile of Q or of dO. If it has rows to clear, `landed` is signalled instead of `full`. One block of a
@@ -148,7 +170,7 @@ class BackwardProducer {
     template <bool kLse>
     __device__ void prepare() const {
         const int32 lane = threadIdx.x % 32;
-        constexpr bool kInBase2 = kLse && !common::kProductsFromLse<Spec>;
+        constexpr bool kInBase2 = kLse && !kFromLse;
         const float factor = kLse && !kInBase2 ? -1.0f / params_.softmax_scale : -1.0f;
         QueryStep step = own_.first_step(), own = own_.at(step);
         RingPosition<Shape::kStages> ring;
@@ -164,7 +186,8 @@ class BackwardProducer {
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
                 if constexpr (kInBase2) x[i] = common::in_base2(x[i]);
-                x[i] = kLse && x[i] == -common::infinity<float>() ? x[i] : x[i] * factor;
+                if (!kLse || x[i] != -common::infinity<float>())
+                    x[i] = kLse && Shape::kStarts ? common::finite_product(x[i], factor) : x[i] * factor;
             }
             const uint32 statistic = kLse ? memory_.lse(stage) : memory_.delta(stage);
             if constexpr (kAsStep<kLse>) {

@@ -3,6 +3,7 @@
 #pragma once
 #include "common/held_array.cuh"
 #include "common/shares.cuh"
+#include "common/start_from_bias.cuh"
 #include "common/tile_lists.cuh"
 #include "sm90/dq_workspace.cuh"
 #include "sm90/own_delta.cuh"
@@ -66,13 +67,21 @@ struct BackwardShape {
     static constexpr int kWithoutArray =
         kAlignment + kBlocks * kKeyBytes + kValueBytes + kStages * (kQueryBytes + kDoutBytes + 2 * kStatisticBytes) +
         kDsBytes + kSentDsBytes + 2 * kPBytes + (kStatisticsAsStep ? kOnesBytes : 0) + kBarrierBytes;
-    static constexpr int kHeldBytes = kBc / 16 * common::HeldOfKeys<Spec, kBr>::Tile::kBytes;
-    static constexpr bool kHoldsArray = common::kMayHoldArray<Spec> && kWithoutArray + kHeldBytes <= kMaxSharedBytes;
-    static constexpr int kSharedBytes = kWithoutArray + (kHoldsArray ? kHeldBytes : 0);
+    // A score array is held by each warp for itself, or loaded by the producer, for a group at a time, if products start
+    // from it.
+    using AfterStart = common::AfterStart<Spec>;
+    static constexpr bool kStarts = common::kStartsFromBias<Spec>;
+    using Start = common::BiasOfKeys<typename Spec::Element, kBr, kGroupRows>;
+    static constexpr int kStartGroups = kBc / kGroupRows, kStartBytes = Start::Tile::kBytes;
+    static constexpr int kHeldBytes =
+        kStarts ? kStartGroups * (kStartBytes + 2 * 8) : kBc / 16 * common::HeldOfKeys<AfterStart, kBr>::Tile::kBytes;
+    static constexpr bool kHasRoom = common::kMayHoldArray<Spec> && kWithoutArray + kHeldBytes <= kMaxSharedBytes;
+    static constexpr bool kHoldsArray = kHasRoom && !kStarts, kHoldsStart = kHasRoom && kStarts;
+    static constexpr int kSharedBytes = kWithoutArray + (kHasRoom ? kHeldBytes : 0);
     static_assert(kIsPass<Spec> || kSharedBytes == Spec::kSharedBytes);
 
     // ------------------------------------------------------------------------------------------------------ registers
-    static constexpr int kProducerRegisters = 24, kConsumerRegisters = 240;
+    static constexpr int kProducerRegisters = kHoldsStart ? 40 : 24, kConsumerRegisters = kHoldsStart ? 232 : 240;
     static_assert(registers_suffice(registers_at_entry(Spec::kWarps), kGroups, kProducerRegisters, kConsumerRegisters));
 };
 
@@ -191,6 +200,10 @@ struct BackwardMemory {
         return ones() + (Shape::kStatisticsAsStep ? kOnesBytes : 0) + 8 * index;
     }
     __device__ uint32 held() const { return barrier(0) + Shape::kBarrierBytes; }
+    // From these the products of a group start.
+    __device__ uint32 start(uint32 group) const { return held() + group * Shape::kStartBytes; }
+    __device__ uint32 full_start(uint32 group) const { return start(Shape::kStartGroups) + 16 * group; }
+    __device__ uint32 empty_start(uint32 group) const { return full_start(group) + 8; }
     // Full: the data are complete and visible to their readers. Empty: all warps that read them have finished. Landed:
     // TMA has written a tile of Q or dO with hidden rows, which have not been cleared yet; others are full then. Written:
     // the consumers have written dS, but it has not been fenced yet.
@@ -227,6 +240,11 @@ struct BackwardMemory {
             mbarrier_init(full_p(i), kWarpsOfGroup);
             mbarrier_init(empty_p(i), kWarpsOfGroup);
         }
+        if constexpr (Shape::kHoldsStart)
+            for (uint32 group = 0; group < Shape::kStartGroups; ++group) {
+                mbarrier_init(full_start(group), kWarpSize);
+                mbarrier_init(empty_start(group), kWarpsOfGroup);
+            }
         mbarrier_init_fence();
     }
     // The blocks whose warps release the stages that this block fills.

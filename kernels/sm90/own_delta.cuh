@@ -53,7 +53,7 @@ class OwnDelta {
             sum += common::row_sum<4>(has(i) ? Products::with_products(0.0f, x.o[i], x.dout[i]) : 0.0f);
         const int64 index = common::first_statistic<Spec>(params_, batch_, head_) + row;
         if (params_.delta != nullptr && is_needed) sum = params_.delta[index];
-        return is_needed ? common::without_dlse<Spec>(params_, sum, index) : 0.0f;
+        return is_needed ? sum - common::dlse_of<Spec>(params_, index) : 0.0f;
     }
 
     // Stores delta of the rows from `first` on to shared memory, by row. All consumers call it. The loads of several rows

@@ -38,6 +38,11 @@ __device__ __forceinline__ void mbarrier_wait(uint32 barrier, uint32 parity) {
         : "memory");
 }
 
+// Arrives when the copies that this thread has started by cp.async have arrived.
+__device__ __forceinline__ void mbarrier_arrive_with_copies(uint32 barrier) {
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
+}
+
 // The position of a producer or consumer in a ring of kSlots slots. The mbarrier phase of its n-th use (from 0) has
 // parity n / kSlots % 2.
 template <int kSlots>

@@ -16,6 +16,9 @@ from benchmark import (
     PRECISION_HEAD_DIMS,
     PRECISION_SEQLENS,
     SEQLENS,
+    SMALL_HEADS,
+    SMALL_LAUNCHES,
+    SMALL_SIZES,
     TRAINING_PROBLEMS,
     head_dim_problems,
 )
@@ -55,6 +58,7 @@ __all__ = [
     "models",
     "second_order",
     "short_calls",
+    "small",
     "summary",
     "tokens_per_second",
     "training",
@@ -172,6 +176,22 @@ def short_calls() -> str:
         lines.append((name, f"{fresh:.1f} s", f"{cached:.2f} s", *(f"{one:.0f} us" for one in host)))
     head = ("", "first call", "from the disk cache", "warm call", "of FlashAttention-2", "of cuDNN")
     return paragraphs(source("startup.csv", "python scripts/benchmark.py --sections startup host"), table(head, lines))
+
+
+def small() -> str:
+    """Times and ratios of training steps of small models, by launch, heads and size."""
+    name = "small.csv"
+
+    def cell(**wanted: object) -> str:
+        micros = 1000 * value(name, "ms_median", provider=OURS, **wanted)
+        return f"{micros:.1f} ({min(ratios(name, **wanted)):.2f})"
+
+    lines = [
+        (launch, heads, *(cell(operation=launch, num_heads=heads, batch=b, seqlen=n) for b, n in SMALL_SIZES))
+        for launch, heads in itertools.product(SMALL_LAUNCHES, SMALL_HEADS)
+    ]
+    head = ("launched as", "heads", *(f"{batch} x {seqlen}" for batch, seqlen in SMALL_SIZES))
+    return paragraphs(source(name, "python scripts/benchmark.py --sections small"), table(head, lines))
 
 
 def models() -> str:

@@ -24,7 +24,8 @@ from support.simulated_problems import (
 from support.simulator import simulated_gpu
 from support.strided_arrays import packed
 
-from fa2cupy import reference
+from fa2cupy import TileConfig, reference
+from fa2cupy.families.operations import ONE_TILE
 from fa2cupy.jit.spec import KernelSpec
 from fa2cupy.testing import Expectation
 
@@ -102,6 +103,8 @@ def run(operation: str, problem: Problem, patch: Mutant | None = None) -> None:
         "family": family_of(problem.dtype),
         "num_splits": problem.num_splits,
     }
+    if operation in ONE_TILE:
+        options["config"]["backward_one_tile"] = TileConfig(32, 32, 4)
     if problem.tile and not problem.family:
         options["config"] |= dict.fromkeys(("backward", "backward_dkdv"), problem.tile)
     reads = {"convert_dq": "backward", "sum_dkdv": "backward_dkdv", "merge_forward": "forward"}
@@ -129,7 +132,7 @@ def run(operation: str, problem: Problem, patch: Mutant | None = None) -> None:
         o, lse = reference.forward(q, k, v, **asked)
         o, lse = place(o.astype(q.dtype)), place(lse.astype(expected.problem.accumulator_dtype))
         two_pass = operation in ("backward_dq", "backward_dkdv", "sum_dkdv")
-        method = "two_pass" if two_pass else "single_pass"
+        method = "two_pass" if two_pass else "one_tile" if operation in ONE_TILE else "single_pass"
         of_others: tuple[str, ...] = ()  # results of the other pass, whose kernels are not launched
         if operation == "backward_dq":
             of_others = ("dk", "dv")
@@ -138,7 +141,7 @@ def run(operation: str, problem: Problem, patch: Mutant | None = None) -> None:
             of_others = tuple(name for name in gradient_names(asked, extras(asked)) if name not in ("dk", "dv"))
             leave_out(monkeypatch, "backward_dq")
         switches = extras(asked)
-        if not two_pass:
+        if method == "single_pass":
             switches.pop("return_dscore_args", None)  # with it, all families but simt would use two passes
         gradients = backward(q, k, v, o, lse, do, method=method, **switches, **options)
         results = dict(zip(gradient_names(asked, switches), gradients, strict=True))

@@ -11,9 +11,13 @@ FULL = Problem(causal=False)
 MASKED_ROWS = Problem(lengths=(94, 37))
 GROWING = Problem(lengths=(35, 128), causal=False, growing=True)
 WIDE = Problem(head_dim=160)
+WIDER = Problem(head_dim=264)
+WIDER_GROWING = Problem(head_dim=264, lengths=(35, 320), causal=False, growing=True)
 SECTIONS = Problem(lengths=(65, 65), batch=5, few_multiprocessors=True)
 #: The source between the bound of a loop over 8-column tiles and its body.
 EACH = "; ++n)\n#pragma unroll\n                    for (int e = 0; e < 4; ++e)"
+ONE_TILE = Problem(lengths=(90, 29))
+SHARED_BIAS = Problem(lengths=(30, 29), heads=(2, 2), batch=2, feature="bias of heads")
 PAIR = Problem(head_dim=40, head_dim_v=72)
 PAIR_WIDE = Problem(head_dim=40, head_dim_v=136)
 PAIR_GROWING = Problem(head_dim=40, head_dim_v=72, growing=True)
@@ -247,7 +251,7 @@ MUTANTS = (
     Mutant(
         "no barrier before the partner's P",
         "forward",
-        "write_p(p);\n                barrier_sync(barrier(), 64);",
+        "write_p(p);\n                barrier_sync(barrier(), kGroupThreads);",
         "write_p(p);",
         "race",
         WIDE,
@@ -255,7 +259,7 @@ MUTANTS = (
     Mutant(
         "no barrier before the partner's maximum",
         "forward",
-        "stat[m][i]);\n        barrier_sync(barrier(), 64);",
+        "stat[m][i]);\n        barrier_sync(barrier(), kGroupThreads);",
         "stat[m][i]);",
         "race",
         WIDE,
@@ -263,10 +267,76 @@ MUTANTS = (
     Mutant(
         "each warp keeps its own vote",
         "forward",
-        "kept = barrier_all(barrier(), 64, fits);",
-        "barrier_all(barrier(), 64, fits);\nkept = __all_sync(common::kFullWarp, fits);",
+        "kept = barrier_all(barrier(), kGroupThreads, fits);",
+        "barrier_all(barrier(), kGroupThreads, fits);\nkept = __all_sync(common::kFullWarp, fits);",
         "deadlock",
         Problem(head_dim=160, lengths=(35, 320), causal=False, growing=True),
+    ),
+    # sm80: beyond 256 columns, where four warps share rows of O, and two those of a gradient
+    Mutant("V taken with its K", "forward", "ring.acquire_second(position);", "", "race", WIDER),
+    Mutant(
+        "first keys in turns those of the next tile",
+        "forward",
+        "load_one<kTurns == Turns::kKeysFirst>(end - 1);",
+        "load_one<kTurns == Turns::kKeysFirst>(end);",
+        "numbers",
+        WIDER,
+    ),
+    Mutant(
+        "next keys where these are read",
+        "backward_dq",
+        "load_one<kTurns == Turns::kKeysFirst>(position - 1);",
+        "load_one<kTurns != Turns::kKeysFirst>(position - 1);",
+        "race",
+        WIDER,
+    ),
+    Mutant(
+        "maxima of two of four warps",
+        "forward",
+        "step < kSharers; step *= 2",
+        "step < 2; step *= 2",
+        "numbers",
+        WIDER_GROWING,
+    ),
+    Mutant(
+        "no barrier before the dS of the other part",
+        "backward_dq",
+        "barrier_sync(1 + group, kGroupThreads);\n                accumulate",
+        "accumulate",
+        "race",
+        WIDER,
+    ),
+    Mutant(
+        "columns of dQ from the first on",
+        "backward_dq",
+        "first_c16 = part * (kPartCols / 16);",
+        "first_c16 = 0;",
+        "numbers",
+        WIDER,
+    ),
+    Mutant(
+        "rows of the other part weighted by those of the first",
+        "backward_dkdv",
+        "first_row * 4 + lane % 4 * 8;",
+        "lane % 4 * 8;",
+        "numbers",
+        WIDER,
+    ),
+    Mutant(
+        "no barrier before the P of the other pair",
+        "backward_dkdv",
+        "barrier_sync(1 + kPairs + pair / kSharers * 2 + kProbability, 32 * kSharers);",
+        "",
+        "race",
+        WIDER,
+    ),
+    Mutant(
+        "columns of dK over those of the other pair",
+        "backward_dkdv",
+        "return part() * (Role",
+        "return 0 * (Role",
+        "race",
+        WIDER,
     ),
     # sm80: the backward by key tiles
     Mutant(
@@ -282,6 +352,46 @@ MUTANTS = (
         "if (steps > 0) add_dq(previous, (steps + 1) % 2);\n            block_barrier();",
         "if (steps > 0) add_dq(previous, (steps + 1) % 2);",
         "race",
+    ),
+    Mutant(
+        "dQ of one tile from dS that is not there",
+        "backward_one_tile",
+        "block_barrier();\n                store_dq(step);",
+        "store_dq(step);",
+        "uninitialised",
+        ONE_TILE,
+    ),
+    Mutant(
+        "delta of one tile used before it is there",
+        "backward_one_tile",
+        "take_delta(t % 2);\n                block_barrier();",
+        "take_delta(t % 2);",
+        "race",
+        ONE_TILE,
+    ),
+    Mutant(
+        "no dQ for queries that see no key of one tile",
+        "backward_one_tile",
+        "if constexpr (kStoresDq) clear_unseen_dq();",
+        "",
+        "unwritten",
+        ONE_TILE,
+    ),
+    Mutant(
+        "the next sequence that shares a bias over the results of the one before",
+        "backward_one_tile_dbias",
+        "one.template loop<kProbability>();\n                block_barrier();",
+        "one.template loop<kProbability>();",
+        "race",
+        SHARED_BIAS,
+    ),
+    Mutant(
+        "sums of dbias that do not begin at zero",
+        "backward_one_tile_dbias",
+        "if constexpr (!kProbability) clear_dbias();",
+        "",
+        "uninitialised",
+        SHARED_BIAS,
     ),
     Mutant("P taken before it is written", "backward_dkdv", "barrier_sync(1 + pair, 64);", "", "race"),
     Mutant("P never announced", "backward_dkdv", "barrier_arrive(1 + pair, 64);", "", "deadlock"),

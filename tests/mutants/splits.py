@@ -223,8 +223,8 @@ MUTANTS = (
     Mutant(
         "sm80: columns of a pair's second warp over those of its first",
         "forward",
-        "Shares::put(own, output[m], pair_row / 16 + m, half * kHalfChunks, lane);",
-        "Shares::put(own, output[m], pair_row / 16 + m, 0, lane);",
+        "Shares::put(own, output[m], group_row / 16 + m, part * kPartChunks, lane);",
+        "Shares::put(own, output[m], group_row / 16 + m, 0, lane);",
         "uninitialised",
         Problem(head_dim=160, lengths=(37, 130), num_splits=3),
     ),

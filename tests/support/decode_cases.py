@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import ml_dtypes
 import numpy as np
 
+from fa2cupy.problem.attention import MAX_HEAD_DIM
 from fa2cupy.testing import Expectation
 
 
@@ -40,7 +41,7 @@ class Case:
         Rows that a sequence has in the cache; None means as many as the longest needs, in whole pages. Entries of the
         block table behind its last row are numbers of no page.
     head_dim_v : int or None
-        Columns of v and o; None if there are head_dim.
+        Columns of v and o; None if there are head_dim. Those of v are the first of k where head_dim is above 512.
     dominant : int
         If not 0, sequence i has weights of e**100 and more for the i-th of its groups of so many keys, beside others.
     """
@@ -85,7 +86,13 @@ class Case:
         for rows in (k, v):
             for number, length in enumerate(self.lengths):
                 rows[number, length:] = np.nan
+        if self.has_values_in_keys:
+            return q, k, k[..., : self.head_dim_v], new[0], new[0][..., : self.head_dim_v]
         return q, k, v, *new
+
+    @property
+    def has_values_in_keys(self) -> bool:
+        return self.head_dim > MAX_HEAD_DIM
 
     def arguments(self) -> tuple:
         """Returns q, k_cache, v_cache, cache_seqlens and the keywords, in the layout of the case."""
@@ -100,7 +107,10 @@ class Case:
             ends = np.array(self.lengths) + self.num_new
             behind = np.arange(options["block_table"].shape[1]) * self.page_size >= ends[:, None]
             options["block_table"][behind] = 10**6
-        caches = self._laid_out(k), self._laid_out(v)
+        caches = [self._laid_out(k), self._laid_out(v)]
+        if self.has_values_in_keys:
+            caches[1] = caches[0][..., : self.head_dim_v]
+            options |= {"v": options["k"][..., : self.head_dim_v]} if self.num_new else {}
         return self._laid_out(q), *caches, np.array(self.lengths, "int32"), options
 
     def _laid_out(self, rows: np.ndarray) -> np.ndarray:
@@ -154,9 +164,19 @@ def check(decode: Callable, case: Case, **options) -> tuple[np.ndarray, np.ndarr
         slopes = options.get("alibi_slopes")
         if slopes is not None and slopes.ndim == 2:
             of_reference["alibi_slopes"] = slopes[own]
+        rows = q[own]
+        if case.has_values_in_keys:  # the reference has the last products as a bias
+            of_reference |= {"softmax_scale": case.head_dim**-0.5, "bias": _last_products(rows, keys, case.head_dim)}
+            rows, keys = rows[..., :MAX_HEAD_DIM], keys[..., :MAX_HEAD_DIM]
         o_rows = o[own] if case.layout == "bshd" else o[own].swapaxes(1, 2)
-        Expectation(q[own], keys, values, **of_reference).check(spec=(case, number), o=o_rows, lse=lse[own])
+        Expectation(rows, keys, values, **of_reference).check(spec=(case, number), o=o_rows, lse=lse[own])
     return o, lse
+
+
+def _last_products(q: np.ndarray, k: np.ndarray, head_dim: int) -> np.ndarray:
+    """Returns the part of the scores that the columns beyond `MAX_HEAD_DIM` make."""
+    q, k = (x[..., MAX_HEAD_DIM:].astype("float32") for x in (q, k))
+    return np.einsum("bqhd,bkhd->bhqk", q, k.repeat(q.shape[2] // k.shape[2], axis=2)) * np.float32(head_dim**-0.5)
 
 
 def _append(case: Case, caches: list[np.ndarray], call: dict) -> None:

@@ -76,15 +76,11 @@ class _Formulas:
     def _backward_dq(self) -> None:
         self.launch.array("dq")[...] = self._gradients()[0]
 
-    def _delta_of_both(self) -> np.ndarray:
-        """Returns delta, which the caller may give."""
-        given, dlse = (self.launch.array(n) if n in self.launch.pointers else None for n in ("delta", "dlse"))
-        delta = reference.delta(self.launch.array("o"), self.launch.array("dout")) if given is None else given
-        return delta - (0 if dlse is None else dlse)
+    def _backward_one_tile(self) -> None:
+        for name, gradient in zip(("dq", "dk", "dv"), self._gradients(), strict=True):
+            self.launch.array(name)[...] = gradient
 
-    def _backward_both(self) -> None:
-        gradients = self._gradients()
-        self.launch.array("dq")[...], self.launch.array("dk")[...], self.launch.array("dv")[...] = gradients
+    _backward_both = _backward_one_tile
 
     def _backward_dkdv(self) -> None:
         if self.spec.is_split:
@@ -107,8 +103,10 @@ class _Formulas:
     def _gradients(self) -> tuple:
         """Returns the gradients from lse and delta in memory, which the kernels use, too."""
         q, k, v, do = self.launch.array("q"), self.launch.array("k"), self.launch.array("v"), self.launch.array("dout")
-        lse, scale = self.launch.array("lse"), self._scale()
-        delta = self._delta_of_both() if self.spec.operation == "backward_both" else self.launch.array("delta")
+        lse, delta, scale = self.launch.array("lse"), self.launch.array("delta"), self._scale()
+        if delta is None:
+            delta = reference.delta(self.launch.array("o"), self.launch.array("dout"))
+            delta = delta - (self.launch.array("dlse") if "dlse" in self.launch.pointers else 0)
         group = self.values["heads_per_group"]
         q, k, v, do = (np.asarray(x, np.float64).transpose(0, 2, 1, 3) for x in (q, k, v, do))
         k, v = (np.repeat(x, group, axis=1) for x in (k, v))

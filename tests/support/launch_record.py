@@ -11,13 +11,20 @@ import numpy as np
 from ptxsim.tensor_map import TensorMap, driver_tensor_map
 from support.float32_parts import joined_parts
 
-from fa2cupy.families.records import EXCEPTIONS, PARTIALS, SHARES
+from fa2cupy.families.records import COLUMN_RISES, EXCEPTIONS, PARTIALS, ROW_RISES, SHARES
 from fa2cupy.gpu.tensor_maps import encode_arguments
 from fa2cupy.jit.spec import KernelSpec
 from fa2cupy.plan.stages import Plan, Stage
 from fa2cupy.plan.tensor_maps import TensorLayout
 from fa2cupy.problem.attention import ROWS_OF, WITH_COLUMNS_OF_V
-from fa2cupy.problem.block_mask import KEY_LISTS, QUERY_LISTS
+from fa2cupy.problem.block_mask import (
+    COLUMN_INTERVALS,
+    INTERVAL_STRIDES,
+    KEY_LISTS,
+    MOST_INTERVALS,
+    QUERY_LISTS,
+    ROW_INTERVALS,
+)
 from fa2cupy.problem.features import ARRAY_KEYWORDS, OFFSETS
 
 TILE_COUNTER = "tile_counter"  # a pointer of the record that is no array of the call
@@ -25,7 +32,9 @@ PARTS = tuple(f"{name}_{kind}" for name in ("q", "k", "v", "dout") for kind in (
 ADDED = ("dq_accum", SHARES)  # workspaces of tiles to which kernels add
 CACHES = ("k_cache", "v_cache")  # caches of decoding, which are read and written
 _OF_DECODE = (*CACHES, "k", "v", "cache_seqlens", "block_table")
-WORKSPACES = (*ADDED, EXCEPTIONS, PARTIALS, *PARTS, KEY_LISTS, QUERY_LISTS)
+INTERVALS = {ROW_INTERVALS: "seqlen_q", COLUMN_INTERVALS: "seqlen_k"}
+RISES = (ROW_RISES, COLUMN_RISES)
+WORKSPACES = (*ADDED, EXCEPTIONS, PARTIALS, *PARTS, KEY_LISTS, QUERY_LISTS, *RISES)
 
 
 class Launch:
@@ -97,10 +106,12 @@ class Launch:
         if name in WORKSPACES:
             kind = self._kinds[name].partition("_")[2]
             dtype = np.dtype({"parts": "float16", "int": "int32"}.get(kind, self._wide))
-            nbytes = self._workspaces[self.stage.renamed.get(name) or name]
+            nbytes = self._workspaces.get(self.stage.renamed.get(name) or name, 0)
             return memory_at(self.pointers[name], (nbytes // dtype.itemsize,), None, dtype)
         if name in ("block_mask", "states"):
             return memory_at(self.pointers[name], self._map_shape(), None, np.dtype("uint8"))
+        if name in (*INTERVALS, MOST_INTERVALS):
+            return memory_at(self.pointers[name], self._interval_shape(name), None, np.dtype("int32"))
         of_keys = ROWS_OF.get(name) == "keys"
         if name not in self.pointers and f"{name}_parts" in self.pointers:
             return self._joined(name, "k" if of_keys else "q")
@@ -187,6 +198,23 @@ class Launch:
             return self.values["map_batches"], self.values["map_heads"], *tiles
         heads = self.values["num_heads"]
         return self.stage.blocks // (heads * np.prod(tiles)), heads, *tiles
+
+    def _interval_shape(self, name: str) -> tuple[int, ...]:
+        """Returns the shape of the intervals of a sparse map, or of their largest numbers.
+
+        Kernels that read intervals know the sizes of one side alone, and read no other.
+        """
+        if name == MOST_INTERVALS:
+            return (2,)
+        if self.spec.operation == "close_intervals":
+            return self.values["num_rows" if name == ROW_INTERVALS else "num_columns"], 4
+        if self.spec.operation == "tile_states":
+            return *self._map_shape()[:2], self.values[INTERVALS[name]], 4
+        if self.spec.owns_keys != (name == COLUMN_INTERVALS):
+            return 0, 4
+        batch, head, rows = (self.values[stride] for stride in INTERVAL_STRIDES)
+        batches = self.values["num_sequences"] if self.packed else self.batch
+        return batches if batch else 1, self.values["num_heads"] if head else 1, rows, 4
 
     def _argument(self, name: str) -> np.ndarray:
         """Returns an array of the caller's function, or its gradient; the record has the layout of its axes, if any."""

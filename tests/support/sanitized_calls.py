@@ -38,8 +38,11 @@ KINDS = (
     ("float16", 96),
     ("bfloat16", 160),
     ("float16", 256),
+    ("bfloat16", 320),
     ("float32", 64),
+    ("float32", 320),
     ("float16", 40, 72),
+    ("float16", 512, 96),
     ("float32", 72, 40),
 )
 #: Features that are compiled into the same kernels, and the (dtype, head_dim) that these are called on.
@@ -84,7 +87,7 @@ def plain(kinds: tuple = KINDS) -> None:
                 how = {"causal": causal, "family": family, "num_splits": num_splits}
                 if num_splits > 1:
                     fa2cupy.forward(q, k, v, **how)
-                for method in ("single_pass", "two_pass"):
+                for method in ("single_pass", "two_pass")[half and max(columns) > 256 :]:
                     fa2cupy.backward(q, k, v, o, lse, do, method=method, **how)
 
 
@@ -96,7 +99,7 @@ def both() -> None:
         for causal in (False, True):
             o, lse = forward_by_threads(q, k, v, dtype, {"causal": causal})
             for given in ({}, {"dlse": lse}, {"delta": fa2cupy.delta(o, do)}):
-                fa2cupy.backward(q, k, v, o, lse, do, causal=causal, deterministic=True, **given)
+                fa2cupy.backward(q, k, v, o, lse, do, causal=causal, method="two_pass", **given)
 
 
 def of_float64() -> None:
@@ -123,7 +126,8 @@ def decoding() -> None:
 
     On Hopper, both have clusters of blocks. Sequences that are many have none.
     """
-    for dtype, *columns in (("float16", 64), ("bfloat16", 128), ("float32", 64), PAIR, ("float32", 40, 72)):
+    kinds = (("float16", 64), ("bfloat16", 128), ("float32", 64), PAIR, ("float32", 40, 72), ("bfloat16", 512))
+    for dtype, *columns in (*kinds, ("bfloat16", 576, 512)):
         for case in (
             Case(dtype, (0, 17, 900), page_size=16, num_new=1, seqlen_q=2, **columns_of(*columns)),
             Case(dtype, (20_000,), heads=(8, 1), **columns_of(*columns)),
@@ -131,7 +135,11 @@ def decoding() -> None:
         ):
             q, k_cache, v_cache, lengths, options = case.arguments()
             keywords = {name: cupy.asarray(x) for name, x in options.items()}
-            o, lse = fa2cupy.decode(*map(cupy.asarray, (q, k_cache, v_cache, lengths)), **keywords)
+            caches = [cupy.asarray(k_cache), cupy.asarray(v_cache)]
+            if case.has_values_in_keys:
+                caches[1] = caches[0][..., : case.head_dim_v]
+                keywords |= {"v": keywords["k"][..., : case.head_dim_v]} if case.num_new else {}
+            o, lse = fa2cupy.decode(cupy.asarray(q), *caches, cupy.asarray(lengths), **keywords)
             fa2cupy.merge([o, o], [lse, lse])
 
 
@@ -217,6 +225,9 @@ def sparse() -> None:
         made = fa2cupy.block_mask(fa2cupy.mods.document, (ids,), 2, 2, 250, 230, tile=(64, 64))
         own = {"mask_mod": fa2cupy.mods.document, "mask_args": (ids,), "block_mask": made}
         check_calls(q, k, v, do, dtype, own)
+        many = fa2cupy.mods.dilated_window(100, 3)  # more than two intervals
+        made = fa2cupy.block_mask(many, (), 2, 2, 250, 230, tile=(64, 64), like=q)
+        check_calls(q, k, v, do, dtype, {"mask_mod": many, "block_mask": made})
         given = fa2cupy.BlockMask(cupy.asarray(np.eye(2, dtype=bool)), 250, 230)
         check_calls(q, k, v, do, dtype, {"block_mask": given, "causal": True})
 

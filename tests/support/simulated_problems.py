@@ -25,6 +25,10 @@ def small_tiles(dtype: str, head_dim: int) -> dict[str, TileConfig]:
     """Returns tiles of 32 rows (sm80), or of 8 and 16 (simt), so that a few dozen rows are several tiles."""
     if dtype in HALF:
         by_rows, by_keys = TileConfig(32, 32, 2, 2), TileConfig(32, 32, 4, 2)
+        if head_dim > 256:  # four warps share rows of O, two those of a gradient
+            by_keys = TileConfig(32, 32, 8, 1)
+            of_rows = {"forward": TileConfig(32, 64, 4, 1), "backward_dq": TileConfig(32, 32, 4, 1)}
+            return {**of_rows, "backward_dkdv": by_keys}
         return {"forward": by_rows, "backward": by_keys, "backward_dq": by_rows, "backward_dkdv": by_keys}
     if head_dim <= 128:
         alone = TileConfig(16, 16, 2)

@@ -9,6 +9,7 @@ import numpy as np
 from support.fake_cupy import place
 
 from fa2cupy import BlockMask, mods
+from fa2cupy.problem.block_mask import Intervals
 
 
 class Case(NamedTuple):
@@ -37,8 +38,14 @@ def on_gpu(options: dict, copied: Callable = place) -> dict:
     if isinstance(found.get("block_mask"), BlockMask):
         own = found["block_mask"]
         arrays, given = map(copied, own.arguments), found.get("mask_args", ())
-        found["block_mask"] = BlockMask.of_states(copied(own.states), *own.layout[1:], arrays, given)
+        intervals = Intervals(*(None if side is None else copied(side) for side in own.intervals))
+        found["block_mask"] = BlockMask.of_states(copied(own.states), *own.layout[1:5], arrays, given, intervals)
     return found
+
+
+def by_function(sparse: BlockMask) -> BlockMask:
+    """Returns the map without its intervals, so that kernels evaluate the function."""
+    return BlockMask.of_states(sparse.states, *sparse.layout[1:5], sparse.arguments, sparse._copied)
 
 
 def bounded(score, b, h, q, k):

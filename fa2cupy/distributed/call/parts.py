@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from ...problem.array_types import Array
 from ...problem.attention import AttentionProblem
-from ...problem.block_mask import BlockMask
+from ...problem.block_mask import BlockMask, Intervals
 from ...problem.features import ARRAY_KEYWORDS, ARRAYS, feature_arrays
 from ...problem.function_checks import program_of
 from ...problem.strides import with_score_axes
@@ -94,12 +94,9 @@ def part_keywords(
 
 def _without_queries(name: str, array: Array, problem: AttentionProblem, part: Part) -> Array:
     """A part of an array without an axis of queries."""
-    own = {-3: part.heads}
-    if not problem.is_packed:
-        own[-1] = slice(0, part.keys)
-        if problem.rank < 4 and ARRAYS[name].axes == (-1,):  # calls of parts have an axis of sequences
-            array = array[None]
-    return array[tuple(own.get(axis, slice(None)) for axis in ARRAYS[name].score_axes(array.ndim))]
+    own = {-3: part.heads} if problem.is_packed else {-3: part.heads, -1: slice(0, part.keys)}
+    axes = zip(ARRAYS[name].score_axes(array.ndim), array.shape, strict=True)
+    return array[tuple([slice(None) if length == 1 else own.get(axis, slice(None)) for axis, length in axes])]
 
 
 def _window(problem: AttentionProblem, part: Part) -> tuple[int | None, int | None] | None:
@@ -124,13 +121,20 @@ def _place_functions(keywords: dict[str, Any], part: Part, place: Array | None) 
         keywords[args] = (*keywords.get(args, ()), place)
     sparse = keywords.get("block_mask")
     if isinstance(sparse, BlockMask):
-        states = sparse.states[:, part.heads].copy() if sparse.shape[1] > 1 else sparse.states
+        states, *intervals = (_of_heads(array, part.heads) for array in (sparse.states, *sparse.intervals))
         program = sparse.program
         if program is not None and place is not None:
             program = program_of("mask_mod", keywords["mask_mod"], keywords["mask_args"])
         lengths, arrays = sparse.layout[1:3], keywords.get("mask_args", ())
-        made = keywords["block_mask"] = BlockMask.of_states(states, *lengths, sparse.tile, program, arrays)
+        made = keywords["block_mask"] = BlockMask.of_states(
+            states, *lengths, sparse.tile, program, arrays, intervals=Intervals(*intervals)
+        )
         made.kept = None  # it is one of this call
+
+
+def _of_heads(array: Array | None, heads: slice) -> Array | None:
+    """An array of a map for some heads."""
+    return array if array is None or array.shape[1] == 1 else array[:, heads].copy()
 
 
 def _placed(role: str, function: Callable[..., Any]) -> Callable[..., Any]:

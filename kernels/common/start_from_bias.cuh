@@ -1,0 +1,96 @@
+// Products Q K^T whose accumulators start from the bias.
+//
+//   P = 2^(scale log2(e) (bias / scale - lse / scale + Q K^T))
+//
+// What is left to do then is what a call without a bias does, and the work on the bias is done before the product, not
+// between the product and the exponentials that wait for it. It takes a bias that nothing follows but masks and dropout.
+//
+// Quotients of finite numbers may be infinite: such a bias alone makes P zero, or one. -lse / scale is kept finite
+// (`finite_product`), so that a row of such numbers has no NaN.
+#pragma once
+#include "common/held_array.cuh"
+#include "common/key_padding.cuh"
+
+namespace fa2::common {
+
+template <class Spec>
+inline constexpr bool kStartsFromBias = kMayHoldBias<Spec>;
+
+// The features of what is left to do to products that have started, besides the key padding mask.
+template <class Spec>
+struct WithoutArrays : WithoutBias<Spec> {
+    static constexpr bool kKeyPadding = false;
+};
+template <class Spec, bool kStarts = kStartsFromBias<Spec>>
+struct AfterStartOf {
+    using Type = Spec;
+};
+template <class Spec>
+struct AfterStartOf<Spec, true> {
+    using Type = WithoutArrays<Spec>;
+};
+template <class Spec>
+using AfterStart = typename AfterStartOf<Spec>::Type;
+// The keys that such products hide.
+template <class Spec, int kN8>
+using HiddenKeys = KeyPaddingIf<Spec, kN8, kStartsFromBias<Spec>>;
+
+// Reads the bias in global memory, in the layout of the accumulators of S^T.
+template <class Spec, class Record>
+class BiasOfKeysInMemory {
+    using Fragment = QuadFragment<2>;
+
+  public:
+    struct Elements {
+        float value[4][2];
+    };
+    __device__ __forceinline__ BiasOfKeysInMemory(const Record& params, const ScoreTile& tile)
+        : arrays_(params, tile),
+          query_(tile.position.first_query + Fragment::col(0, tile.position.lane)),
+          key_(tile.position.first_key + Fragment::row(0, tile.position.lane)) {}
+
+    __device__ __forceinline__ Elements k16(int s) const {
+        Elements elements;
+#pragma unroll
+        for (int r = 0; r < 4; ++r)
+#pragma unroll
+            for (int e = 0; e < 2; ++e)
+                elements.value[r][e] =
+                    arrays_.template at<false>(query_ + 16 * s + r / 2 * 8 + e, key_ + r % 2 * 8).bias;
+        return elements;
+    }
+    template <class Term>
+    __device__ __forceinline__ static void set(Term& term, const Elements& elements, int r, int e) {
+        term.bias = elements.value[r][e];
+    }
+
+  private:
+    const ScoreArrays<Spec, Record> arrays_;
+    const int32 query_, key_;
+};
+
+// x = factor bias. `bias` reads it as those of held_array.cuh do.
+template <int kN8, class Bias>
+__device__ __forceinline__ void start_from(QuadFragment<kN8>& x, const Bias& bias, float factor) {
+#pragma unroll
+    for (int s = 0; s < kN8 / 2; ++s) {
+        const typename Bias::Elements elements = bias.k16(s);
+#pragma unroll
+        for (int r = 0; r < 4; ++r)
+#pragma unroll
+            for (int e = 0; e < 2; ++e) {
+                ArrayTerm<float> term;
+                bias.set(term, elements, r, e);
+                x.value[2 * s + r / 2][r % 2 * 2 + e] = term.bias * factor;
+            }
+    }
+}
+
+// The product, but of finite numbers a finite one, which a bfloat16 holds.
+__device__ __forceinline__ float finite_product(float x, float y) {
+    constexpr float kLimit = 0x1p127f;
+    const float product = x * y;
+    return fabsf(product) > kLimit && fabsf(x) <= kLargestFloat ? copysignf(kLimit, product) : product;
+}
+
+}  // namespace fa2::common
