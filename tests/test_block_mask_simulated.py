@@ -376,6 +376,18 @@ def test_two_intervals(launched, family, function, intervals, method):
 
 
 @pytest.mark.matrix
+def test_tiles_that_do_not_divide_those_of_the_map(launched):
+    """Checks tiles of 192 and 80 queries: a tile of the kernel meets several of the map."""
+    rows, keys = LENGTHS["sm90"]
+    tiles = {"forward": TileConfig(192, 64, 16, 2), "backward": TileConfig(80, 128, 12, 2)}
+    inputs = make_inputs("bfloat16", batch=1, seqlen_q=rows, seqlen_k=keys, num_heads=2, num_heads_kv=1, head_dim=128)
+    (sizes,) = ends_for(halves, "sm90")
+    own = {"mask_mod": halves, "mask_args": (sizes[:2],)}
+    sparse = fa2cupy.block_mask(halves, own["mask_args"], 1, 2, rows, keys)
+    check(launched, "sm90", inputs=inputs, tiles=tiles, **own, block_mask=sparse, methods=("single_pass",))
+
+
+@pytest.mark.matrix
 @pytest.mark.parametrize("features", [{"softcap": 3.0}, {"dropout_p": 0.25, "seed": 3}, {"score_mod": mods.softcap(2)}])
 @pytest.mark.parametrize("family", TILES)
 def test_two_intervals_beside_features(launched, family, features):

@@ -7,15 +7,15 @@ from dataclasses import dataclass, field, replace
 
 from ..errors import UnsupportedProblemError
 from ..problem.attention import AttentionProblem
-from ..problem.features import FEATURES
 from ..problem.options import MAX_SPLITS, CallOptions, requested_method
-from ..problem.strides import AnyStrides, atomics_of
-from .dbias import DbiasOwner, splits_of_owner, time_of_dbias, ways_of_dbias
+from ..problem.strides import AnyStrides
+from .dbias import DbiasOwner, splits_of_dbias, time_of_dbias, ways_of_dbias
 from .device import ARCHITECTURES, DeviceInfo
 from .estimate import Costs, backward_time, forward_splits, split_candidates
 from .family import Family, Kernel
 from .kept_bias import kept_bias
-from .operations import IN_ONE_LAUNCH, METHODS, OPERATIONS, SEVERAL
+from .one_tile import why_not_one_tile
+from .operations import IN_ONE_LAUNCH, METHODS, ONE_TILE_DBIAS, OPERATIONS, SEVERAL
 from .registry import FAMILIES, supporting_families
 from .simt import SIMT
 from .tile import TileConfig, has_tile_of
@@ -24,8 +24,6 @@ from .tile_choice import choose_tile, decode_tile, default_tile, why_not_map
 __all__ = ["Choice", "check_on_any_gpu", "choices_with_copies", "choose", "choose_with_copies"]
 
 _DEFAULTS = CallOptions()
-#: The kernel of ``one_tile`` for calls that return dbias of a broadcast bias.
-_WITH_DBIAS = "backward_one_tile_dbias"
 
 #: Gives the problem and the strides that kernels of a family get.
 _Taken = Callable[[Family], tuple[AttentionProblem, Mapping[str, AnyStrides]]]
@@ -66,7 +64,7 @@ class Choice:
     @property
     def owns_dbias(self) -> bool:
         """True if blocks own tiles of a broadcast bias, so that dbias is not summed in its place by atomics."""
-        return self.dbias is not None or _WITH_DBIAS in self.tiles
+        return self.dbias is not None or ONE_TILE_DBIAS in self.tiles
 
 
 def choose(
@@ -241,9 +239,9 @@ def _choices_of(
             continue
         if problem.settings.block_mask is not None:
             tiles = _of_one_list(family, tiles)
-        if _WITH_DBIAS in tiles:
-            num_splits = splits_of_owner(problem, device, strides, tiles[_WITH_DBIAS])
-            choices.append(Choice(family, tiles, method, {_WITH_DBIAS: num_splits}))
+        if ONE_TILE_DBIAS in tiles:
+            splits = splits_of_dbias(problem, device, strides, tiles[ONE_TILE_DBIAS])
+            choices.append(Choice(family, tiles, method, {ONE_TILE_DBIAS: splits}))
             continue
         fallback = _fallback(call, family, problem, device)
         choices += _splits(Choice(family, tiles, method, fallback=fallback), problem, device, options)
@@ -302,14 +300,14 @@ def _ways_of_dbias(
     """The kernels beside the tiled ones that may compute the gradient of a broadcast bias; None if it needs none."""
     if call != "backward" or not problem.settings.dbias or problem.settings.full_dbias:
         return [None]
-    has_one_tile = "one_tile" in family.default_methods and options.method != "two_pass"
-    is_exact = options.deterministic or (options.method == "one_tile" and not problem.settings.dscore_args)
 
     def runs(one: Family) -> bool:
         return _why_not(one, ("dbias",), problem, strides, is_launched) is None
 
-    ways = ways_of_dbias(family, problem, device, strides, runs, deterministic=is_exact)
-    return [*ways, *[None] * (is_exact and has_one_tile)]
+    is_one_tile = options.method == "one_tile" and not problem.settings.dscore_args
+    ways = ways_of_dbias(family, problem, device, strides, runs, deterministic=options.deterministic or is_one_tile)
+    may_be_one_tile = "one_tile" in family.default_methods and options.method != "two_pass"
+    return [*ways, *[None] * (may_be_one_tile and None not in ways)]
 
 
 def _needs_own_lse(
@@ -355,7 +353,7 @@ def _by_time(
 
     def time(choice: Choice) -> float:
         tiled = backward_time(costs, problem, device, choice.tiles, choice.num_splits, blocks)
-        if "dbias" not in strides or problem.settings.full_dbias or _WITH_DBIAS in choice.tiles:
+        if "dbias" not in strides or problem.settings.full_dbias or ONE_TILE_DBIAS in choice.tiles:
             return tiled
         return tiled + time_of_dbias(family, choice.dbias, problem, device, strides)
 
@@ -410,37 +408,12 @@ def _methods(family: Family, problem: AttentionProblem, options: CallOptions) ->
 def _ways(family: Family, problem: AttentionProblem, options: CallOptions) -> list[tuple[str, tuple[str, ...]]]:
     """The methods that come into question, each with its operations: without requested tiles, also in one launch."""
     methods = _methods(family, problem, options)
-    of_dbias = {"one_tile": (_WITH_DBIAS,)} if problem.settings.sums_dbias else {}
+    of_dbias = {"one_tile": (ONE_TILE_DBIAS,)} if problem.settings.sums_dbias else {}
     ways = [(method, of_dbias.get(method, METHODS[method])) for method in methods]
     if options.config is None:
         both = [(method, IN_ONE_LAUNCH[method]) for method in methods if method in IN_ONE_LAUNCH]
         ways = [way for way in both if set(way[1]) <= set(family.operations)] + ways
     return ways
-
-
-def _why_not_held(
-    family: Family, operation: str, problem: AttentionProblem, strides: Mapping[str, AnyStrides]
-) -> str | None:
-    """The reason why no key tile of a kernel has all keys of a sequence, if it must; None if one has."""
-    row = OPERATIONS[operation]
-    if not row.holds_keys:
-        return None
-    others = [name for name in OPERATIONS["forward"].features if name in problem.features and FEATURES[name].acts_on]
-    lacking = [name for name in others if name not in row.features]
-    if lacking:
-        return f"a block does not have all keys with {', '.join(lacking)}"
-    tiles = [one.tile for one in family.tiles[operation]]
-    most = max(tile.b_c for tile in tiles)
-    if problem.seqlen_k > most:
-        return f"its {problem.seqlen_k} keys are more than the {most} of a tile"
-    if row.owns == "keys":
-        return None
-    if "dbias" not in strides or not atomics_of(strides["dbias"], problem.score_shape):
-        return "the bias does not have an element for each query and key"
-    if problem.heads_per_group > 1:
-        return "several query heads share keys"
-    most = max(tile.b_r for tile in tiles)
-    return f"its {problem.seqlen_q} queries are more than the {most} of a tile" if problem.seqlen_q > most else None
 
 
 def _why_not(
@@ -460,7 +433,7 @@ def _why_not(
             return f"has no kernel of {operation}"
         reason = (
             family.why_not_columns(*columns)
-            or _why_not_held(family, operation, problem, strides)
+            or why_not_one_tile(family, operation, problem, strides)
             or family.why_not(operation, problem, strides)
         )
         if reason:

@@ -16,7 +16,7 @@ from .registry import FAMILIES
 from .tile import TileConfig
 from .tile_choice import choose_tile, why_not_map
 
-__all__ = ["DbiasOwner", "splits_of_owner", "tiles_of_bias", "time_of_dbias", "ways_of_dbias"]
+__all__ = ["DbiasOwner", "splits_of_dbias", "tiles_of_bias", "time_of_dbias", "ways_of_dbias"]
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ def _owner(
     owner, tile = next(_owners(family, problem, device, runs))
     splits = 1
     if "dbias" in strides and 0 not in problem.score_shape:
-        splits = splits_of_owner(problem, device, strides, tile)
+        splits = owner_splits(_work(problem, device, strides, tile))
     lse_tile = choose_tile("forward", owner, problem, device) if family.multiplies_parts else None
     return DbiasOwner(owner, tile, splits, lse_tile)
 
@@ -111,10 +111,10 @@ def _work(
     return OwnedTiles(device.multiprocessors * tile.blocks_per_sm, tiles, shared, steps // (tiles * shared))
 
 
-def splits_of_owner(
+def splits_of_dbias(
     problem: AttentionProblem, device: DeviceInfo, strides: Mapping[str, AnyStrides], tile: TileConfig
 ) -> int:
-    """The number of blocks that share the sequences of a tile."""
+    """The number of blocks that share the sequences of a tile of a bias in the estimated fastest kernel."""
     return owner_splits(_work(problem, device, strides, tile))
 
 

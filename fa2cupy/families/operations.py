@@ -16,7 +16,17 @@ from ..problem.block_mask import (
 from ..problem.features import FEATURES
 from .records import COLUMN_RISES, COPIED, PARTS, ROW_RISES, SHARERS, SHARES, SUMMED, Record
 
-__all__ = ["IN_ONE_LAUNCH", "METHODS", "OF_DIRECTION", "ONE_TILE", "OPERATIONS", "SEVERAL", "TILED", "Operation"]
+__all__ = [
+    "IN_ONE_LAUNCH",
+    "METHODS",
+    "OF_DIRECTION",
+    "ONE_TILE",
+    "ONE_TILE_DBIAS",
+    "OPERATIONS",
+    "SEVERAL",
+    "TILED",
+    "Operation",
+]
 
 
 @dataclass(frozen=True)
@@ -375,7 +385,8 @@ METHODS = {
 #: Those of methods in one launch, where a family has such a kernel.
 IN_ONE_LAUNCH = {"two_pass": ("backward_both",)}
 #: The kernels of ``one_tile``, without and with dbias of a broadcast bias.
-ONE_TILE = (*METHODS["one_tile"], "backward_one_tile_dbias")
+ONE_TILE_DBIAS = "backward_one_tile_dbias"
+ONE_TILE = (*METHODS["one_tile"], ONE_TILE_DBIAS)
 #: The tiled operations of the calls that are given lse and have no methods.
 SEVERAL = {
     "output_jvp": ("output_jvp",),

@@ -575,12 +575,10 @@ def _backward_bytes(head_dim: int, head_dim_v: int, tile: TileConfig, array: str
     queries = tile.num_stages * tile.b_r * (rows + 2 * (32 if as_step else 4)) + 64 * 32 * as_step
     exchanged = with_dq + (widest > _WIDE)
     needed = 1024 + keys * rows + queries + exchanged * scores + pair + 8 * (2 + 4 * tile.num_stages + 12)
-    # A warp's tile of a mask has 16 keys; the bias is loaded for 64 at a time, with two barriers.
-    held = (
-        keys // 64 * (_held_bytes(array, tile.b_r, 64) + 16)
-        if array == "bias"
-        else keys // 16 * _held_bytes(array, tile.b_r, 16)
-    )
+    if array == "bias":  # the producer loads that of 64 keys at a time, with two barriers
+        held = keys // 64 * (_held_bytes(array, tile.b_r, 64) + 16)
+    else:
+        held = keys // 16 * _held_bytes(array, tile.b_r, 16)  # a warp's tile has 16 keys
     return needed + held if needed + held <= _SHARED_BYTES else needed
 
 

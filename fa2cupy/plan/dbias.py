@@ -61,7 +61,7 @@ def with_dbias(
         shares = StageLayout(summed, device, owner.family, {**strides, "dbias": of_share})
         split = shares.dbias(tile, sharers.num_shared, num_splits, share_elements)
         stages.append(replace(split, renamed={**renamed, "dbias": None}))
-        stage, workspace = _sum_of_shares(layout, of_sum, num_splits, share_elements)
+        stage, workspace = _sum(layout, num_splits, share_elements, of_sum)
         stages.append(stage)
         added.append(workspace)
     # Other stages of the plan have workspaces of these names.
@@ -76,7 +76,15 @@ def one_tile_dbias(
 ) -> tuple[list[Stage], Workspace]:
     """The kernel of ``one_tile`` that sums dbias of a broadcast bias, the sum of its blocks' shares, and these.
 
-    `of_sum` is the tile of the kernel that sums them.
+    Parameters
+    ----------
+    layout : StageLayout
+    tile : TileConfig
+        That of the kernel.
+    num_splits : int
+        The number of blocks that share the sequences of a bias.
+    of_sum : TileConfig
+        That of the kernel that sums their shares.
     """
     of_result, shape = layout.strides["dbias"], layout.problem.score_shape
     sharers, (of_share, share_elements) = sharers_of(of_result, shape[0]), contiguous_like(of_result, shape)
@@ -85,13 +93,11 @@ def one_tile_dbias(
     kernel = shares.one_tile_dbias(tile, sharers.num_shared, num_splits, share_elements)
     settings = replace(layout.problem.settings, full_dbias=True)
     stored = StageLayout(layout.problem.with_settings(settings), layout.device, layout.family, strides)
-    stage, workspace = _sum_of_shares(stored, of_sum, num_splits, share_elements)
+    stage, workspace = _sum(stored, num_splits, share_elements, of_sum)
     return [replace(kernel, renamed={"dbias": None}), stage], workspace
 
 
-def _sum_of_shares(
-    layout: StageLayout, tile: TileConfig, num_splits: int, share_elements: int
-) -> tuple[Stage, Workspace]:
+def _sum(layout: StageLayout, num_splits: int, share_elements: int, tile: TileConfig) -> tuple[Stage, Workspace]:
     """The stage that sums the shares of dbias, and their workspace."""
     problem = layout.problem
     sizes = dict(zip(("batch", "num_heads", "seqlen_q", "seqlen_k"), problem.score_shape, strict=True))

@@ -9,7 +9,7 @@ from dataclasses import replace
 from ..families.choice import Choice
 from ..families.device import DeviceInfo
 from ..families.kept_bias import with_kept_bias
-from ..families.operations import OPERATIONS
+from ..families.operations import ONE_TILE_DBIAS, OPERATIONS
 from ..families.records import COLUMN_RISES, EXCEPTIONS, ROW_RISES, SHARES
 from ..families.tile import TileConfig
 from ..jit.params import gradient_arrays
@@ -236,7 +236,7 @@ def _with_sums(
     layout: StageLayout, operation: str, tile: TileConfig, num_splits: int
 ) -> tuple[list[Stage], list[Workspace], list[Workspace]]:
     """A tiled kernel of a backward with the stage that sums what it leaves; workspaces, and those to which it adds."""
-    if operation == "backward_one_tile_dbias":
+    if operation == ONE_TILE_DBIAS:
         stages, shares = one_tile_dbias(layout, tile, num_splits, _tile_of("sum_dbias"))
         return stages, [shares], []
     if operation == "backward_both":

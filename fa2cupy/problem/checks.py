@@ -288,9 +288,9 @@ def _sizes_of_shape(
         wanted = "(batch, seqlen, heads, head_dim)" if layout == "bshd" else "(batch, heads, seqlen, head_dim)"
         raise ValueError(f"{name}: expected 2 or more axes {whose}such as {wanted}, got shape {shape}")
     if dtype_name(dtype) not in DTYPES:
-        *first, last = DTYPES
+        *most, last = DTYPES
         hint = as_dtype(name, dtype, "float32")
-        raise TypeError(f"{name}: expected dtype {', '.join(first)} or {last}, got {dtype}{hint}")
+        raise TypeError(f"{name}: expected dtype {', '.join(most)} or {last}, got {dtype}{hint}")
     seqlen, heads, head_dim = (1 if axis is None else shape[axis] for axis in SOURCE_AXES[layout, len(shape) > 2])
     if head_dim == 0:
         raise ValueError(f"{name}: head_dim must be at least 1, got shape {shape}")

@@ -3,7 +3,8 @@
 // A load in the layout of the accumulators takes 16 bytes from each of eight rows, half of a sector; its latency is
 // exposed, and elements of S^T are not even pairs. Instead, a warp copies whole rows of its tile by cp.async one step
 // ahead, so that the latency overlaps with a step. ldmatrix then reads the tile in the layout of the accumulators, of S
-// or of S^T. A warp reads only what it has copied, so that it waits for no other.
+// or of S^T. A warp reads only what it has copied, so that it waits for no other, unless a producer copies the tile of
+// several warps (sm90/backward_producer.cuh).
 //
 // Biases whose rows are not contiguous or do not begin at 16-byte boundaries are read in global memory
 // (score_arrays.cuh), and so are those for which a block's shared memory has no room (kHoldsArray).
@@ -65,7 +66,8 @@ struct BiasTile {
                                                                           existing ? first_key + 8 * chunk : 0);
             int32 row = lane / kChunks;
             const auto* from = column + min_of(first_query + row, last_row) * params.bias_strides.row;
-            const uint64 step = as_if_new(static_cast<uint64>(kRows * params.bias_strides.row));  // else loaded each time
+            const uint64 step =
+                as_if_new(static_cast<uint64>(kRows * params.bias_strides.row));  // else loaded each time
 #pragma unroll kUnrolled
             for (int i = 0; i < kQueries / kRows; ++i) {
                 cp_async_16(smem + offset(row, chunk), from, existing);
@@ -146,13 +148,12 @@ class BiasOfQueries : public BiasElements<Element> {
     const int32 row_, chunk_;
 };
 
-// Reads a tile in the layout of the accumulators of S^T, 16 keys by kQueries queries. The tile may have more keys than
-// those, which are in two chunks from `chunk` on.
-template <class Element, int kQueries, int kKeys = 16>
+// Reads 16 keys of a tile, in two chunks from `chunk` on, in the layout of the accumulators of S^T, keys by queries.
+template <class Element, int kQueries, int kKeys>
 class BiasOfKeys : public BiasElements<Element> {
   public:
     using Tile = BiasTile<kQueries, kKeys>;
-    __device__ __forceinline__ BiasOfKeys(uint32 smem, int32 lane, int32 chunk = 0)
+    __device__ __forceinline__ BiasOfKeys(uint32 smem, int32 lane, int32 chunk)
         : first_(smem + Tile::offset(lane % 8 + lane / 16 * 8, chunk + lane / 8 % 2)) {}
     __device__ __forceinline__ OperandA k16(int s) const {
         return ldmatrix_x4<true>(first_ + 16 * s * Tile::kRowBytes);

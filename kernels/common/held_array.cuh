@@ -42,9 +42,8 @@ struct HeldType<false, true, OfBias, OfMask> {
 template <class Spec, int kKeys>
 using HeldOfQueries = typename HeldType<kMayHoldBias<Spec>, kMayHoldMask<Spec>,
                                         BiasOfQueries<typename Spec::Element, kKeys>, MaskOfQueries<kKeys>>::Type;
-// In the layout of the accumulators of S^T, 16 keys by kQueries queries.
+// In the layout of the accumulators of S^T, 16 keys by kQueries queries. Products start from the bias (start_from_bias.cuh).
 template <class Spec, int kQueries>
-using HeldOfKeys = typename HeldType<kMayHoldBias<Spec>, kMayHoldMask<Spec>,
-                                     BiasOfKeys<typename Spec::Element, kQueries>, MaskOfKeys<kQueries>>::Type;
+using HeldOfKeys = typename HeldType<false, kMayHoldMask<Spec>, ArraysInMemory, MaskOfKeys<kQueries>>::Type;
 
 }  // namespace fa2::common

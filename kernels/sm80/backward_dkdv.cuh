@@ -260,7 +260,7 @@ struct BackwardDkdv {
 #pragma unroll 1
             for (int m = 0; m < kM16; ++m) {
                 const common::ScoreTile tile{where.batch, step.head, step.tile * kBr,
-                                             where.tile * kBc + pair * kPairKeys + 16 * m, lane};
+                                             where.tile * kBc + first_own_key() + 16 * m, lane};
                 if (Held::Tile::takes(params))
                     Held::Tile::load(held_address(m), params, tile);
                 else

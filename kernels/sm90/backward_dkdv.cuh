@@ -22,7 +22,10 @@
 //
 //   K [kBc][D], of all keys | V [kBc][Dv] | Q [kStages][kBr][D] | dO [kStages][kBr][Dv] | dS [2][kBr][kBc] if dQ is computed |
 //   P [2] in register order, beyond head_dim 128 | -lse / scale, -delta [kStages][kBr] | ones (statistic.cuh) |
-//   barriers
+//   barriers | the array that warps hold (held_array.cuh), or that products start from, [groups][kBr][64], and barriers
+//
+// The producer copies a tile of the array that products start from (common/start_from_bias.cuh) as soon as the group has
+// read that of the step before, at the beginning of it.
 //
 // Barriers: a pair of mbarriers for each stage of Q and dO and each buffer of dS and P. `full` completes when TMA has
 // written all bytes and the producer the statistic (Q, dO), or when the warps that write the buffer have arrived (P);

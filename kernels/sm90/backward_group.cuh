@@ -211,7 +211,7 @@ class BackwardGroup : protected KeyGroup<Spec, Shape, BackwardMemory<Shape>> {
             }
         }
     }
-    using Held = common::HeldOfKeys<AfterStart, kBr>;
+    using Held = common::HeldOfKeys<Spec, kBr>;
     __device__ __forceinline__ uint32 held_address(int32 first_key) const {
         return memory_.held() + ((first_key - own_.first_key) / 16 + warp_) * Held::Tile::kBytes;
     }

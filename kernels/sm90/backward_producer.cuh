@@ -1,6 +1,6 @@
 // The producer warp group of the backward by key tiles. Jobs of its warps:
 //
-//   0       one thread loads K and V, by TMA
+//   0       one thread loads K and V, by TMA; then the warp copies the score array from which products start, if they do
 //   1, 2    load Q (warp 1) and dO (warp 2) of one query tile after the other, by TMA, and prepare the statistics from
 //           which the tile's products start: -lse / scale (warp 1), -delta (warp 2)
 //   3       one thread makes dS, which the consumers write, visible to wgmma, or sends it to the other block of a pair
@@ -80,8 +80,9 @@ class BackwardProducer {
 #pragma unroll 1
             for (int32 group = 0; group < Shape::kStartGroups; ++group) {
                 mbarrier_wait(memory_.empty_start(group), parity);
-                Tile::template load<8>(memory_.start(group), params_,
-                           {own_.batch, own.head, {own.tile * kBr, own_.first_key + group * kGroupRows, lane}});
+                Tile::template load<8>(
+                    memory_.start(group), params_,
+                    {own_.batch, own.head, {own.tile * kBr, own_.first_key + group * kGroupRows, lane}});
                 mbarrier_arrive_with_copies(memory_.full_start(group));
             }
             parity ^= 1;
@@ -186,8 +187,7 @@ class BackwardProducer {
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
                 if constexpr (kInBase2) x[i] = common::in_base2(x[i]);
-                if (!kLse || x[i] != -common::infinity<float>())
-                    x[i] = kLse && Shape::kStarts ? common::finite_product(x[i], factor) : x[i] * factor;
+                x[i] = kLse && x[i] == -common::infinity<float>() ? x[i] : times<kLse>(x[i], factor);
             }
             const uint32 statistic = kLse ? memory_.lse(stage) : memory_.delta(stage);
             if constexpr (kAsStep<kLse>) {
@@ -221,6 +221,12 @@ class BackwardProducer {
                 mbarrier_wait(empty, ring.parity() ^ 1);
             }
         }
+    }
+
+    template <bool kLse>
+    __device__ __forceinline__ static float times(float statistic, float factor) {
+        if constexpr (kLse && Shape::kStarts) return common::finite_product(statistic, factor);
+        return statistic * factor;
     }
 
     // Loads the statistics of four queries of a tile. The result is true if a query of the tile sees no key (kHides).

@@ -67,14 +67,13 @@ struct BackwardShape {
     static constexpr int kWithoutArray =
         kAlignment + kBlocks * kKeyBytes + kValueBytes + kStages * (kQueryBytes + kDoutBytes + 2 * kStatisticBytes) +
         kDsBytes + kSentDsBytes + 2 * kPBytes + (kStatisticsAsStep ? kOnesBytes : 0) + kBarrierBytes;
-    // A score array is held by each warp for itself, or loaded by the producer, for a group at a time, if products start
-    // from it.
+    // A score array is held by each warp for itself, or loaded by the producer for a group if products start from it.
     using AfterStart = common::AfterStart<Spec>;
     static constexpr bool kStarts = common::kStartsFromBias<Spec>;
     using Start = common::BiasOfKeys<typename Spec::Element, kBr, kGroupRows>;
     static constexpr int kStartGroups = kBc / kGroupRows, kStartBytes = Start::Tile::kBytes;
     static constexpr int kHeldBytes =
-        kStarts ? kStartGroups * (kStartBytes + 2 * 8) : kBc / 16 * common::HeldOfKeys<AfterStart, kBr>::Tile::kBytes;
+        kStarts ? kStartGroups * (kStartBytes + 2 * 8) : kBc / 16 * common::HeldOfKeys<Spec, kBr>::Tile::kBytes;
     static constexpr bool kHasRoom = common::kMayHoldArray<Spec> && kWithoutArray + kHeldBytes <= kMaxSharedBytes;
     static constexpr bool kHoldsArray = kHasRoom && !kStarts, kHoldsStart = kHasRoom && kStarts;
     static constexpr int kSharedBytes = kWithoutArray + (kHasRoom ? kHeldBytes : 0);

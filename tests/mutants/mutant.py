@@ -82,6 +82,16 @@ class Mutant:
         return replace_once(spec, text, self.old, self.new)
 
 
+def of_key_tiles(operation: str) -> str:
+    """Returns the method of a kernel that computes all gradients."""
+    return "one_tile" if operation in ONE_TILE else "single_pass"
+
+
+def with_one_tile(config: dict | None, method: str) -> dict | None:
+    """Returns the tiles of a call, with a small one for `one_tile` if that is its method."""
+    return {**config, "backward_one_tile": TileConfig(32, 32, 4)} if method == "one_tile" else config
+
+
 def run(operation: str, problem: Problem, patch: Mutant | None = None) -> None:
     """Launches the kernel by a call, on inputs that no other kernel has touched, and checks its results."""
     sizes = {"batch": problem.batch, "head_dim_v": problem.head_dim_v}
@@ -103,8 +113,6 @@ def run(operation: str, problem: Problem, patch: Mutant | None = None) -> None:
         "family": family_of(problem.dtype),
         "num_splits": problem.num_splits,
     }
-    if operation in ONE_TILE:
-        options["config"]["backward_one_tile"] = TileConfig(32, 32, 4)
     if problem.tile and not problem.family:
         options["config"] |= dict.fromkeys(("backward", "backward_dkdv"), problem.tile)
     reads = {"convert_dq": "backward", "sum_dkdv": "backward_dkdv", "merge_forward": "forward"}
@@ -132,7 +140,8 @@ def run(operation: str, problem: Problem, patch: Mutant | None = None) -> None:
         o, lse = reference.forward(q, k, v, **asked)
         o, lse = place(o.astype(q.dtype)), place(lse.astype(expected.problem.accumulator_dtype))
         two_pass = operation in ("backward_dq", "backward_dkdv", "sum_dkdv")
-        method = "two_pass" if two_pass else "one_tile" if operation in ONE_TILE else "single_pass"
+        method = "two_pass" if two_pass else of_key_tiles(operation)
+        options["config"] = with_one_tile(options["config"], method)
         of_others: tuple[str, ...] = ()  # results of the other pass, whose kernels are not launched
         if operation == "backward_dq":
             of_others = ("dk", "dv")

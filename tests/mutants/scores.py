@@ -104,18 +104,18 @@ MUTANTS = (
     Mutant(
         "transposed bias in shared memory of eight keys of sixteen",
         "backward_dkdv",
-        "lane / 16 * 8, lane / 8 % 2)",
-        "lane / 16 * 8, 0)",
+        "lane / 16 * 8, chunk + lane / 8 % 2)",
+        "lane / 16 * 8, chunk)",
         "numbers",
         HELD_TRANSPOSED,
     ),
     Mutant(
-        "transposed bias in shared memory of rows past the last one for the next head",
+        "transposed mask in shared memory of rows past the last one for the next head",
         "backward_dkdv",
         "is_last ? own_.tiles.begin : step.tile + 1}",
         "step.tile + 1}",
         "numbers",
-        HELD_TRANSPOSED,
+        HELD_TRANSPOSED_MASK,
     ),
     Mutant(
         "mask in shared memory read before it has arrived",
