@@ -196,6 +196,32 @@ def launched_with_kept_bias(
     return {stage.spec for stage in launched}
 
 
+def launched_in_one_launch(monkeypatch, kind: tuple, names: tuple[str, ...], head_dim: int) -> set[KernelSpec]:
+    """Returns the kernels of backwards of self-attention that need one launch."""
+    from support import fake_gpu
+    from support.fake_cupy import place
+
+    arch, dtype, family = kind
+    if (
+        arch != "sm_90"
+        or dtype not in ("float16", "bfloat16")
+        or family == "sm80"
+        or not set(names) <= {"dlse", "sink"}
+    ):
+        return set()
+    sizes = FIXED | {"seqlen_k": FIXED["seqlen_q"], "num_heads_kv": FIXED["num_heads"]}
+    q, k, v, do = map(place, inputs_of(dtype, **sizes, head_dim=head_dim))
+    forward, backward = (
+        {key: place(x) if isinstance(x, np.ndarray) else x for key, x in options.items()}
+        for options in call_options(names, dtype, dtype, "of heads")
+    )
+    o, lse = place(np.zeros(q.shape, q.dtype)), place(np.zeros((*q.shape[:1], q.shape[2], q.shape[1]), "float32"))
+    with fake_gpu.fake_gpu(monkeypatch, arch, run=lambda launch: None) as launched:
+        for causal in (False, True):
+            fake_gpu.backward(q, k, v, o, lse, do, causal=causal, method="two_pass", **forward, **backward)
+    return {stage.spec for stage in launched if stage.spec.operation == "backward_both"}
+
+
 def launched_by_one_tile(
     monkeypatch,
     kind: tuple,
@@ -255,6 +281,7 @@ def test_calls_use_exactly_the_kernels_that_are_compiled_ahead_for_their_feature
     arch, dtype, family = kind
     ahead_of_calls = listed(arch, dtypes=dtype, head_dims=60, features=names, family=family, decode=False)
     kept = launched_with_kept_bias(monkeypatch, kind, names, 60, None)
+    kept |= launched_in_one_launch(monkeypatch, kind, names, 60)
     kept |= launched_by_one_tile(monkeypatch, kind, names, 60, None)
     assert launched_by(monkeypatch, kind, names, 60, None) | kept == ahead_of_calls
 

@@ -144,7 +144,7 @@ def test_the_kernels_that_a_forward_asks_for_are_those_that_its_backward_takes(c
     o, backprop = fa2cupy.attention(*given, **keywords)
     end_ahead()
     ahead = set(compiled)
-    assert {"backward", "backward_dq", *ONE_TILE} & set(operations(compiled))
+    assert {"backward", "backward_dq", "backward_both", *ONE_TILE} & set(operations(compiled))
     backprop(place(np.ones_like(o)))
     assert set(compiled) == ahead
     assert len(compiled) == len(ahead)

@@ -61,7 +61,7 @@ def test_a_family_has_a_folder_records_and_tiles_for_all_that_it_computes(family
     assert set(family.tiles) == set(family.operations) <= {name for name, one in OPERATIONS.items() if one.is_tiled}
     for operation in family.operations:
         assert family.record(operation).pointers
-        assert family.owns(operation) in ("queries", "keys", "pairs")
+        assert family.owns(operation) in ("queries", "keys", "both", "pairs")
 
 
 # --------------------------------------------------------------------------------------------- errors for unknown names

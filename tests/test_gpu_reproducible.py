@@ -5,11 +5,14 @@ from __future__ import annotations
 import pytest
 
 import fa2cupy
+from fa2cupy.families import choice
 from fa2cupy.families.device import DeviceInfo
 from fa2cupy.families.registry import family_of_kernel
 from fa2cupy.testing import Expectation, make_inputs
 
 cp = pytest.importorskip("cupy")
+from fa2cupy.gpu import signatures
+
 pytestmark = pytest.mark.gpu
 
 RUNS = 20
@@ -58,6 +61,33 @@ def test_from_run_to_run(head_dim, dtype, precision):
         first = results_of(inputs, precision, own=own, **options)
         for _ in range(RUNS):
             assert results_of(inputs, precision, own=own, **options) == first
+
+
+@pytest.mark.parametrize("causal", (False, True), ids=("full", "causal"))
+@pytest.mark.parametrize("length", (1, 128, 300, 1000, 1024))
+@pytest.mark.parametrize(("dtype", "head_dim"), [("float16", 40), ("bfloat16", 64)])
+def test_one_launch_has_the_bits_of_several(monkeypatch, dtype, head_dim, length, causal):
+    """Checks small backwards of self-attention, whose passes run side by side."""
+    sizes = {"seqlen_q": length, "seqlen_k": length, "num_heads": 3, "head_dim": head_dim}
+    q, k, v, do = make_inputs(dtype, batch=2, xp=cp, **sizes)
+    how = {"causal": causal, **ALONE}
+    o, lse = fa2cupy.forward(q, k, v, **how)
+    dlse = cp.ones_like(lse)
+    for given in ({}, {"delta": fa2cupy.delta(o, do)}, {"dlse": dlse}):
+        expected = Expectation(q, k, v, do, causal=causal, dlse=given.get("dlse"))
+        found = []
+        for kernels in (choice.METHODS, choice.IN_ONE_LAUNCH):
+            with monkeypatch.context() as patch:
+                patch.setattr(choice, "METHODS", kernels)
+                patch.setattr(choice, "IN_ONE_LAUNCH", {})
+                signatures._prepared.clear()
+                for _ in range(RUNS):
+                    out = expected.unwritten("dq", "dk", "dv")
+                    gradients = fa2cupy.backward(q, k, v, o, lse, do, **given, **how, method="two_pass", out=out)
+                    found.append(bits(gradients))
+                expected.check(**dict(zip(ALL, gradients, strict=True)))
+        signatures._prepared.clear()
+        assert all(one == found[0] for one in found)
 
 
 @pytest.mark.parametrize(("dtype", "precision"), ARITHMETIC)

@@ -569,7 +569,12 @@ def test_single_pass_of_parts_is_the_default_and_kernels_of_two_pass_store_what_
     assert convert.blocks == -(-300 // main.spec.tile.b_r) * 8 * 3
     of_dq = convert.blocks * main.spec.tile.b_r * 64 * 4
     assert workspace_sizes(plan)["dq_accum"] == of_dq == record(plan.stages[0])["dq_accum_bytes"]
-    assert plan.cleared == ("exceptions",)
+    assert plan.cleared == () and plan.stages[0].renamed["shares"] == "exceptions"
+    assert record(plan.stages[0])["shares_bytes"] == workspace_sizes(plan)["exceptions"]
+    given = plans.backward_plan(
+        problem(dtype="float32", head_dim=59), H100, STRIDES, None, family="sm90", with_delta=False
+    )
+    assert given.cleared == ("dq_accum", "exceptions")
 
 
 @pytest.mark.parametrize(
@@ -599,7 +604,8 @@ def test_a_backward_of_ieee_arithmetic_computes_lse_again_after_a_forward_in_par
         wanted = {"given_lse": "lse", "lse": "own_lse", "o": None} if is_forward else {"lse": "own_lse"}
         assert stage.renamed == (wanted if has_own or choice.family.multiplies_parts else {})
     others = [stage for stage in plan.stages if stage not in of_simt]
-    assert not any(stage.renamed for stage in others)
+    clears = {"shares": "exceptions"} if choice.family.multiplies_parts else {}
+    assert [stage.renamed for stage in others if stage.renamed] == [clears] * bool(clears)
     assert workspace_sizes(plan).get("own_lse") == (3 * 8 * 300 * 4 if of_simt[0].renamed else None)
 
 

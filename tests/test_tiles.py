@@ -186,7 +186,7 @@ def test_an_illegal_tile_of_parts_is_refused(operation, tile, reason):
 STAGES = {
     "sm90": {
         "forward": (2, 4), "backward": (2, 4), "backward_dq": (2, 4), "backward_dkdv": (2, 4), "jvp": (2, 4),
-        "output_jvp": (2, 4), "dq_jvp": (2, 4), "dkdv_jvp": (2, 4), "dbias": (2, 4),
+        "output_jvp": (2, 4), "dq_jvp": (2, 4), "dkdv_jvp": (2, 4), "dbias": (2, 4), "backward_both": (2, 4),
         "backward_one_tile": (1, 1), "backward_one_tile_dbias": (1, 1),
     },
     "sm80": {
@@ -224,7 +224,8 @@ def test_every_kernel_has_the_stages_that_its_main_loop_knows():
             tile = next((tile for tile in rows if not family.why_not_shape(kernel, tile)), None)
             if tile is None:
                 has_fewer = family.multiplies_parts or OPERATIONS[operation].is_second_order
-                assert head_dim > 128 and (has_fewer or family.why_not_columns(padded, padded))
+                is_narrow = OPERATIONS[operation].owns == "both" and head_dim > 64
+                assert is_narrow or (head_dim > 128 and (has_fewer or family.why_not_columns(padded, padded)))
                 continue
             for number in range(1, 10):
                 reason = family.why_not_shape(kernel, dataclasses.replace(tile, num_stages=number))
@@ -471,6 +472,8 @@ def chosen_rows() -> set[int]:
                     is_small = device in OLDER or (
                         row.name == "sm80_float64" and device.shared_memory_per_block < 100 * 1024
                     )
+                    if OPERATIONS[operation].owns == "both" and max(head_dim, call.columns_of("v")) > 64:
+                        continue
                     # Rows with tangents are twice as many.
                     if operation in ("dq_jvp", "dkdv_jvp") and device == P100 and head_dim > 96:
                         continue

@@ -15,7 +15,7 @@ from .estimate import Costs, backward_time, forward_splits, split_candidates
 from .family import Family, Kernel
 from .kept_bias import kept_bias
 from .one_tile import why_not_one_tile
-from .operations import METHODS, ONE_TILE_DBIAS, OPERATIONS, SEVERAL
+from .operations import IN_ONE_LAUNCH, METHODS, ONE_TILE_DBIAS, OPERATIONS, SEVERAL
 from .registry import FAMILIES, supporting_families
 from .simt import SIMT
 from .tile import TileConfig, has_tile_of
@@ -206,11 +206,8 @@ def _choices_of(
     """The choices of a family, by methods and splits, and the reasons why other methods are none."""
     choices: list[Choice] = []
     reasons: list[str] = []
-    methods = _methods(family, problem, options) if call == "backward" else (None,)
-    for method in methods:
-        names = METHODS[method] if method else SEVERAL.get(call, (call,))
-        if method == "one_tile" and problem.settings.sums_dbias:
-            names = (ONE_TILE_DBIAS,)
+    ways = _ways(family, problem, options) if call == "backward" else [(None, SEVERAL.get(call, (call,)))]
+    for method, names in ways:
         operations = [operation for operation in names if OPERATIONS[operation].is_tiled]
         reason = (
             _why_not(family, operations, problem, strides, is_launched)
@@ -236,7 +233,7 @@ def _choices_of(
                 tiles = {"forward": choose_tile("forward", family, problem, device), **tiles}
         except UnsupportedProblemError as error:
             is_only = options.method == method and not problem.settings.sums_dbias
-            if method == methods[-1] and not choices and (method != "one_tile" or is_only):
+            if (method, names) == ways[-1] and not choices and (method != "one_tile" or is_only):
                 raise
             reasons.append(str(error))
             continue
@@ -406,6 +403,17 @@ def _methods(family: Family, problem: AttentionProblem, options: CallOptions) ->
             with_atomics = {}
         methods = (*with_atomics, *["one_tile"] * sums_in_blocks)
     return methods
+
+
+def _ways(family: Family, problem: AttentionProblem, options: CallOptions) -> list[tuple[str, tuple[str, ...]]]:
+    """The methods that come into question, each with its operations: without requested tiles, also in one launch."""
+    methods = _methods(family, problem, options)
+    of_dbias = {"one_tile": (ONE_TILE_DBIAS,)} if problem.settings.sums_dbias else {}
+    ways = [(method, of_dbias.get(method, METHODS[method])) for method in methods]
+    if options.config is None:
+        both = [(method, IN_ONE_LAUNCH[method]) for method in methods if method in IN_ONE_LAUNCH]
+        ways = [way for way in both if set(way[1]) <= set(family.operations)] + ways
+    return ways
 
 
 def _why_not(

@@ -41,6 +41,7 @@ _EQUAL_BLOCKS_OF_SHORT_HEADS, _EQUAL_BLOCKS = 8, 2
 #: its share.
 _STEPS_BESIDE, _STEPS_OF_SHARE = 4, 6
 _MOST_WAVES = 8  # of such blocks, if they divide sequences
+_LAUNCHES_MORE = 2  # of a backward by several launches
 _ASSIGNED_SINGLY = 8  # up to so many blocks for each slot, the schedule is simulated block by block
 
 
@@ -80,6 +81,11 @@ class Costs:
         Merging the shares of a forward; elements of the tiles of q, for each share.
     call, call_rows : float
         Delta, and what every backward takes; elements of q.
+    launch : float
+        What a launch behind another one of the call takes, also of the host's time: methods differ in their number.
+    both, both_step : float
+        Delta of the rows that a block reads, where both passes of ``two_pass`` run side by side; of those of a step of
+        a block that owns keys.
     convert, convert_rows : float
         Clearing and converting the workspace of dQ; elements of q.
     add, add_rows : float
@@ -106,6 +112,9 @@ class Costs:
     merge_rows: float = 0.0
     call: float = 0.0
     call_rows: float = 0.0
+    launch: float = 0.0
+    both: float = 0.0
+    both_step: float = 0.0
     convert: float
     convert_rows: float
     add: float = 0.0
@@ -195,7 +204,10 @@ def backward_time(
     sequences = _Sequences.of(problem)
     queries = problem.batch * problem.seqlen_q * problem.num_heads * problem.mean_head_dim / 1e6
     keys = problem.batch * problem.seqlen_k * problem.num_heads_kv * problem.mean_head_dim / 1e6
-    time = costs.call + costs.call_rows * queries
+    if "backward_both" in tiles:
+        return _time_of_both(costs, problem, device, tiles["backward_both"])
+    is_one_launch = any(OPERATIONS[operation].holds_keys for operation in tiles)
+    time = costs.call + costs.call_rows * queries + (0 if is_one_launch else _LAUNCHES_MORE * costs.launch)
     for operation, tile in tiles.items():
         # Blocks that own tiles of a bias do all of the work on the heads that share them, one after the other.
         splits = 1 if OPERATIONS[operation].owns == "pairs" else num_splits.get(operation, 1)
@@ -217,6 +229,21 @@ def backward_time(
             )
         time += _time_of_blocks(cost, step, steps, device, tile, blocks)
     return time
+
+
+def _time_of_both(costs: Costs, problem: AttentionProblem, device: DeviceInfo, tile: TileConfig) -> float:
+    """The estimated time of a backward whose blocks of both passes run side by side, in microseconds."""
+    sequences = _Sequences.of(problem)
+    heads, columns = problem.num_heads * sequences.number, problem.mean_head_dim
+    blocks: Counter[float] = Counter()
+    sides = {"backward_dkdv": sequences.steps_of_keys(tile), "backward_dq": sequences.steps_of_queries(tile)}
+    for operation, steps in sides.items():
+        cost = costs.of_block(operation, problem)
+        step = _step(cost, tile, columns)
+        for count, number in steps.items():
+            of_delta = costs.both + (costs.both_step * count if operation == "backward_dkdv" else 0.0)
+            blocks[of_delta + cost.start + step * count] += number * heads
+    return _makespan(blocks, device.multiprocessors * tile.blocks_per_sm, tile.blocks_per_sm)
 
 
 def _step(cost: BlockCost, tile: TileConfig, head_dim: int) -> float:

@@ -16,7 +16,17 @@ from ..problem.block_mask import (
 from ..problem.features import FEATURES
 from .records import COLUMN_RISES, COPIED, PARTS, ROW_RISES, SHARERS, SHARES, SUMMED, Record
 
-__all__ = ["METHODS", "OF_DIRECTION", "ONE_TILE", "ONE_TILE_DBIAS", "OPERATIONS", "SEVERAL", "TILED", "Operation"]
+__all__ = [
+    "IN_ONE_LAUNCH",
+    "METHODS",
+    "OF_DIRECTION",
+    "ONE_TILE",
+    "ONE_TILE_DBIAS",
+    "OPERATIONS",
+    "SEVERAL",
+    "TILED",
+    "Operation",
+]
 
 
 @dataclass(frozen=True)
@@ -31,8 +41,8 @@ class Operation:
         Rows of `fa2cupy.problem.features.FEATURES` that change it. ``"cu_seqlens"`` marks kernels that support packed
         sequences.
     owns : str or None
-        The tiles that the blocks of a tiled operation own: ``"queries"``, ``"keys"``, or ``"pairs"`` for tiles of a
-        bias; None if the families differ.
+        The tiles that the blocks of a tiled operation own: ``"queries"``, ``"keys"``, ``"both"``, or ``"pairs"`` for
+        tiles of a bias; None if the families differ.
     num_warps : int or None
         Warps of a block; None for a tiled operation, whose tile says it.
     is_common : bool
@@ -103,6 +113,8 @@ OPERATIONS = _Operations(
         Operation("backward", (*_OF_SCORES, *_OF_DBIAS)),
         Operation("backward_dq", (*_OF_SCORES, *_OF_DBIAS), owns="queries"),
         Operation("backward_dkdv", _OF_SCORES, owns="keys"),
+        # The last two in one launch, which computes delta, too.
+        Operation("backward_both", ("dlse",), owns="both", has_config=False),
         Operation(
             "backward_one_tile",
             (*_OF_ONE_TILE, "dlse"),
@@ -370,6 +382,8 @@ METHODS = {
     "two_pass": ("backward_dq", "backward_dkdv"),
     "one_tile": ("backward_one_tile",),
 }
+#: Those of methods in one launch, where a family has such a kernel.
+IN_ONE_LAUNCH = {"two_pass": ("backward_both",)}
 #: The kernels of ``one_tile``, without and with dbias of a broadcast bias.
 ONE_TILE_DBIAS = "backward_one_tile_dbias"
 ONE_TILE = (*METHODS["one_tile"], ONE_TILE_DBIAS)

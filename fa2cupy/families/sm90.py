@@ -13,7 +13,7 @@ from ..problem.features import FEATURES, changes_of_scores, features_in_register
 from ..problem.strides import AnyStrides
 from .estimate import BlockCost, Costs
 from .family import Family, Kernel, TileRow
-from .operations import OF_DIRECTION, ONE_TILE
+from .operations import OF_DIRECTION, ONE_TILE, OPERATIONS
 from .records import LENGTHS, POINTER_RECORDS, SCALES, SCHEDULE, Record
 from .sm80 import ONE_TILE_COSTS, ONE_TILE_ROWS, SM80
 from .tile import TileConfig
@@ -38,6 +38,8 @@ _BY_POSITION = (*_FUNCTIONS, "bias", "mask")
 _SHARED_BYTES = 227 * 1024  # the most that a block can have
 _LEAST_WARPS = 12  # of a multiprocessor: with fewer, threads would start with more registers than they have later
 _WIDE = 128  # for a larger head_dim, a warp group's registers hold only one of dK and dV
+_MOST_OF_BOTH = 1024  # rows of a head whose delta a block of both passes keeps
+_MOST_COLUMNS_OF_BOTH = 64  # wider heads have other tiles in each pass
 _MAX_STRIDE = 2**40  # bytes; a limit of tensor maps
 
 _INPUT_MAPS = "q:input_map k:input_map v:input_map"
@@ -63,6 +65,14 @@ _RECORDS = {
     ),
     "backward_dkdv": Record(
         f"{_GRADIENT_MAPS} dk:output_map dv:output_map {_STATISTICS}", (), SCALES, LENGTHS + SCHEDULE
+    ),
+    # TMA loads dO, and threads read its rows for delta, which is null unless the caller gives it. So is the counter.
+    "backward_both": Record(
+        f"{_GRADIENT_MAPS} dq:output_map dk:output_map dv:output_map o:input dout_rows:input {_STATISTICS} "
+        "tile_counter:counter",
+        ("o", "dout_rows"),
+        SCALES,
+        LENGTHS + SCHEDULE,
     ),
     **{operation: POINTER_RECORDS[operation] for operation in ONE_TILE},
     "dbias": POINTER_RECORDS["dbias"]._replace(pointers=f"{_GRADIENT_MAPS} {_STATISTICS}", strides=()),
@@ -121,6 +131,9 @@ _COSTS = Costs(
     merge_rows=2.0,
     call=0.47,
     call_rows=0.0434,
+    launch=2.0,
+    both=1.0,
+    both_step=0.4,
     convert=0.935,
     convert_rows=5.31,
     add=5.134,
@@ -141,7 +154,7 @@ class Sm90(Family):
     """Kernels for sm_90a only. The blocks of ``backward`` own key tiles; the other kernels are persistent."""
 
     name = "sm90"
-    operations = (*Family.operations, *ONE_TILE, "dbias", *_OF_TANGENTS)
+    operations = (*Family.operations, "backward_both", *ONE_TILE, "dbias", *_OF_TANGENTS)
     dtypes = ("float16", "bfloat16")
     min_compute_capability = max_compute_capability = 90
     row_alignment = 16
@@ -209,6 +222,7 @@ class Sm90(Family):
             TileRow(192, TileConfig(96, 64, 12, 2), _H100),
             TileRow(256, TileConfig(64, 64, 12, 2), _H100),
         ),
+        "backward_both": (TileRow(64, TileConfig(128, 128, 12, 2)),),
         # The other tiles are for GPUs with less shared memory.
         **{operation: rows[:-2] for operation, rows in ONE_TILE_ROWS.items()},
         "dbias": (
@@ -253,6 +267,8 @@ class Sm90(Family):
         if not problem.softmax_scale > 0:
             return f"softmax_scale={problem.softmax_scale} is not positive"
         head_dim = max(problem.head_dim, problem.head_dim_v or 0)
+        if operation == "backward_both" and not _has_equal_sides(problem):
+            return "backward_both is for plain and short self-attention"
         if operation == "dkdv_jvp" and head_dim > _WIDE:
             return f"registers do not hold the tangents of dk and dv of head_dim {head_dim}, only up to {_WIDE}"
         if 0 in problem.sizes_of("k" if self.owns(operation) == "keys" else "q"):
@@ -281,6 +297,9 @@ class Sm90(Family):
             return _forward_bytes(head_dim, head_dim_v, tile, array, kept_keys)
         if operation == "backward_dq":
             return _dq_bytes(head_dim, head_dim_v, tile, array)
+        if operation == "backward_both":
+            keys = _backward_bytes(head_dim, head_dim_v, tile, array, with_dq=False)
+            return max(keys + 4 * _MOST_OF_BOTH, _dq_bytes(head_dim, head_dim_v, tile, array))
         if operation == "dbias":
             return _dbias_bytes(head_dim, head_dim_v, tile, keeps_bias=changes_of_scores(features) == ("bias",))
         moved = [name in features for name in OF_DIRECTION]
@@ -305,6 +324,8 @@ class Sm90(Family):
             return _why_no_forward(tile, head_dim_v)
         if operation == "backward_dq":
             return _why_no_dq(tile, head_dim)
+        if operation == "backward_both":
+            return _why_no_dq(tile, head_dim) or _why_no_backward(tile, head_dim, head_dim_v, with_dq=False)
         if operation == "dbias":  # the accumulators of S and dP, and the sums
             return _why_no_query_rows(tile, 0, 3 * tile.b_c // 2, 32, blocks={1: (1, 2), 2: (1,), 3: (1,)})
         if operation in _OF_JVP:
@@ -315,6 +336,14 @@ class Sm90(Family):
             return _why_no_dkdv_jvp(tile, head_dim, head_dim_v)
         with_dq = {"backward": True, "backward_dkdv": False}[operation]
         return _why_no_backward(tile, head_dim, head_dim_v, with_dq=with_dq)
+
+
+def _has_equal_sides(problem: AttentionProblem) -> bool:
+    """True if both passes of a backward fit in one launch: their tiles are as many, and nothing changes scores."""
+    rows, columns = problem.seqlen_q, problem.head_dim_v or problem.head_dim
+    is_plain = not problem.settings.dsink and set(problem.features).isdisjoint(OPERATIONS["backward_dq"].features)
+    same = rows == problem.seqlen_k and problem.num_heads == problem.num_heads_kv and columns == problem.head_dim
+    return is_plain and same and columns <= _MOST_COLUMNS_OF_BOTH and rows <= _MOST_OF_BOTH
 
 
 @functools.lru_cache(maxsize=None)

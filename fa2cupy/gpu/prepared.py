@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Collection
 from dataclasses import replace
@@ -23,6 +24,9 @@ from .launch import ABSENT, bind_plan
 __all__ = ["KernelCall", "overlap_check"]
 
 _ALIGNMENT = 512  # bytes, like that of CuPy's allocations
+#: Results of together at most so many bytes are parts of one allocation, which lasts as long as any of them: an
+#: allocation takes the host as long as a third of a launch.
+_MOST_TOGETHER = 8 << 20
 
 _known_threads = threading.local()
 
@@ -73,11 +77,12 @@ class KernelCall:
         self.ordinal = ordinal
         self.check_overlap = check_overlap
         self.first_result = len(arguments.inputs)
-        self.allocated = [
-            (index, self.first_result + index, result.shape, result.dtype)
-            for index, result in enumerate(results)
-            if result.name not in given
-        ]
+        self.allocated, self.result_bytes = [], 0
+        for index, result in enumerate(results):
+            if result.name not in given:
+                place = index, self.first_result + index
+                self.allocated.append((*place, result.shape, result.dtype, self.result_bytes))
+                self.result_bytes += _aligned(math.prod(result.shape) * result.dtype.itemsize)
         positions = {name: position for position, name in enumerate(arguments.kernel_names)}
         # The lists of a map are the map's. Other workspaces are parts of one allocation. Those that are cleared come
         # last, so that one memset clears them.
@@ -94,7 +99,7 @@ class KernelCall:
         for position, workspace in enumerate(workspaces, start=num_given):
             positions[workspace.name] = position
             self.offsets.append(self.workspace_bytes)
-            self.workspace_bytes += -(-workspace.nbytes // _ALIGNMENT) * _ALIGNMENT
+            self.workspace_bytes += _aligned(workspace.nbytes)
             if workspace.name not in plan.cleared:
                 self.kept_bytes = self.workspace_bytes
         positions[ABSENT] = num_given + len(workspaces)
@@ -136,9 +141,16 @@ class KernelCall:
 
     def _run(self, arrays: tuple[cupy.ndarray | None, ...], addresses: list[int]) -> tuple[cupy.ndarray, ...]:
         results = list(arrays[self.first_result :])
-        for index, position, shape, dtype in self.allocated:
-            array = results[index] = cupy.ndarray(shape, dtype)
-            addresses[position] = array.data.ptr
+        if 0 < self.result_bytes <= _MOST_TOGETHER:
+            together = cupy.cuda.alloc(self.result_bytes)
+            start = together.ptr
+            for index, position, shape, dtype, offset in self.allocated:
+                results[index] = cupy.ndarray(shape, dtype, together + offset)
+                addresses[position] = start + offset
+        else:
+            for index, position, shape, dtype, _ in self.allocated:
+                array = results[index] = cupy.ndarray(shape, dtype)
+                addresses[position] = array.data.ptr
         stream = cupy.cuda.get_current_stream().ptr
         if self.workspace_bytes:
             memory = allocator_of(stream)(self.workspace_bytes)  # freed behind the launches
@@ -154,6 +166,10 @@ class KernelCall:
         for stage in self.stages:
             stage(addresses, stream)
         return tuple(results)
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
 
 
 def _clear(array: cupy.ndarray) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 
 from ..families.dbias import tiles_of_bias
 from ..families.device import DeviceInfo
@@ -139,6 +140,19 @@ class StageLayout:
         if "block_mask" in self.used_features:
             values |= list_layout(problem, side, tile).strides
         return self.stage(operation, tile, blocks, maps, is_split=is_split, **values)
+
+    def both(self, tile: TileConfig) -> Stage:
+        """The kernel whose first blocks own key tiles, and whose others own as many query tiles of the same heads."""
+        problem, operation = self.problem, "backward_both"
+        num_tiles, heads = self.num_tiles("keys", tile.b_c), problem.num_heads
+        values = {"num_tiles": num_tiles, "scheduled_heads": heads, "heads_per_section": problem.batch * heads}
+        maps = [
+            self._map(name, tile.b_r, tile.b_c) for name in param_layout(operation, self.family, problem.dtype).maps
+        ]
+        layout = StageLayout(problem, self.device, self.family, {**self.strides, "dout_rows": self.strides["dout"]})
+        blocks = 2 * num_tiles * heads * problem.batch
+        stage = layout.stage(operation, tile, blocks, tuple(maps), is_split=False, **values)
+        return replace(stage, renamed={"dout_rows": "dout", TILE_COUNTER: None})
 
     def dbias(self, tile: TileConfig, num_shared: int, num_splits: int, share_elements: int) -> Stage:
         """The kernel whose blocks own tiles of a broadcast bias, which so many sequences share."""

@@ -210,7 +210,7 @@ def plan_backward(
     if choice.family.multiplies_parts:
         tiled, of_parts = _with_parts(layout, tiled, choice)
         workspaces += of_parts
-        cleared.append(EXCEPTIONS)
+        added += [workspace for workspace in of_parts if workspace.name == EXCEPTIONS]
     stages: list[Stage] = []
     if choice.method == "one_tile":
         computes_delta = with_delta and not (shares_delta or settings.dsink)
@@ -218,7 +218,7 @@ def plan_backward(
         tiled[0] = replace(tiled[0], renamed={**tiled[0].renamed, **renamed})
         with_delta = with_delta and not computes_delta
         cleared += ["dq"] if 0 in layout.problem.sizes_of("k") else []
-    if with_delta:
+    if with_delta and "backward_both" not in choice.tiles:
         stages.append(_delta(layout, added))
         workspaces.append(Workspace("delta", problem.statistics_bytes))
         names = {workspace.name for workspace in workspaces}
@@ -239,6 +239,8 @@ def _with_sums(
     if operation == ONE_TILE_DBIAS:
         stages, shares = one_tile_dbias(layout, tile, num_splits, _tile_of("sum_dbias"))
         return stages, [shares], []
+    if operation == "backward_both":
+        return [layout.both(tile)], [], []
     kernel = layout.tiled(operation, tile, num_splits)
     if num_splits > 1 or (operation == "backward" and layout.family.backward_owns == "keys"):
         sums = _Sums(layout, operation, tile, num_splits)
@@ -270,7 +272,8 @@ def _with_parts(layout: StageLayout, tiled: Sequence[Stage], choice: Choice) -> 
         all_blocks += blocks
     # For each K/V head a mark, the largest elements of the columns of q and k, and a count of blocks.
     of_head = 1 + columns["q"] + columns["k"] + 1
-    workspaces.append(Workspace(EXCEPTIONS, problem.batch * problem.num_heads_kv * of_head * ITEMSIZE["float32"]))
+    exceptions = problem.batch * problem.num_heads_kv * of_head * ITEMSIZE["float32"]
+    workspaces.append(Workspace(EXCEPTIONS, -(-exceptions // 16) * 16))  # it is cleared by 16 bytes at a time
     if not any(stage.blocks for stage in tiled):
         all_blocks = 0  # nobody reads the parts
     operation = "split_gradients" if choice.method else "split_inputs"
@@ -285,9 +288,16 @@ def _with_parts(layout: StageLayout, tiled: Sequence[Stage], choice: Choice) -> 
 
 
 def _delta(layout: StageLayout, cleared: Sequence[Workspace] = ()) -> Stage:
-    """The stage that computes delta, and clears workspaces of the stages after it."""
-    sizes = {f"{workspace.name}_bytes": workspace.nbytes for workspace in (*_CLEARED_BY_DELTA, *cleared)}
-    return _of_rows(layout, "delta", **sizes)
+    """The stage that computes delta, and clears workspaces of the stages after it.
+
+    Exceptions take the place of shares, which families that have them do not make.
+    """
+    places = {EXCEPTIONS: SHARES}
+    sizes = {workspace.name: workspace.nbytes for workspace in _CLEARED_BY_DELTA}
+    sizes |= {places.get(workspace.name, workspace.name): workspace.nbytes for workspace in cleared}
+    stage = _of_rows(layout, "delta", **{f"{name}_bytes": nbytes for name, nbytes in sizes.items()})
+    names = {workspace.name for workspace in cleared}
+    return replace(stage, renamed={place: name for name, place in places.items() if name in names})
 
 
 def _of_rows(layout: StageLayout, operation: str, **values: int) -> Stage:

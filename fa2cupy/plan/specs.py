@@ -18,7 +18,7 @@ from ..families.choice import Choice, choices_with_copies, choose
 from ..families.device import DeviceInfo
 from ..families.family import Kernel
 from ..families.kept_bias import kept_biases
-from ..families.operations import ONE_TILE
+from ..families.operations import IN_ONE_LAUNCH, ONE_TILE
 from ..families.registry import choose_family, family_of_kernel, supporting_families
 from ..families.tile import TileConfig, requested_tile
 from ..jit.spec import KernelSpec
@@ -113,11 +113,13 @@ def _choices(
     if call == "backward" and problem.settings.sums_dbias:
         yield from _choices_of_dbias(problem, device, strides, options)
         return
-    choice = choose(call, problem, device, strides, options, is_launched=False)
-    yield choice
+    found = choices_with_copies(
+        call, problem, device, lambda family: (family.padded(problem), strides), options, is_launched=False
+    )
+    yield from (choice for choice in found if choice is found[0] or options.method in IN_ONE_LAUNCH)
     if call == "forward":
-        for kept in kept_biases(choice.family, problem, device, options):
-            yield Choice(choice.family, {call: kept.tile}, kept_keys=kept.keys)
+        for kept in kept_biases(found[0].family, problem, device, options):
+            yield Choice(found[0].family, {call: kept.tile}, kept_keys=kept.keys)
 
 
 def _choices_of_dbias(

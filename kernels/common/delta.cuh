@@ -21,9 +21,10 @@ struct RowProducts {
     static constexpr int kSteps = ceil_div(Spec::kHeadDim / kVector, kLanes);
     static_assert(Spec::kHeadDim % kVector == 0 && kLanes <= 32);
 
+    using Load = Vector<Element, kVector>;
+
     // The dot product of two rows, for all lanes that share them.
     __device__ __forceinline__ static Accum dot(const Element* x, const Element* y, int32 lane, bool valid) {
-        using Load = Vector<Element, kVector>;
         Accum sum = 0;
 #pragma unroll
         for (int step = 0; step < kSteps; ++step) {
@@ -31,11 +32,16 @@ struct RowProducts {
             if (column < Spec::kHeadDim && valid) {
                 const Load a = *reinterpret_cast<const Load*>(x + column);
                 const Load b = *reinterpret_cast<const Load*>(y + column);
-#pragma unroll
-                for (int e = 0; e < kVector; ++e) sum += to_accum(a.item[e]) * to_accum(b.item[e]);
+                sum = with_products(sum, a, b);
             }
         }
         return row_sum<kLanes>(sum);
+    }
+    // The sum and the products of what a lane has loaded at once.
+    __device__ __forceinline__ static Accum with_products(Accum sum, const Load& a, const Load& b) {
+#pragma unroll
+        for (int e = 0; e < kVector; ++e) sum += to_accum(a.item[e]) * to_accum(b.item[e]);
+        return sum;
     }
 };
 

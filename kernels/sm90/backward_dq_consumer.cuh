@@ -199,7 +199,16 @@ class BackwardDqConsumer : common::HeadTerms<Spec>,
             const bool valid = at < own.seqlen_q;
             const float natural = valid ? lse[at] : -common::infinity<float>();
             minus_lse_[i] = natural == -common::infinity<float>() ? natural : -common::in_base2(natural);
-            minus_delta_[i] = natural == -common::infinity<float>() ? 0.0f : -delta[at];
+            if constexpr (!kIsPass<Spec>) minus_delta_[i] = natural == -common::infinity<float>() ? 0.0f : -delta[at];
+        }
+        if constexpr (kIsPass<Spec>) {
+            const OwnDelta<Spec> deltas(params_, tile.batch(), tile.head());
+            typename OwnDelta<Spec>::Row rows[2];
+#pragma unroll
+            for (int i = 0; i < 2; ++i) rows[i] = deltas.load(row + Scores::row(i, lane_));
+#pragma unroll
+            for (int i = 0; i < 2; ++i)
+                minus_delta_[i] = -deltas.finished(rows[i], row + Scores::row(i, lane_), !hides(i));
         }
         if constexpr (kChoosesBound)
             lse_is_large_ =

@@ -1,6 +1,7 @@
 // Sizes of the kernels of dQ and of its tangent: what they add to query_tile_shape.cuh.
 #pragma once
 #include "sm90/moved.cuh"
+#include "sm90/own_delta.cuh"
 #include "sm90/query_tile_shape.cuh"
 
 namespace fa2::sm90 {
@@ -46,7 +47,7 @@ struct BackwardDqShape : QueryTileShape<Spec, 2> {
     static constexpr int kQueryBuffers = kFreeBytes >= kOutputBytes + kOperandBytes ? 2 : 1;
     static constexpr int kSharedBytes =
         kBesidesQueries + kQueryBuffers * kOperandBytes + kOutputPanels * kQueryPanelBytes;
-    static_assert(kSharedBytes == Spec::kSharedBytes);
+    static_assert(kIsPass<Spec> || kSharedBytes == Spec::kSharedBytes);
 
     // The order of the products (backward_dq_consumer.cuh). With kScoresFirst, dP is computed while dS K of the
     // previous key tile is in flight: registers hold dQ, S, dP and dS at the same time. The rest of the loop takes

@@ -56,6 +56,8 @@ class BackwardKeys : BackwardGroup<Spec, Shape> {
               matrix_descriptor(memory.ds(0) + (Shape::kDqByRows ? kGroup : 0) * kGroupRows * kPanelRowBytes, 0)) {}
 
     __device__ __forceinline__ void run() {
+        if constexpr (kIsPass<Spec>)
+            OwnDelta<Spec>(params_, own_.batch, own_.head).put_from(own_.tiles.begin * kBr, memory_.held());
         dk_.fill(0.0f);
         dv_.fill(0.0f);
         if constexpr (kWithDq) Base::start_adding(params_, dq_row16(), kDqColumn8);

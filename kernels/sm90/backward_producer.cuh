@@ -175,6 +175,7 @@ class BackwardProducer {
         const float factor = kLse && !kInBase2 ? -1.0f / params_.softmax_scale : -1.0f;
         QueryStep step = own_.first_step(), own = own_.at(step);
         RingPosition<Shape::kStages> ring;
+        if constexpr (kIsPass<Spec> && !kLse) OwnDelta<Spec>::wait();
         float x[4];
         bool clears = load_rows<kLse>(own, lane, x);
         uint32 landed_parity = 0;
@@ -232,14 +233,19 @@ class BackwardProducer {
     template <bool kLse>
     __device__ bool load_rows(const QueryStep& own, int32 lane, float (&x)[4]) const {
         const int64 first = common::first_statistic<Spec>(params_, own_.batch, own.head);
-        const float *lse = params_.lse + first, *rows = kLse ? lse : params_.delta + first;
+        const float* lse = params_.lse + first;
         bool hides = false;
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
             const int32 query = query_of<kLse>(lane, i), row = own.tile * kBr + query;
             x[i] = kLse ? -common::infinity<float>() : 0.0f;
             if (query < kBr && row < params_.seqlen_q) {
-                x[i] = rows[row];
+                if constexpr (kLse)
+                    x[i] = lse[row];
+                else if constexpr (kIsPass<Spec>)
+                    x[i] = load_shared<float>(memory_.held() + 4 * row);
+                else
+                    x[i] = params_.delta[first + row];
                 if constexpr (kHides) hides |= (kLse ? x[i] : lse[row]) == -common::infinity<float>();
             }
         }

@@ -6,6 +6,7 @@
 #include "common/start_from_bias.cuh"
 #include "common/tile_lists.cuh"
 #include "sm90/dq_workspace.cuh"
+#include "sm90/own_delta.cuh"
 #include "sm90/layout.cuh"
 #include "sm90/tma_rows.cuh"
 #include "sm90/statistic.cuh"
@@ -76,7 +77,7 @@ struct BackwardShape {
     static constexpr bool kHasRoom = common::kMayHoldArray<Spec> && kWithoutArray + kHeldBytes <= kMaxSharedBytes;
     static constexpr bool kHoldsArray = kHasRoom && !kStarts, kHoldsStart = kHasRoom && kStarts;
     static constexpr int kSharedBytes = kWithoutArray + (kHasRoom ? kHeldBytes : 0);
-    static_assert(kSharedBytes == Spec::kSharedBytes);
+    static_assert(kIsPass<Spec> || kSharedBytes == Spec::kSharedBytes);
 
     // ------------------------------------------------------------------------------------------------------ registers
     static constexpr int kProducerRegisters = kHoldsStart ? 40 : 24, kConsumerRegisters = kHoldsStart ? 232 : 240;

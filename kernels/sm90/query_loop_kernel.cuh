@@ -9,13 +9,14 @@ template <class Spec, class Shape, class Consumer>
 struct QueryLoopKernel {
     static constexpr bool kFindsSequences = true;
 
-    __device__ static void run(const Params& params, char* dynamic_smem) {
+    // The block's first query tile is that with the index `first`.
+    __device__ static void run(const Params& params, char* dynamic_smem, int32 first = blockIdx.x) {
         const QueryTileMemory<Shape> memory(dynamic_smem);
         if (threadIdx.x == 0) memory.init_barriers();
         __syncthreads();
         if (threadIdx.x < kGroupThreads) {
             deallocate_registers<Shape::kProducerRegisters>();
-            if (threadIdx.x == 0) QueryLoopProducer<Spec, Shape>(params, memory).run();
+            if (threadIdx.x == 0) QueryLoopProducer<Spec, Shape>(params, memory).run(first);
         } else {
             allocate_registers<Shape::kConsumerRegisters>();
             Consumer(params, memory).run();

@@ -20,8 +20,7 @@ class QueryLoopProducer : QueryTileProducer<Spec, Shape, QueryTileMemory<Shape>>
     __device__ QueryLoopProducer(const Params& params, const Memory& memory) : Base(params, memory) {}
 
     // `queries_` is the ring position of Q and dO, which advance together.
-    __device__ void run() {
-        int32 index = blockIdx.x;
+    __device__ void run(int32 index) {
         while (true) {
             const Tile tile = query_tile<Spec>(params_, index);
             publish(tile);

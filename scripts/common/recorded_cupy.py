@@ -467,6 +467,13 @@ class _Enumeration:
         return name.rpartition("_")[2]
 
 
+class _Operation(SimpleNamespace):
+    """An operation on a word: the members of all kinds share their memory."""
+
+    def __init__(self) -> None:
+        self.writeValue = self.waitValue = self
+
+
 def _bindings() -> dict[str, Any]:
     """``cuda.bindings.driver``."""
 
@@ -475,12 +482,10 @@ def _bindings() -> dict[str, Any]:
         encoded = ctypes.create_string_buffer(struct.pack("<2q", len(recorder.maps) - 1, address), _MAP_BYTES)
         return 0, SimpleNamespace(getPtr=lambda: ctypes.addressof(encoded))
 
-    def signal(kind: str) -> Callable[..., tuple[int]]:
-        def note(stream: int, address: int, value: int, flags: int) -> tuple[int]:
-            recorder.note(kind, recorder.streams[stream], word=Word(address), is_zero=value == 0)
-            return (0,)
-
-        return note
+    def operate(stream: int, count: int, operations: Any, flags: int) -> tuple[int]:
+        for one in operations:
+            recorder.note(one.operation, recorder.streams[stream], word=Word(one.address), is_zero=one.value == 0)
+        return (0,)
 
     kinds = ("DataType", "Interleave", "Swizzle", "L2promotion", "FloatOOBfill")
     return {f"CUtensorMap{kind}": _Enumeration() for kind in kinds} | {
@@ -488,8 +493,11 @@ def _bindings() -> dict[str, Any]:
         "cuuint32_t": int,
         "cuuint64_t": int,
         "cuTensorMapEncodeTiled": encode,
-        "cuStreamWriteValue32": signal("signal"),
-        "cuStreamWaitValue32": signal("await"),
+        "CUstreamBatchMemOpType": SimpleNamespace(
+            CU_STREAM_MEM_OP_WRITE_VALUE_32="signal", CU_STREAM_MEM_OP_WAIT_VALUE_32="await"
+        ),
+        "CUstreamBatchMemOpParams": _Operation,
+        "cuStreamBatchMemOp": operate,
     }
 
 

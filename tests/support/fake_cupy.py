@@ -24,10 +24,10 @@ class FakeMemory:
     """The part of ``cupy.cuda.MemoryPointer`` that the package uses."""
 
     def __init__(self, address: int, owner: object, device_id: int = 0):
-        self.ptr, self.device_id, self._owner = address, device_id, owner
+        self.ptr, self.device_id, self.owner = address, device_id, owner
 
     def __add__(self, offset: int) -> FakeMemory:
-        return FakeMemory(self.ptr + offset, self._owner, self.device_id)
+        return FakeMemory(self.ptr + offset, self.owner, self.device_id)
 
     def memset_async(self, value: int, nbytes: int) -> None:
         ctypes.memset(self.ptr, value, nbytes)
@@ -50,7 +50,12 @@ class FakeArray(np.ndarray):
         nbytes = int(np.prod(shape)) * np.dtype(dtype).itemsize
         buffer = (ctypes.c_char * nbytes).from_address(memptr.ptr)
         array = np.frombuffer(buffer, np.uint8).view(dtype).reshape(shape)
-        return np.lib.stride_tricks.as_strided(array, shape, strides).view(cls)
+        array = np.lib.stride_tricks.as_strided(array, shape, strides).view(cls)
+        array.memory, array.device_id = memptr.owner, memptr.device_id  # the memory lives as long as the array
+        if isinstance(memptr.owner, _Allocation):
+            array.allocator = memptr.owner.allocator
+            memptr.owner.becomes_arrays()
+        return array
 
     def copy(self, order: str = "C"):
         """Copies like CuPy, into memory of the current allocator."""
@@ -64,6 +69,20 @@ class FakeArray(np.ndarray):
     @property
     def data(self) -> FakeMemory:
         return FakeMemory(self.ctypes.data, self, self.device_id)
+
+
+class _Allocation:
+    """Memory from an allocator. It leaves the list of workspaces once arrays are made of it."""
+
+    def __init__(self, allocator: str, nbytes: int, workspaces: list):
+        self.buffer, self.allocator = _aligned((nbytes,), np.uint8), allocator
+        self._entry, self._workspaces = (allocator, nbytes, _devices[-1]), workspaces
+        workspaces.append(self._entry)
+
+    def becomes_arrays(self) -> None:
+        if self._workspaces is not None:
+            self._workspaces.remove(self._entry)
+        self._workspaces = None
 
 
 def _aligned(shape: tuple[int, ...], dtype: np.dtype) -> FakeArray:
@@ -124,7 +143,7 @@ class FakeCupy(types.SimpleNamespace):
     capturing : set of int
         Streams whose work goes into a graph.
     workspaces : list of (allocator, bytes, device)
-        Allocations other than arrays.
+        Allocations other than arrays, and than memory of which arrays have been made.
     launches : list of (device, stream)
         Device and stream of each launched kernel.
     waited : list of FakeEvent
@@ -160,9 +179,8 @@ class FakeCupy(types.SimpleNamespace):
         return array if array.flags.c_contiguous else place(array)
 
     def _alloc(self, nbytes: int, allocator: str) -> FakeMemory:
-        self.workspaces.append((allocator, nbytes, _devices[-1]))
-        buffer = _aligned((nbytes,), np.uint8)
-        return FakeMemory(buffer.ctypes.data, buffer, _devices[-1])
+        owner = _Allocation(allocator, nbytes, self.workspaces)
+        return FakeMemory(owner.buffer.ctypes.data, owner, _devices[-1])
 
 
 def place(array: np.ndarray) -> FakeArray:

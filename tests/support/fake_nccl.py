@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import itertools
 import queue
+import struct
 import sys
 import threading
 import time
@@ -152,13 +153,19 @@ def copy_matrices(matrices) -> None:
             ctypes.memmove(to, of, one.width)
 
 
-def copies_of_record(word: int, values: tuple[int, ...]) -> list[Matrix]:
-    """Returns the matrices of the values of a kernel's record."""
-    places = [values[first : first + 7] for first in range(1, len(values), 7)]
-    return [
-        Matrix(to, to_pitch, of, of_pitch, words_of_row * word, words // words_of_row)
-        for to, to_pitch, of, of_pitch, _, words_of_row, words in places
-    ]
+class FakeLaunch:
+    """A launch of the kernel that copies matrices, to be repeated with other places in its record."""
+
+    def __init__(self, sharing: FakeSharing, word: int, record: bytes):
+        self.record, self._sharing, self._word = np.frombuffer(bytearray(record), np.uint8), sharing, word
+
+    def __call__(self, stream: int) -> None:
+        places = struct.iter_unpack("<5q2I", self.record[8:].tobytes())
+        matrices = [
+            Matrix(to, to_pitch, of, of_pitch, words_of_row * self._word, words // words_of_row)
+            for to, to_pitch, of, of_pitch, _, words_of_row, words in places
+        ]
+        self._sharing.copy_matrices(matrices, stream)
 
 
 class FakeSharing:
@@ -236,18 +243,28 @@ class FakeSharing:
         copy_matrices(matrices)
 
     def launch_of(self, word, slices, record):
-        return lambda stream, *values: self.copy_matrices(copies_of_record(word, values), stream)
+        return FakeLaunch(self, word, record)
 
-    def cuStreamWriteValue32(self, stream, address, value, flags):
+    def cuStreamBatchMemOp(self, stream, count, operations, flags):
+        assert (count, flags) == (len(operations), 0)
+        kinds = self._driver.CUstreamBatchMemOpType
+        for one in operations:
+            if one.operation == kinds.CU_STREAM_MEM_OP_WRITE_VALUE_32:
+                self._write(stream, int(one.writeValue.address), int(one.writeValue.value))
+            else:
+                assert one.operation == kinds.CU_STREAM_MEM_OP_WAIT_VALUE_32
+                assert one.waitValue.flags == 1  # until equal
+                self._wait(stream, int(one.waitValue.address), int(one.waitValue.value))
+        return (self.SUCCESS,)
+
+    def _write(self, stream, address, value):
         self.log.append(("write", stream))
         with self.changed:
             ctypes.c_uint32.from_address(address).value = value
             self.changed.notify_all()
-        return (self.SUCCESS,)
 
-    def cuStreamWaitValue32(self, stream, address, value, flags):
+    def _wait(self, stream, address, value):
         self.log.append(("wait", stream))
-        assert flags == 1  # until equal
         word = ctypes.c_uint32.from_address(address)
         with self.changed:
             self.waiting += 1
@@ -255,7 +272,6 @@ class FakeSharing:
                 self.never.append(stream)
             self.waiting -= 1
             self.changed.notify_all()
-        return (self.SUCCESS,)
 
     def is_idle(self, timeout):
         """Waits until no stream waits, like CUDA where memory is freed; returns False if that takes too long."""

@@ -80,6 +80,8 @@ class _Formulas:
         for name, gradient in zip(("dq", "dk", "dv"), self._gradients(), strict=True):
             self.launch.array(name)[...] = gradient
 
+    _backward_both = _backward_one_tile
+
     def _backward_dkdv(self) -> None:
         if self.spec.is_split:
             for shares, gradient in zip(self._shares(self.values["num_splits"]), self._gradients()[1:], strict=True):
@@ -104,6 +106,7 @@ class _Formulas:
         lse, delta, scale = self.launch.array("lse"), self.launch.array("delta"), self._scale()
         if delta is None:
             delta = reference.delta(self.launch.array("o"), self.launch.array("dout"))
+            delta = delta - (self.launch.array("dlse") if "dlse" in self.launch.pointers else 0)
         group = self.values["heads_per_group"]
         q, k, v, do = (np.asarray(x, np.float64).transpose(0, 2, 1, 3) for x in (q, k, v, do))
         k, v = (np.repeat(x, group, axis=1) for x in (k, v))

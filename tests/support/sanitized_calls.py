@@ -91,6 +91,17 @@ def plain(kinds: tuple = KINDS) -> None:
                     fa2cupy.backward(q, k, v, o, lse, do, method=method, **how)
 
 
+def both() -> None:
+    """Calls backwards of self-attention that need one launch, with delta of their own and with the caller's."""
+    for (dtype, head_dim), length in itertools.product((("float16", 64), ("bfloat16", 40)), (70, 300)):
+        sizes = {"seqlen_q": length, "seqlen_k": length, "num_heads": 2, "head_dim": head_dim}
+        q, k, v, do = make_inputs(dtype, **sizes, xp=cupy)
+        for causal in (False, True):
+            o, lse = forward_by_threads(q, k, v, dtype, {"causal": causal})
+            for given in ({}, {"dlse": lse}, {"delta": fa2cupy.delta(o, do)}):
+                fa2cupy.backward(q, k, v, o, lse, do, causal=causal, method="two_pass", **given)
+
+
 def of_float64() -> None:
     """Calls float64 on tensor cores, where the GPU has them for it, and on CUDA cores: plain, with features, packed."""
     sizes = {"batch": 2, "num_heads": 2, "seqlen_q": 150, "seqlen_k": 130}
@@ -297,7 +308,7 @@ def forward_by_threads(q, k, v, dtype: str, options: dict, family: str | None = 
 
 PARTS = {
     "plain": plain, "features": with_settings, "pairs": pairs, "functions": with_functions, "short": short,
-    "packed": packed, "sparse": sparse,
+    "both": both, "packed": packed, "sparse": sparse,
     "float32-59": functools.partial(of_parts, 59), "float32-128": functools.partial(of_parts, 128),
     "float32-250": functools.partial(of_parts, 250), "float32-96-64": functools.partial(of_parts, 96, 64),
     "float64": of_float64, "decode": decoding,

@@ -5,12 +5,14 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterator, Sequence
 
+import numpy as np
+
 from ...families.device import DeviceInfo
 from ...plan.ranks import LONGEST_WORD, WORDS_OF_BLOCK, copy_spec
 from .kernels import Launch, launch
 from .matrices import Matrix
 
-__all__ = ["copy_matrices", "form_of", "launch_of", "launches_of"]
+__all__ = ["copy_matrices", "launch_of", "launches_of", "places_in"]
 
 #: A launch takes at most so many matrices (a record has at most 4 KiB), and a matrix has fewer words than this.
 _MOST_MATRICES, _MOST_WORDS = 64, 1 << 31
@@ -25,17 +27,19 @@ def copy_matrices(matrices: Sequence[Matrix]) -> None:
 
 
 def launch_of(word: int, slices: int, record: bytes) -> Launch:
-    """One of `launches_of`, to be repeated with the values of other records."""
-    return Launch(copy_spec, (word,), _blocks_of(slices), form_of(record))
+    """One of `launches_of`, to be repeated with other `places_in` its record."""
+    return Launch(copy_spec, (word,), _blocks_of(slices), record)
+
+
+def places_in(record: np.ndarray) -> np.ndarray:
+    """The places in the bytes of a record: target and source of each matrix."""
+    head, matrix = struct.calcsize(_HEAD), struct.calcsize("=" + _MATRIX)
+    (count,) = struct.unpack(_HEAD, record[:head].tobytes())
+    return record[head : head + count * matrix].view(np.int64).reshape(count, matrix // 8)[:, 0:3:2]
 
 
 def _blocks_of(slices: int) -> int:
     return min(slices, _BLOCKS_PER_MULTIPROCESSOR * DeviceInfo.current().multiprocessors)
-
-
-def form_of(record: bytes) -> str:
-    """The form of the front of a record, as for `struct`: the number of matrices, and seven values for each."""
-    return _HEAD + _MATRIX * (len(record) // struct.calcsize("=" + _MATRIX))
 
 
 def launches_of(matrices: Sequence[Matrix]) -> Iterator[tuple[int, int, bytes]]:

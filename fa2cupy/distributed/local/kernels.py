@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import struct
 from collections.abc import Callable, Hashable
 from typing import Any
+
+import numpy as np
 
 from ...families.device import DeviceInfo
 from ...jit.spec import KernelSpec
@@ -15,7 +16,7 @@ __all__ = ["Launch", "launch"]
 
 
 class Launch:
-    """A launch of a kernel whose record has no named pointers, to be repeated with other values.
+    """A launch of a kernel whose record has no named pointers, to be repeated with other values in its record.
 
     Parameters
     ----------
@@ -23,31 +24,35 @@ class Launch:
         A function of `fa2cupy.plan.ranks`, and `kind` what it takes besides the architecture.
     kind : tuple
     blocks : int
-    form : str
-        The values of the record, as for `struct`, as far as it has content.
+    front : bytes
+        The record, as far as it has content.
+
+    Attributes
+    ----------
+    record : numpy.ndarray
+        The bytes of the record.
     """
 
-    def __init__(self, spec_of: Callable[..., KernelSpec], kind: tuple[Hashable, ...], blocks: int, form: str):
+    def __init__(self, spec_of: Callable[..., KernelSpec], kind: tuple[Hashable, ...], blocks: int, front: bytes):
         from cupy.cuda import driver, runtime
 
         function, threads, nbytes = _loaded(spec_of, kind, runtime.getDevice())
-        self._buffer = ctypes.create_string_buffer(nbytes)
-        self._parameters = (ctypes.c_void_p * 1)(ctypes.addressof(self._buffer))
-        self._record = ctypes.addressof(self._parameters)
-        self._pack = functools.partial(struct.Struct(form).pack_into, self._buffer, 0)
+        self.record = np.zeros(nbytes, np.uint8)
+        self.record[: len(front)] = np.frombuffer(front, np.uint8)
+        self._parameters = (ctypes.c_void_p * 1)(self.record.ctypes.data)
+        self._address = ctypes.addressof(self._parameters)
         self._launch = functools.partial(driver.launchKernel, function.ptr, blocks, 1, 1, threads, 1, 1, 0)
 
-    def __call__(self, stream: int, *values: Any) -> None:
+    def __call__(self, stream: int) -> None:
         """Launches the kernel on the stream at this address."""
-        self._pack(*values)
-        self._launch(stream, self._record, 0)
+        self._launch(stream, self._address, 0)
 
 
 def launch(spec_of: Callable[..., KernelSpec], kind: tuple[Hashable, ...], blocks: int, record: bytes) -> None:
     """Makes a `Launch` once, given the front of the record."""
     import cupy
 
-    Launch(spec_of, kind, blocks, f"{len(record)}s")(cupy.cuda.get_current_stream().ptr, record)
+    Launch(spec_of, kind, blocks, record)(cupy.cuda.get_current_stream().ptr)
 
 
 @functools.lru_cache(maxsize=None)

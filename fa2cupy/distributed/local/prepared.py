@@ -9,15 +9,13 @@ from __future__ import annotations
 
 import functools
 import math
-import operator
-import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
 from .copies import copy, copy_parts, divided
-from .copy_kernel import form_of, launch_of, launches_of
+from .copy_kernel import launch_of, launches_of, places_in
 from .lanes import NUM_LANES, Lane
 from .matrices import Matrix
 
@@ -40,11 +38,14 @@ class _Now(NamedTuple):
         By number: the memory of an array, or another value.
     addresses : sequence of int
         By number: the last multiple of 16 in front of an array. The first one is 0, which stays with what is no place.
+    bases : numpy.ndarray
+        The same.
     """
 
     streams: Sequence[Any]
     values: Sequence[Any]
     addresses: Sequence[int]
+    bases: np.ndarray
 
 
 _Step: TypeAlias = "Callable[[_Now], None]"
@@ -103,7 +104,7 @@ class PreparedCall:
             memory = cupy.cuda.alloc(self._nbytes)
         pointers = [None, *[x.data if hasattr(x, "dtype") else x for x in values], memory]
         addresses = [pointer.ptr & ~_LOW_BITS if hasattr(pointer, "ptr") else 0 for pointer in pointers]
-        now = _Now(streams, pointers, addresses)
+        now = _Now(streams, pointers, addresses, np.array(addresses))
         try:
             for step in self._steps:
                 step(now)
@@ -223,12 +224,13 @@ def _relative(address: int) -> tuple[int, int]:
 
 def _launch(lane: int, word: int, slices: int, record: bytes) -> _Step:
     """The launch of a kernel that copies matrices."""
-    values = struct.unpack(form_of(record), record)
-    numbers, offsets = zip(*map(_relative, values), strict=True)
-    pick, launch = operator.itemgetter(*numbers), launch_of(word, slices, record)
+    launch = launch_of(word, slices, record)
+    places = places_in(launch.record)
+    numbers, offsets = np.array([[_relative(int(place)) for place in row] for row in places]).transpose(2, 0, 1)
 
     def step(now: _Now) -> None:
-        launch(now.streams[lane].ptr, *map(operator.add, offsets, pick(now.addresses)))
+        np.add(now.bases[numbers], offsets, out=places)
+        launch(now.streams[lane].ptr)
 
     return step
 

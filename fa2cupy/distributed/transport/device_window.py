@@ -1,11 +1,12 @@
 """Windows of GPUs of one host: memory that processes share, copy engines, and signals that streams wait for.
 
-Streams write signals to the other ranks' memory and wait for those in their own (`cuStreamWriteValue32`,
-`cuStreamWaitValue32`), without a kernel and without the host.
+Streams write signals to the other ranks' memory and wait for those in their own (`cuStreamBatchMemOp`), without a
+kernel and without the host. The driver is called once for all ranks, because a call costs more than its operations.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 import logging
 import socket
@@ -60,6 +61,7 @@ class DeviceWindow(Window):
         self._is_kept = False
         self._kept: list[SharedMemory] = []
         self._unfinished: list[_Queued] = []
+        self._batches: dict[tuple[int, bool], _Batch] = {}
         self._signals = SharedMemory(rank, texts)
         self._signals.allocate(_WORD * (FAILED + 1) * size, zeroed=True)
         self._answers = cupy.cuda.Stream(non_blocking=True, priority=_PRIORITY_OF_ANSWERS)
@@ -102,27 +104,36 @@ class DeviceWindow(Window):
     # -- signals
 
     def _write(self, stream: int, word: int, number: int) -> None:
-        for peer in self.others:
-            self._queue(self._driver.cuStreamWriteValue32, stream, self._address(peer, word, self.rank), number, 0)
+        self._batch(word, False).queue(stream, number)
 
     def _wait(self, stream: int, word: int, number: int) -> None:
-        for peer in self.others:
-            address = self._address(self.rank, word, peer)
-            self._queue(self._driver.cuStreamWaitValue32, stream, address, number, _WAIT_UNTIL_EQUAL)
-            self._queue(self._driver.cuStreamWriteValue32, stream, address, 0, 0)
+        self._batch(word, True).queue(stream, number)
+
+    def _batch(self, word: int, waits: bool) -> _Batch:
+        """The operations that write a signal to all other ranks, or wait for those of all others and clear them."""
+        batch = self._batches.get((word, waits))
+        if batch is None:
+            batch = self._batches[word, waits] = _Batch(self._driver)
+            for peer in self.others:
+                if waits:
+                    batch.wait(self._address(self.rank, word, peer))
+                    batch.write(self._address(self.rank, word, peer), 0)
+                else:
+                    batch.write(self._address(peer, word, self.rank))
+        return batch
 
     def _stay(self, stream: int) -> None:
+        self._staying.queue(stream, 0)
+
+    @functools.cached_property
+    def _staying(self) -> _Batch:
+        batch = _Batch(self._driver)
         for peer in self.others:
-            address = self._address(self.rank, FAILED, peer)
-            self._queue(self._driver.cuStreamWaitValue32, stream, address, 0, _WAIT_UNTIL_EQUAL)
+            batch.wait(self._address(self.rank, FAILED, peer))
+        return batch
 
     def _address(self, owner: int, word: int, writer: int) -> int:
         return self._signals.pointers[owner].ptr + _WORD * (word * self.size + writer)
-
-    def _queue(self, queue: Callable[..., tuple[Any]], stream: int, address: int, value: int, flags: int) -> None:
-        (result,) = queue(stream, address, value, flags)
-        if int(result):
-            raise CommunicationError(f"{queue.__name__} failed: {result.name}")
 
     def _try_signal(self) -> str:
         """Lets this rank's window be written for the first time.
@@ -132,13 +143,13 @@ class DeviceWindow(Window):
         CommunicationError
             Streams cannot wait for signals.
         """
-        stream, address = self._answers, self._address(self.rank, 0, self.rank)
+        stream, address, batch = self._answers, self._address(self.rank, 0, self.rank), _Batch(self._driver)
         for peer in self.others:
-            own = self._address(self.rank, READY, peer)
-            self._queue(self._driver.cuStreamWriteValue32, stream.ptr, own, IS_READY, 0)
-        self._queue(self._driver.cuStreamWriteValue32, stream.ptr, address, 1, 0)
-        self._queue(self._driver.cuStreamWaitValue32, stream.ptr, address, 1, _WAIT_UNTIL_EQUAL)
-        self._queue(self._driver.cuStreamWriteValue32, stream.ptr, address, 0, 0)
+            batch.write(self._address(self.rank, READY, peer), IS_READY)
+        batch.write(address, 1)
+        batch.wait(address)
+        batch.write(address, 0)
+        batch.queue(stream.ptr, 1)
         stream.synchronize()
         return ""
 
@@ -166,9 +177,10 @@ class DeviceWindow(Window):
         when the calls so far have ended, or after some time if they wait for messages, too.
         """
         device, end = self._cupy.cuda.Device(), time.monotonic() + _PATIENCE_S
+        batch = _Batch(self._driver)
         for peer in self.others:
-            address = self._address(peer, FAILED, self.rank)
-            self._queue(self._driver.cuStreamWriteValue32, self._answers.ptr, address, 1, 0)
+            batch.write(self._address(peer, FAILED, self.rank))
+        batch.queue(self._answers.ptr, 1)
         self._answers.synchronize()
         threading.Thread(target=self._answer, args=(device,), name="fa2cupy.distributed", daemon=True).start()
         while self._waiting() is not None and time.monotonic() < end:
@@ -187,14 +199,50 @@ class DeviceWindow(Window):
         device.use()
         while True:
             if (call := self._waiting()) is not None:
-                for (word, number), peer in itertools.product([(FAILED, 0), *call.signals()], self.others):
-                    address = self._address(self.rank, word, peer)
-                    self._queue(self._driver.cuStreamWriteValue32, self._answers.ptr, address, number, 0)
+                for word, number in [(FAILED, 0), *call.signals()]:
+                    batch = _Batch(self._driver)
+                    for peer in self.others:
+                        batch.write(self._address(self.rank, word, peer))
+                    batch.queue(self._answers.ptr, number)
             time.sleep(_RELEASE_S)
 
     def _waiting(self) -> _Queued | None:
         """The first call that is not done."""
         return next((call for call in list(self._unfinished) if not call.is_done()), None)
+
+
+class _Batch:
+    """Operations on words, which a stream makes one after the other."""
+
+    def __init__(self, driver: Any):
+        self._driver, kinds = driver, driver.CUstreamBatchMemOpType
+        self._write, self._wait = kinds.CU_STREAM_MEM_OP_WRITE_VALUE_32, kinds.CU_STREAM_MEM_OP_WAIT_VALUE_32
+        self._operations: list[Any] = []
+        self._numbered: list[Any] = []
+
+    def write(self, address: int, number: int | None = None) -> None:
+        """Adds the writing of a number; None is the one that `queue` gets."""
+        one = self._driver.CUstreamBatchMemOpParams()
+        self._add(one, one.writeValue, self._write, address, 0, number)
+
+    def wait(self, address: int) -> None:
+        """Adds the wait for the number that `queue` gets."""
+        one = self._driver.CUstreamBatchMemOpParams()
+        self._add(one, one.waitValue, self._wait, address, _WAIT_UNTIL_EQUAL, None)
+
+    def _add(self, one: Any, of_kind: Any, kind: Any, address: int, flags: int, number: int | None) -> None:
+        of_kind.operation, of_kind.address, of_kind.flags, of_kind.value = kind, address, flags, number or 0
+        self._operations.append(one)
+        if number is None:
+            self._numbered.append(of_kind)
+
+    def queue(self, stream: int, number: int) -> None:
+        """Queues the operations on the stream at this address."""
+        for one in self._numbered:
+            one.value = number
+        (result,) = self._driver.cuStreamBatchMemOp(stream, len(self._operations), self._operations, 0)
+        if int(result):
+            raise CommunicationError(f"cuStreamBatchMemOp failed: {result.name}")
 
 
 @dataclass
