@@ -131,7 +131,7 @@ struct BackwardDkdv {
     using Step = common::QueryStep;
     // A probability warp's tile of the bias, for 16 keys.
     using Held = typename common::HeldType<kStoresDq && common::kMayHoldBias<Spec>, false,
-                                           common::BiasOfKeys<Element, kBr>, common::ArraysInMemory>::Type;
+                                           common::BiasOfKeys<Element, kBr, 16>, common::ArraysInMemory>::Type;
     static_assert(Held::Tile::kBytes == 0 || Held::Tile::kBytes == 16 * kBr * 2);
 
     template <bool kProbability>
@@ -257,7 +257,7 @@ struct BackwardDkdv {
         if constexpr (Held::kInMemory)
             return {};
         else
-            return Held(held_address(m), lane);
+            return Held(held_address(m), lane, 0);
     }
     template <bool kProbability>
     __device__ void load_bias(Step step) const {
