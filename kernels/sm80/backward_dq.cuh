@@ -142,6 +142,7 @@ struct BackwardDq {
             }
             const LaneAddress<KTile, MatrixOrder::kChunksFirst> k_rows(slot, first_part_key, lane);
             const LaneAddress<VTile, MatrixOrder::kChunksFirst> v_rows(slot + KTile::kBytes, first_part_key, lane);
+            const LaneAddress<KTile, MatrixOrder::kRowsFirst> k_columns(slot, first_part_key, lane);
 
             Scores p[kM16], ds[kM16];
 #pragma unroll
@@ -210,7 +211,6 @@ struct BackwardDq {
                 saved[m].take_derivative(ds[m], params, score_tile);
                 packed[m].set(ds[m]);
             }
-            const LaneAddress<KTile, MatrixOrder::kRowsFirst> k_columns(slot, first_part_key, lane);
             const int32 first_c16 = part * (kPartCols / 16);
             if constexpr (kSharers > 1) {
                 const auto ds_address = [&](int32 of_part, int m, int kk) {
