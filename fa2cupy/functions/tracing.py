@@ -144,6 +144,14 @@ class Program(Unchanging):
         return sum(node.op not in ("input", "constant") for node in nodes) <= _SHORT
 
     @property
+    def is_cheap(self) -> bool:
+        """True if kernels evaluate it at least as fast as they compare the ends of intervals, such as a window.
+
+        It is short, and no part of it that depends on one position costs more than an addition of ints.
+        """
+        return self.is_short and not any(self.terms)
+
+    @property
     def adds(self) -> bool:
         """True if the derivative by the score is 1."""
         return self.slope is not None and self.slope.is_constant and self.slope.value == 1

@@ -361,7 +361,12 @@ def function_of_map(keywords: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def may_have_intervals(layout: MapLayout) -> bool:
-    """True if intervals of a map have no more than 256 MiB, and it has tiles."""
+    """True if a map has tiles, its function is not as fast as intervals, and these have no more than 256 MiB.
+
+    On an H200, a window or a prefix took 0.93 to 1.0 of the time of its intervals.
+    """
+    if layout.program is None or layout.program.is_cheap:
+        return False
     batch, heads, *_ = layout.shape
     nbytes = 16 * batch * heads * (layout.seqlen_q + layout.seqlen_k)
     return 0 not in layout.shape and nbytes <= _LARGEST_INTERVALS
