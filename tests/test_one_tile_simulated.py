@@ -168,6 +168,15 @@ def test_deterministic_calls_may_take_it(launched):
         np.testing.assert_array_equal(one, other)
 
 
+def test_bits_that_do_not_depend_on_other_sequences_are_those_of_two_passes(launched):
+    """How many sequences there are decides whether one tile is the fastest: with a number of splits, none is taken."""
+    q, k, v, do = draw("float16", (50, 40), 32, (2, 2), batch=40)
+    o, lse = forward(q, k, v, family="sm80")
+    launched.clear()
+    backward(q, k, v, o, lse, do, deterministic=True, num_splits=1)
+    assert [stage.spec.operation for stage in launched] == ["delta", "backward_dq", "backward_dkdv"]
+
+
 def test_a_bias_with_an_element_for_each_score_has_two_passes(launched):
     q, k, v, do = draw("float16", (30, 29), 32, (2, 2))
     bias = place(numbers((1, 2, 30, 29), "float16"))

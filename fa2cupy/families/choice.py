@@ -306,7 +306,7 @@ def _ways_of_dbias(
 
     is_one_tile = options.method == "one_tile" and not problem.settings.dscore_args
     ways = ways_of_dbias(family, problem, device, strides, runs, deterministic=options.deterministic or is_one_tile)
-    may_be_one_tile = "one_tile" in family.default_methods and options.method != "two_pass"
+    may_be_one_tile = options.method == "one_tile" or _adds_one_tile(family, options)
     return [*ways, *[None] * (may_be_one_tile and None not in ways)]
 
 
@@ -387,11 +387,20 @@ def _why_not_split(family: Family, operations: Sequence[str], options: CallOptio
     return None
 
 
+def _adds_one_tile(family: Family, options: CallOptions) -> bool:
+    """True if ``one_tile`` comes into question beside the method that a caller's wishes imply.
+
+    A deterministic call that names a number of splits has bits that do not depend on the sequences beside one, but how
+    many there are decides between ``one_tile`` and ``two_pass``: it takes ``two_pass``.
+    """
+    return options.method is None and options.num_splits is None and "one_tile" in family.default_methods
+
+
 def _methods(family: Family, problem: AttentionProblem, options: CallOptions) -> tuple[str, ...]:
     """The methods that come into question."""
     requested = requested_method(options.method, options.deterministic)
     methods = (requested,) if requested else family.methods_of(problem)
-    if options.deterministic and options.method is None and "one_tile" in family.default_methods:
+    if options.deterministic and _adds_one_tile(family, options):
         methods = (*methods, "one_tile")
     if options.method is None and options.config is not None and not has_tile_of("one_tile", options.config):
         methods = tuple(method for method in methods if method != "one_tile")
