@@ -77,8 +77,9 @@ def block_mask(
     their ends, 16 bytes for each query, and the same for every key where at most two intervals of queries see it.
     Kernels on the GPU compare these in tiles that are visible in part, in place of the function, and so are compiled
     once for all such functions; `print` says which the map has. The proof counts where visibility begins and ends in
-    each row and column. To know its outcome, this call waits for the GPU once. Maps whose intervals would take more
-    than 256 MiB keep the function, as do those that a CUDA graph captures.
+    each row and column. To know its outcome, this call waits for the GPU once. Functions that kernels evaluate at least
+    as fast are kept: those of few additions and comparisons, such as windows and prefixes. So are those of maps whose
+    intervals would take more than 256 MiB, or that a CUDA graph captures.
 
     A map shows its arrays as they are now. Calls with the map read its copies in tiles that are visible in part, so
     that what is written into an array later changes no result: make another map. They refuse `mask_args` other than
@@ -91,7 +92,7 @@ def block_mask(
     --------
     >>> import fa2cupy
     >>> print(block_mask(fa2cupy.mods.sliding_window(200), (), 1, 8, 512, 512))
-    BlockMask 512 x 512 in tiles of 128 x 128, density 0.56, intervals of rows and columns
+    BlockMask 512 x 512 in tiles of 128 x 128, density 0.56
     +
     ++
     +++

@@ -101,6 +101,10 @@ def check(launched: list, family: str, *, methods=METHODS, inputs=None, num_spli
 # ---------------------------------------------------------------------------------------------------------------- maps
 
 
+#: Ready-made functions that kernels evaluate at least as fast as they compare intervals.
+CHEAP = ("causal", "sliding_window", "dilated_window", "prefix_lm")
+
+
 @pytest.mark.sample(tile=((16, 40), (5, 7)))
 @pytest.mark.parametrize("tile", [(8, 8), (16, 40), (5, 7), (128, 128)])
 @pytest.mark.parametrize("name", [name for name, case in ready_made(1, 1, 1, 1).items() if case.role == "mask_mod"])
@@ -113,7 +117,8 @@ def test_maps_are_those_of_numpy(launched, name, tile):
     assert (found.layout, found.density, str(found)) == (wanted.layout, wanted.density, str(wanted))
     for own, other in zip(found.intervals, wanted.intervals, strict=True):
         np.testing.assert_array_equal(own, other)
-    assert [stage.spec.operation for stage in launched] == ["tile_states", "close_intervals"]
+    operations = ["tile_states"] if name in CHEAP else ["tile_states", "close_intervals"]
+    assert [stage.spec.operation for stage in launched] == operations
 
 
 def ends_of(visible: np.ndarray) -> np.ndarray | None:
@@ -146,6 +151,8 @@ def tables_of_intervals(lengths: tuple[int, int]) -> dict[str, np.ndarray]:
         "rows that begin at the first key or end at the last": (k >= middle) | (k < begin) & (q % 3 > 0),
         "nothing and everything": np.broadcast_to(q % 5 < 2, lengths),
         "one key": q == k,
+        "a window": (k <= q + 9) & (k >= q - 4),
+        "a prefix": (k <= q - 3) | (k < lengths[1] // 4),
         "two in rows, one in columns": (k < 3) & (q >= 3) | (abs(q - k) < 2) & (k >= 5),
         "three in one row": odd,
     }
@@ -185,12 +192,45 @@ def test_a_third_interval_is_found_across_tiles():
         assert fa2cupy.block_mask(of_table, (table,), 1, 1, 3, 45, tile=(4, 8)).intervals.rows is None
 
 
+def by_pairs(diagonal: int):
+    """Returns a causal function of pairs of positions: a part of each position is a division."""
+    return lambda b, h, q, k: k // 2 <= (q + diagonal) // 2
+
+
+def windows(b, h, q, k):
+    """Two windows: no part costs more than an addition, but there are many."""
+    one = (k <= q + 3) & (k >= q - 3) & (k != 90) & (q != 91)
+    return one | (k <= q + 40) & (k >= q + 30) & (k != 92) & (q != 93)
+
+
+@pytest.mark.parametrize(
+    ("function", "arrays", "keeps"),
+    [
+        (mods.causal(3), (), True),
+        (mods.sliding_window(9, 4), (), True),
+        (mods.prefix_lm, (np.array([7, 0]),), True),
+        (lambda b, h, q, k, ends: k < ends[b, h] + q, (np.arange(6).reshape(2, 3),), True),
+        (windows, (), False),
+        (by_pairs(3), (), False),
+        (lambda b, h, q, k: k <= 0.3 * q / (b + 1), (), False),
+        (mods.document, (np.repeat([0, 1, 2], [9, 2, 30])[None].repeat(2, axis=0),), False),
+        (lambda b, h, q, k, ends: k < ends[q], (np.arange(30),), False),
+    ],
+)  # fmt: skip
+def test_functions_as_fast_as_intervals_are_kept(launched, function, arrays, keeps):
+    for xp_array in (np.asarray, place):
+        own, like = tuple(map(xp_array, arrays)), xp_array(np.empty(1))
+        made = fa2cupy.block_mask(function, own, 2, 3, 30, 41, like=like)
+        assert made.layout.intervals == (not keeps, not keeps)
+    assert [stage.spec.operation for stage in launched] == ["tile_states", "close_intervals"][: 1 if keeps else 2]
+
+
 def test_large_intervals_are_not_kept(launched, monkeypatch):
     monkeypatch.setattr(block_mask, "_LARGEST_INTERVALS", 16 * 66)
     like = place(np.empty(1, "float32"))
     for own in (None, like):
-        assert fa2cupy.block_mask(mods.causal(), (), 1, 1, 33, 33, like=own).layout.intervals == (True, True)
-        assert fa2cupy.block_mask(mods.causal(), (), 1, 1, 33, 34, like=own).layout.intervals == (False, False)
+        assert fa2cupy.block_mask(by_pairs(0), (), 1, 1, 33, 33, like=own).layout.intervals == (True, True)
+        assert fa2cupy.block_mask(by_pairs(0), (), 1, 1, 33, 34, like=own).layout.intervals == (False, False)
 
 
 def test_captured_maps_keep_the_function(launched, monkeypatch):
@@ -405,9 +445,10 @@ def test_float64_intervals(launched):
 
 
 def test_functions_with_intervals_share_kernels(launched):
-    for function in (mods.causal(5), mods.causal(-3), mods.sliding_window(9)):
-        sparse = fa2cupy.block_mask(function, (), *shape_of("simt"), tile=(8, 8))
-        check(launched, "simt", mask_mod=function, block_mask=sparse, methods=("two_pass",))
+    for function, arrays in ((by_pairs(5), ()), (by_pairs(-3), ()), (mods.document, (documents("simt"),))):
+        sparse = fa2cupy.block_mask(function, arrays, *shape_of("simt"), tile=(8, 8))
+        assert sparse.layout.intervals == (True, True)
+        check(launched, "simt", mask_mod=function, mask_args=arrays, block_mask=sparse, methods=("two_pass",))
     for operation in ("forward", "backward_dq", "backward_dkdv"):
         assert len({stage.spec for stage in launched if stage.spec.operation == operation}) == 1
 
@@ -450,7 +491,7 @@ def test_float64_terms(launched):
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("function", [mods.causal(20), near])
+@pytest.mark.parametrize("function", [mods.causal(20), by_pairs(20), near])
 def test_scores_that_grow_in_masked_tiles(launched, function):
     """Checks rows whose first tile is hidden wholly, and whose shift has to move in a tile that is masked."""
     rows, keys = LENGTHS["sm90"]
@@ -576,8 +617,9 @@ def test_a_map_of_one_sequence_is_that_of_all_packed_ones(launched, method):
     tiles = np.array([[1, 0, 1], [0, 1, 1], [1, 1, 0]], bool)
     own = {"inputs": inputs, **offsets}
     check(launched, "simt", **own, block_mask=BlockMask(tiles, 17, 20, (8, 8)), causal=True, methods=(method,))
-    sparse = fa2cupy.block_mask(mods.causal(3), (), 1, 1, 17, 20, tile=(4, 12))
-    check(launched, "simt", **own, block_mask=sparse, mask_mod=mods.causal(3), methods=())
+    for function in (mods.causal(3), by_pairs(3)):
+        sparse = fa2cupy.block_mask(function, (), 1, 1, 17, 20, tile=(4, 12))
+        check(launched, "simt", **own, block_mask=sparse, mask_mod=function, methods=())
 
 
 @pytest.mark.matrix

@@ -273,7 +273,7 @@ class TestFeatures:
 
     def test_the_intervals_of_some_heads(self):
         q, ends = np.zeros((2, 48, 8, 4), "float32"), np.arange(16).reshape(2, 8)
-        own = {"mask_mod": lambda b, h, q, k, ends: k < ends[b, h] + q, "mask_args": (ends,)}
+        own = {"mask_mod": lambda b, h, q, k, ends: k < ends[b, h] + q // 2, "mask_args": (ends,)}
         own["block_mask"] = sparse = fa2cupy.block_mask(own["mask_mod"], (ends,), 2, 8, 48, 48)
         part = Part(slice(2, 5), slice(0, 48), 48)
         made = part_keywords(problem_from_arrays(q, q, q, **own), own, part, {}, None)["block_mask"]

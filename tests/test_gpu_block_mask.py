@@ -50,10 +50,11 @@ def random_tiles(heads: int, density: float) -> BlockMask:
 
 
 @pytest.mark.parametrize("tile", [(128, 128), (64, 32), (40, 200)])
-@pytest.mark.parametrize("name", ["document", "window", "dilated", "prefix"])
+@pytest.mark.parametrize("name", ["document", "frames", "window", "dilated", "prefix"])
 def test_maps_are_those_of_numpy(name, tile):
     function, arrays = {
         "document": (mods.document, (documents(KEYS),)),
+        "frames": (lambda b, h, q, k: q // 70 >= k // 70, ()),
         "window": (mods.sliding_window(150, 20), ()),
         "dilated": (mods.dilated_window(200, 3), ()),
         "prefix": (mods.prefix_lm, (cp.asarray([77, 300]),)),

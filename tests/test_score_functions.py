@@ -541,10 +541,12 @@ def test_a_map_of_many_tiles_takes_no_memory_for_the_mask():
 def test_what_a_map_shows():
     text = str(block_mask(mods.sliding_window(300), (), 1, 8, 640, 512))
     assert text.splitlines() == [
-        "BlockMask 640 x 512 in tiles of 128 x 128, density 0.65, intervals of rows and columns",
+        "BlockMask 640 x 512 in tiles of 128 x 128, density 0.65",
         "+", "#+", "+#+", "++#+", " ++#",
     ]  # fmt: skip
-    two = block_mask(lambda b, h, q, k: (k == q) | (k < 9) | (q > 30) & (k == 20), (), 1, 1, 40, 40)
+    frames = block_mask(lambda b, h, q, k: q // 30 >= k // 30, (), 1, 1, 40, 40)
+    assert repr(frames).endswith("density 1.00, intervals of rows and columns>")
+    two = block_mask(lambda b, h, q, k: (k == q) | (k // 9 == 0) | (q > 30) & (k == 20), (), 1, 1, 40, 40)
     assert repr(two).endswith("density 1.00, intervals of columns>")
     assert repr(block_mask(lambda b, h, q, k: (q - k) % 2 == 0, (), 1, 1, 40, 40)).endswith("density 1.00>")
     assert repr(BlockMask(np.zeros((1, 1), bool), 3, 3)) == "<BlockMask 3 x 3 in tiles of 128 x 128, density 0.00>"
