@@ -49,9 +49,10 @@ class FakeArray(np.ndarray):
             return _aligned(shape, dtype)
         nbytes = int(np.prod(shape)) * np.dtype(dtype).itemsize
         buffer = (ctypes.c_char * nbytes).from_address(memptr.ptr)
+        buffer.owner = memptr.owner  # the memory lives as long as the array and its views, also those of NumPy
         array = np.frombuffer(buffer, np.uint8).view(dtype).reshape(shape)
         array = np.lib.stride_tricks.as_strided(array, shape, strides).view(cls)
-        array.memory, array.device_id = memptr.owner, memptr.device_id  # the memory lives as long as the array
+        array.device_id = memptr.device_id
         if isinstance(memptr.owner, _Allocation):
             array.allocator = memptr.owner.allocator
             memptr.owner.becomes_arrays()
