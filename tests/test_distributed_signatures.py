@@ -176,8 +176,9 @@ def both_calls(name: str, operation: str) -> list[tuple[str, dict, Options]]:
     """Returns the two calls, whose options differ."""
     shared, *values = OPTIONS[name]
     arrays = arrays_of(operation, "float32" if name == "precision" else "float16")
-    if name == "layout":  # with as many heads as rows, both have the same kernels
-        arrays = arrays_of(operation, rows=2 * ROWS, keys=2 * ROWS)
+    # Both layouts have the same kernels with as many heads as rows, and so have both orders of sums that one tile takes.
+    if name in ("layout", "deterministic"):
+        arrays = arrays_of(operation, rows=4 * ROWS, keys=4 * ROWS)
     arrays = packed(arrays) if "cu_seqlens_q" in shared else arrays
     options = [{**shared, name: value} for value in values]
     if name.startswith("cu_seqlens"):  # both must be of equal length

@@ -251,8 +251,8 @@ def test_lower_ranks():
 
 
 SCORE_MOD = bound_function("score_mod", mods.softcap(2.0), ())
-MASK_MOD = bound_function("mask_mod", mods.causal(), ())
-MAP = block_mask(mods.causal(), (), 1, 1, 8, 8).layout
+MASK_MOD = bound_function("mask_mod", mods.neighborhood_2d(4, 1), ())
+MAP = block_mask(mods.neighborhood_2d(4, 4), (), 1, 1, 8, 8).layout  # of intervals
 
 
 def settings_of(**options) -> FeatureSettings:

@@ -61,7 +61,10 @@ OTHERS = {
     "block_mask": {
         "__init__", "distributed/", "families/", "gpu/", "plan/", "problem/block_mask", "problem/checks", "sparse",
     },
-    "intervals": {"cpu/tile_states", "distributed/", "gpu/", "plan/", "problem/block_mask", "problem/checks", "sparse"},
+    "intervals": {
+        "cpu/tile_states", "distributed/", "families/tile_choice", "gpu/", "plan/", "problem/block_mask",
+        "problem/checks", "sparse",
+    },
     "given_lse": {"families/", "plan/", "problem/"},
     "kept_bias": {"families/", "plan/"},
     "sink": {*_TANGENTS, "distributed/", "problem/tangents", "cpu/attention", "families/operations", "testing"},

@@ -165,7 +165,7 @@ def test_the_methods_have_the_same_keys_and_values(monkeypatch, head_dim):
     """dk and dv are the same bit for bit; dq is summed in another order, and from dS of another scale."""
     inputs = draw("float32", (150, 290), head_dim, (4, 2))
     with simulated_gpu(monkeypatch, HOPPER):
-        one, two = (run(inputs, BY_NAME[f"sm90, {method}"], causal=True) for method in METHODS)
+        one, two = (run(inputs, BY_NAME[f"sm90, {method}"], causal=True) for method in ("single_pass", "two_pass"))
     for name in ("dk", "dv"):
         np.testing.assert_array_equal(one[name], two[name], err_msg=name)
     assert not np.array_equal(one["dq"], two["dq"])

@@ -11,7 +11,7 @@ from common.accuracy import KINDS, Promise, data, orders_of
 from ptxsim import Memory
 from support.fake_cupy import place
 from support.fake_gpu import backward, forward
-from support.feature_cases import options_of
+from support.feature_cases import METHODS, options_of
 from support.ptxsim_kernels import cuda_module
 from support.simulated_problems import draw, growing
 from support.simulator import simulated_gpu
@@ -20,7 +20,7 @@ from support.traced_cases import on_gpu, ready_made
 from fa2cupy import BlockMask, TileConfig
 from fa2cupy.families.device import DeviceInfo
 from fa2cupy.families.family import Kernel
-from fa2cupy.families.operations import METHODS, TILED
+from fa2cupy.families.operations import TILED
 from fa2cupy.families.sm80_float64 import SM80_FLOAT64
 from fa2cupy.jit.source import kernel_directory
 from fa2cupy.testing import Expectation, make_inputs

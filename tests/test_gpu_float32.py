@@ -7,11 +7,10 @@ import pytest
 from common.accuracy import KINDS, MIXTURES, check_promise, data, mixture, orders_of
 from hypothesis import given, seed, settings
 from hypothesis import strategies as st
-from support.feature_cases import HEAD_DIM_PAIRS, ROWS, numbers, options_of
+from support.feature_cases import HEAD_DIM_PAIRS, METHODS, ROWS, numbers, options_of
 
 import fa2cupy
 from fa2cupy.families.device import DeviceInfo
-from fa2cupy.families.operations import METHODS
 from fa2cupy.families.registry import FAMILIES
 from fa2cupy.testing import Expectation, make_inputs
 
@@ -28,7 +27,7 @@ LARGEST = {"sm90": 256, "sm80": 128}
 
 
 def methods_of(family: str, head_dim: int) -> tuple[str, ...]:
-    return tuple(METHODS) if family == "sm90" and head_dim <= 128 else ("two_pass",)
+    return METHODS if family == "sm90" and head_dim <= 128 else ("two_pass",)
 
 
 def of_families(*head_dims: int) -> pytest.MarkDecorator:

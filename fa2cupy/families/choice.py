@@ -352,7 +352,8 @@ def _by_time(
     blocks = {name: family.blocks_of_tile(Kernel.of(name, problem), tile) for name, tile in tiles.items()}
 
     def time(choice: Choice) -> float:
-        tiled = backward_time(costs, problem, device, choice.tiles, choice.num_splits, blocks)
+        has_owner = choice.dbias is not None
+        tiled = backward_time(costs, problem, device, choice.tiles, choice.num_splits, blocks, has_owner=has_owner)
         if "dbias" not in strides or problem.settings.full_dbias or ONE_TILE_DBIAS in choice.tiles:
             return tiled
         return tiled + time_of_dbias(family, choice.dbias, problem, device, strides)

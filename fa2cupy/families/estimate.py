@@ -189,6 +189,8 @@ def backward_time(
     tiles: Mapping[str, TileConfig],
     num_splits: Mapping[str, int],
     blocks_of_tile: Mapping[str, int],
+    *,
+    has_owner: bool = False,
 ) -> float:
     """The estimated time of a backward in microseconds.
 
@@ -200,13 +202,15 @@ def backward_time(
         The tiles of the method's kernels.
     num_splits, blocks_of_tile : mapping of operation to int
         Where they are more than one. The blocks of a tile are a cluster.
+    has_owner : bool, optional
+        True if a kernel that owns tiles of a bias follows. It reads delta, so that no method is one launch.
     """
     sequences = _Sequences.of(problem)
     queries = problem.batch * problem.seqlen_q * problem.num_heads * problem.mean_head_dim / 1e6
     keys = problem.batch * problem.seqlen_k * problem.num_heads_kv * problem.mean_head_dim / 1e6
     if "backward_both" in tiles:
         return _time_of_both(costs, problem, device, tiles["backward_both"])
-    is_one_launch = any(OPERATIONS[operation].holds_keys for operation in tiles)
+    is_one_launch = not has_owner and any(OPERATIONS[operation].holds_keys for operation in tiles)
     time = costs.call + costs.call_rows * queries + (0 if is_one_launch else _LAUNCHES_MORE * costs.launch)
     for operation, tile in tiles.items():
         # Blocks that own tiles of a bias do all of the work on the heads that share them, one after the other.

@@ -13,7 +13,7 @@ Method: TypeAlias = Literal["single_pass", "two_pass", "one_tile"]
 #: Arithmetic of float32 data on a GPU.
 Precision: TypeAlias = Literal["ieee", "split"]
 #: A kernel whose tile callers can choose.
-Operation: TypeAlias = Literal["forward", "backward", "backward_dq", "backward_dkdv"]
+Operation: TypeAlias = Literal["forward", "backward", "backward_dq", "backward_dkdv", "backward_one_tile"]
 #: What travels between ranks.
 Scheme: TypeAlias = Literal["heads", "gather", "hybrid"]
 #: Which rows of a sequence a rank has.
