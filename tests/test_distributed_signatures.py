@@ -176,7 +176,7 @@ def both_calls(name: str, operation: str) -> list[tuple[str, dict, Options]]:
     """Returns the two calls, whose options differ."""
     shared, *values = OPTIONS[name]
     arrays = arrays_of(operation, "float32" if name == "precision" else "float16")
-    # Both layouts have the same kernels with as many heads as rows, and so have both orders of sums that one tile takes.
+    # Both layouts have the same kernels with as many heads as rows, and one tile sums in one order in any case.
     if name in ("layout", "deterministic"):
         arrays = arrays_of(operation, rows=4 * ROWS, keys=4 * ROWS)
     arrays = packed(arrays) if "cu_seqlens_q" in shared else arrays
