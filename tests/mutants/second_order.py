@@ -584,7 +584,7 @@ MUTANTS = (
     ),
     *dropped(
         "delta_jvp",
-        ("sum -= params.dlse[index];\n            if (params.dlset", "if (params.dlset"),
+        ("sum -= dlse_of<Spec>(params, index);\n            if (params.dlset", "if (params.dlset"),
         ("if (params.dlset != nullptr) tangent -= params.dlset[index];",),
         ("params.ot_strides), dout, lane", "params.ot_strides), o, lane"),
         ("if (params.dot != nullptr)", "if (false)"),
