@@ -37,7 +37,14 @@ SWAPPED = (
     ("backward_dq", "multiply<Element, kDv / 16>(", "kDv", "kD", "numbers", PAIR),
     ("backward_dq", "clear_row<DoTile, 4>(", "DoTile", "QTile", "race", PAIR_HIDDEN),
     ("backward_dkdv", "load_tile_async<VTile, kThreads, kHeadDimV>(", "kHeadDimV", "kHeadDim", "numbers", PAIR),
-    ("backward_dkdv", "load_tile_async<DoTile, kThreads, kHeadDimV>(", "kHeadDimV", "kHeadDim", "numbers", PAIR),
+    (
+        "backward_dkdv",
+        "load_tile_async<DoTile, kThreads, kHeadDimV>(smem + kDo",
+        "kHeadDimV",
+        "kHeadDim",
+        "numbers",
+        PAIR,
+    ),
     ("backward_dkdv", "clear_row<DoTile>(", "DoTile", "QTile", "numbers", PAIR_HIDDEN),
     ("backward_dkdv", "multiply<Element, Tiles::Own::kCols / 16>(", "Tiles::Own::kCols", "kD", "numbers", PAIR),
     ("backward_dkdv", "kProbability ? kHeadDimV : kHeadDim;", "kHeadDimV", "kHeadDim", "unwritten", PAIR),
@@ -405,8 +412,8 @@ MUTANTS = (
     Mutant(
         "row statistics past the end",
         "backward",
-        "const bool valid = row < params.seqlen_q;",
-        "const bool valid = true;",
+        "const bool valid = row < params.seqlen_q;\n        if (thread",
+        "const bool valid = true;\n        if (thread",
         "bounds",
     ),
     Mutant(
