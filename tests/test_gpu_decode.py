@@ -121,6 +121,7 @@ def test_generation_in_a_graph():
         fa2cupy.decode(row[0], *caches, lengths, k=row[1], v=row[2], out=(o, lse))
 
     step()
+    cp.cuda.Device().synchronize()  # what the graph reads and overwrites was queued in another stream
     stream = cp.cuda.Stream(non_blocking=True)
     with stream:
         stream.begin_capture()

@@ -247,6 +247,7 @@ def test_packed_sequences_are_captured_in_a_graph():
     options = {**offsets, "causal": True}
     o, lse = fa2cupy.forward(q, k, v, **options)
     plain = fa2cupy.backward(q, k, v, o, lse, do, method="two_pass", **options)
+    cp.cuda.Device().synchronize()  # what the graph reads and overwrites was queued in another stream
     stream = cp.cuda.Stream(non_blocking=True)
     out = tuple(cp.empty_like(x) for x in (o, lse, *plain))
     with stream:

@@ -344,6 +344,7 @@ def test_calls_are_captured_in_a_graph(is_packed):
     (q, k, v, do), (qt, kt, vt, dot) = inputs, direction
     wanted = all_results(inputs, direction, **options)
     out = tuple(cp.full_like(x, cp.nan) for x in wanted)
+    cp.cuda.Device().synchronize()  # what the graph reads and overwrites was queued in another stream
     stream = cp.cuda.Stream(non_blocking=True)
     with stream:
         stream.begin_capture()
