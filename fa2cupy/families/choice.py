@@ -224,8 +224,8 @@ def _choices_of(
             continue
         try:
             tiles = {
-                name: choose_tile(name, family, problem, device, options.config if row.has_config else None)
-                for name, row in ((name, OPERATIONS[name]) for name in operations)
+                name: choose_tile(name, family, problem, device, None if name == ONE_TILE_DBIAS else options.config)
+                for name in operations
             }
             if call in ("backward", *SEVERAL) and _needs_own_lse(
                 family, problem, device, strides, options, is_launched
