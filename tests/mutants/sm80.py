@@ -137,8 +137,8 @@ MUTANTS = (
     Mutant(
         "v read with the strides of k",
         "forward",
-        "KTile::kBytes, v, v_stride,",
-        "KTile::kBytes, v, k_stride,",
+        "slot(position) + KTile::kBytes, v, v_stride,",
+        "slot(position) + KTile::kBytes, v, k_stride,",
         "uninitialised",
         Problem(packed="v"),
     ),
