@@ -179,6 +179,8 @@ def decode_specs(
     tiles = family.tiles["decode"]
     jobs = {1, *(math.ceil(row.least_jobs * device.multiprocessors) for row in tiles if row.least_jobs)}
     jobs |= {int(row.most_jobs * device.multiprocessors) + 1 for row in tiles if row.most_jobs < math.inf}
+    clusters = {row.tile.cluster for row in tiles if row.tile.cluster > 1}
+    jobs |= {device.resident_clusters(cluster) // 2 + 1 for cluster in clusters}  # from which on none is left over
     keys = {0, *(row.most_keys for row in tiles if row.most_keys < math.inf)}
     for batch, most_keys, rows in itertools.product(sorted(jobs), sorted(keys), (1, 2, 4, 8, 16, 32)):
         length = max(_ROWS, int(most_keys * device.multiprocessors / batch) + 1)
