@@ -312,6 +312,50 @@ def test_tangents_of_gradients_with_functions(launched, with_functions, check):
     getattr(with_functions, check)()
 
 
+# ------------------------------------------------------------------------------------------------------- wide heads
+
+#: Beyond 256 columns of q or v, warps of 16-bit data share rows and divide columns. In float64, lanes do not hold all
+#: that they sum: kernels go over the tiles twice, and o comes from a forward.
+WIDE = (("sm80", (264, 328)), ("sm80", (40, 512)), ("sm80", (512, 40)), ("sm80", (512, 256)), ("simt", (512, 512)))
+HIDDEN_BY_BIAS = {"bias": np.where(np.arange(37) < 8, -np.inf, 0.3)[:, None]}
+
+
+def wide_call(dtype: str, pair: tuple[int, int], **options) -> Call:
+    return Call((37, 45), (2, 1), *pair, dtype=dtype, default_tiles=True, **options)
+
+
+@pytest.mark.sample(family=("sm80",), pair=((264, 328),), check=("check_double_backward",))
+@pytest.mark.parametrize(("family", "pair"), WIDE, ids=str)
+@pytest.mark.parametrize("check", ["check_jvp", *BACKWARDS])
+def test_more_than_256_columns(launched, dtype, pair, check):
+    getattr(wide_call(dtype, pair, causal=True, **HIDDEN_BY_BIAS), check)()
+    specs = [stage.spec for stage in launched if "jvp" in stage.spec.operation and stage.spec.family is not None]
+    assert {(spec.head_dim, spec.head_dim_v or spec.head_dim) for spec in specs} == {
+        (max(pair[0], 64), max(pair[1], 64))
+    }
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize(("family", "pair"), [("sm80", (264, 328)), ("simt", (512, 512))], ids=str)
+def test_hidden_rows_of_more_than_256_columns(launched, dtype, pair):
+    wide_call(dtype, pair, **HIDDEN_BY_BIAS).check_hidden_rows_twice()
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("packed", [False, True], ids=["", "packed"])
+@pytest.mark.parametrize(("family", "pair"), [("sm80", (264, 328)), ("simt", (8, 512))], ids=str)
+def test_features_of_more_than_256_columns(launched, dtype, pair, packed):
+    sizes = {"batch": 2, "num_heads": 2, "seqlen_q": 19, "seqlen_k": 27}
+    options: dict = (
+        {} if packed else {name: x for row in FEATURES["all"] for name, x in options_of(row, dtype, sizes).items()}
+    )
+    call = Call((19, 27), batch=2, head_dim=pair[0], head_dim_v=pair[1], dtype=dtype, default_tiles=True, **options)
+    if packed:
+        call = packed_call(head_dim=pair[0], head_dim_v=pair[1], dtype=dtype, default_tiles=True, softcap=2.0)
+    call.check_jvp()
+    call.check_double_backward()
+
+
 # ------------------------------------------------------------------------------------------------ float64's own tiles
 
 #: Two warps of a block, two that share rows of more than 64 columns, sums in two halves, and row shifts that move.
