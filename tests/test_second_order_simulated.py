@@ -254,13 +254,17 @@ FEATURES = {
 }
 
 
-@pytest.fixture(params=FEATURES)
-def featured(request, dtype) -> Call:
+def featured_options(name: str, dtype: str) -> dict:
     sizes = {"batch": 2, "num_heads": 2, "seqlen_q": 19, "seqlen_k": 27}
     options: dict = {}
-    for row in FEATURES[request.param]:
+    for row in FEATURES[name]:
         options |= options_of(row, dtype, sizes)
-    return Call((19, 27), batch=2, dtype=dtype, **options)
+    return options
+
+
+@pytest.fixture(params=FEATURES)
+def featured(request, dtype) -> Call:
+    return Call((19, 27), batch=2, dtype=dtype, **featured_options(request.param, dtype))
 
 
 @pytest.fixture(params=[False, True], ids=["", "map"])
@@ -345,13 +349,11 @@ def test_hidden_rows_of_more_than_256_columns(launched, dtype, pair):
 @pytest.mark.parametrize("packed", [False, True], ids=["", "packed"])
 @pytest.mark.parametrize(("family", "pair"), [("sm80", (264, 328)), ("simt", (8, 512))], ids=str)
 def test_features_of_more_than_256_columns(launched, dtype, pair, packed):
-    sizes = {"batch": 2, "num_heads": 2, "seqlen_q": 19, "seqlen_k": 27}
-    options: dict = (
-        {} if packed else {name: x for row in FEATURES["all"] for name, x in options_of(row, dtype, sizes).items()}
-    )
-    call = Call((19, 27), batch=2, head_dim=pair[0], head_dim_v=pair[1], dtype=dtype, default_tiles=True, **options)
+    own: dict = {"head_dim": pair[0], "head_dim_v": pair[1], "dtype": dtype, "default_tiles": True}
     if packed:
-        call = packed_call(head_dim=pair[0], head_dim_v=pair[1], dtype=dtype, default_tiles=True, softcap=2.0)
+        call = packed_call(**own, softcap=2.0)
+    else:
+        call = Call((19, 27), batch=2, **own, **featured_options("all", dtype))
     call.check_jvp()
     call.check_double_backward()
 
