@@ -22,6 +22,7 @@ from .plan.ranks import specs_of_ranks
 from .plan.specs import OF_BACKWARD, OF_TANGENTS, decode_specs, default_specs, merge_spec, second_order_specs
 from .problem.arguments import check_bool
 from .problem.array_types import AnyArray
+from .problem.attention import MAX_HEAD_DIM, MAX_KEY_COLUMNS
 from .problem.choices import check_dtype, check_head_dim, check_jobs, check_method, feature_combinations, one_or_many
 from .problem.dtypes import ACCUMULATOR
 from .problem.feature_checks import extra_gradients
@@ -69,7 +70,9 @@ def precompile(
         Architectures such as ``["sm_80", "sm_90"]``; by default that of the current device.
     dtypes, head_dims, causal, methods : optional
         One value or several each. The calls are the forward, the backward with each method, `decode` and `merge`, for
-        every combination; ``methods=()`` leaves the backward out. ``"one_tile"`` is left out for what it does not take.
+        every combination; ``methods=()`` leaves the backward out. Of several methods, those are left out that do not
+        take a combination, such as ``"single_pass"`` beyond 256 columns of 16 bits, and ``"one_tile"`` always is. A
+        head_dim of 513 to 576 has kernels of `decode` and `merge` alone, with `head_dim_v`.
     features : str, iterable of str, or iterable of those, optional
         Features of the calls, by keyword. ``("window", "softcap")`` are calls that have both;
         ``[(), ("window",), ("window", "sink")]`` are three kinds of calls, the first without features. The names are
@@ -115,7 +118,7 @@ def precompile(
     TypeError, ValueError
         An argument is not as described above, or `config` is not legal.
     UnsupportedProblemError
-        An architecture is unknown, or has no kernel for a dtype or head_dim.
+        An architecture is unknown, or has no kernel for a dtype or head_dim, by none of the methods.
     KernelCompileError
         NVRTC is missing, or refused a kernel.
     RuntimeError
@@ -143,7 +146,9 @@ def precompile(
     devices = [current_device("archs='sm_90'")] if here else [DeviceInfo.named(arch) for arch in one_or_many(archs)]
     dtypes = [check_dtype(dtype) for dtype in one_or_many(dtypes)]
     columns_v = None if head_dim_v is None else check_head_dim(head_dim_v, "head_dim_v")
-    head_dims = [check_head_dim(head_dim, "head_dims") for head_dim in one_or_many(head_dims)]
+    with_decode = decode and config is None and family is None
+    all_head_dims = _checked_head_dims(head_dims, columns_v, with_decode)
+    head_dims = [head_dim for head_dim in all_head_dims if head_dim <= MAX_HEAD_DIM]
     masks, passes = one_or_many(causal), _passes(methods, config)
     for masked in masks:
         check_bool("causal", masked)
@@ -157,26 +162,14 @@ def precompile(
     if extra_gradients(functions, False, False, return_dscore_args):
         combinations = [(*names, "return_dscore_args") for names in combinations]
     specs: dict[KernelSpec, None] = {}
-    for device, dtype, head_dim, masked, method, names in itertools.product(
-        devices, dtypes, head_dims, masks, passes, combinations
-    ):
-        for one in _families(device, dtype, method, family):
-            call = (device, dtype, head_dim, masked, method, one)
-            for num_splits in _numbers_of_splits(device, dtype, method, one):
-                found = default_specs(
-                    *call,
-                    features=names,
-                    config=config,
-                    num_splits=num_splits,
-                    functions=functions,
-                    head_dim_v=columns_v,
-                )
-                specs |= dict.fromkeys(found)
-    if decode and config is None and family is None:
-        for kind in itertools.product(devices, dtypes, head_dims, masks):
+    for device, dtype, head_dim, masked, names in itertools.product(devices, dtypes, head_dims, masks, combinations):
+        how: dict[str, Any] = {"features": names, "config": config, "functions": functions, "head_dim_v": columns_v}
+        specs |= dict.fromkeys(_of_passes(passes, device, dtype, head_dim, masked, family, **how))
+    if with_decode:
+        for kind in itertools.product(devices, dtypes, all_head_dims, masks):
             for names in combinations:
                 specs |= dict.fromkeys(_of_few_queries(*kind, names, functions, columns_v))
-        for device, dtype, columns in itertools.product(devices, dtypes, [columns_v] if columns_v else head_dims):
+        for device, dtype, columns in itertools.product(devices, dtypes, [columns_v] if columns_v else all_head_dims):
             specs[merge_spec(device, dtype, columns)] = None
     if second_order:
         kinds = itertools.product(devices, dtypes, head_dims, masks)
@@ -187,6 +180,46 @@ def precompile(
         return cached_kernels(list(specs), jobs)
     with progress_bar(len(specs), "compiling") as bar:
         return cached_kernels(list(specs), jobs, bar.update)
+
+
+def _checked_head_dims(head_dims: Any, columns_v: int | None, with_decode: bool) -> list[int]:
+    """The head_dims; those that only `decode` takes need a head_dim of v."""
+    found = [check_head_dim(one, "head_dims", MAX_KEY_COLUMNS) for one in one_or_many(head_dims)]
+    for one in found:
+        if one > MAX_HEAD_DIM and not (with_decode and columns_v):
+            raise UnsupportedProblemError(
+                f"head_dims: up to {MAX_HEAD_DIM} is supported, and up to {MAX_KEY_COLUMNS} for decode of latent "
+                f"attention, with head_dim_v={MAX_HEAD_DIM} or less, got {one}"
+            )
+    return found
+
+
+def _of_passes(
+    passes: Sequence[str | None],
+    device: DeviceInfo,
+    dtype: str,
+    head_dim: int,
+    causal: bool,
+    family: str | None,
+    **how: Any,
+) -> list[KernelSpec]:
+    """The kernels of the forward, and of backwards by the methods that take them, one at least.
+
+    `how` has keywords of `default_specs`.
+    """
+    specs: list[KernelSpec] = []
+    refusals: dict[str | None, UnsupportedProblemError] = {}
+    for method in passes:
+        try:
+            for one in _families(device, dtype, method, family):
+                for num_splits in _numbers_of_splits(device, dtype, method, one):
+                    call = (device, dtype, head_dim, causal, method, one)
+                    specs += default_specs(*call, num_splits=num_splits, **how)
+        except UnsupportedProblemError as error:
+            refusals[method] = error
+    if refusals and (None in refusals or set(refusals) == set(passes) - {None, "one_tile"}):
+        raise next(iter(refusals.values()))
+    return specs
 
 
 def _passes(methods: Any, config: object) -> list[str | None]:
@@ -221,6 +254,8 @@ def _of_few_queries(
     try:
         return decode_specs(device, dtype, *head_dims, causal, features=features)
     except UnsupportedProblemError:
+        if head_dim > MAX_HEAD_DIM:  # there are no others
+            raise
         return []
 
 

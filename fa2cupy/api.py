@@ -493,7 +493,7 @@ def decode(
         num_heads_kv, head_dim), where page_size is a multiple of 16. num_heads must be a multiple of num_heads_kv, as
         for `forward`. v_cache, and `v` with it, may have another head_dim than q; o then has that of v_cache. head_dim
         may be up to 576, as in latent attention, if v_cache is ``k_cache[..., :n]`` with n up to 512, and `v` is
-        ``k[..., :n]``: kernels of 16 bits then read each row once.
+        ``k[..., :n]``: kernels of 16 bits then read each row once. Up to 512 such a view is read like any other array.
     cache_seqlens : ndarray of int32, shape (batch,)
         Number of rows of each sequence in the cache, those of `k` and `v` not included. Rows of the cache behind them
         are not read.

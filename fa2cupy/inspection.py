@@ -78,8 +78,9 @@ def legal_configs(
     Returns
     -------
     list of TileConfig
-        The tiles whose shape the kernel supports and whose accumulators, shared memory and threads fit the device. The
-        compiler may still spill registers for some of them; `compile_report` shows which.
+        The tiles whose shape the kernel supports and whose accumulators, shared memory and threads fit the device: none
+        where it does not hold head_dim, such as ``backward`` beyond 256 columns of 16 bits. The compiler may still
+        spill registers for some of them; `compile_report` shows which.
 
     Raises
     ------

@@ -91,6 +91,12 @@ biases
     and for windows the formulas written out in PyTorch. ``peak_bytes`` is the peak memory of a call with its results.
     Pairs that the mask hides are counted in ``tflops``. Rows are in biases.csv; the tables at the end have
     ``over_plain`` and the ratios.
+wide
+    head_dims beyond 256, and v with another one, in bfloat16, 8 heads of one sequence, measured as in models but in
+    three rounds, beside PyTorch's memory-efficient and math operators; the math operator keeps P for its backward.
+    FLOPs are those of the true products. `fa2cupy.decode` of latent attention follows, with 576 columns whose first 512
+    are v, measured as in decode: ``of_copy`` is its speed over that of a device copy. Rows are in wide.csv; the table
+    at the end has the best peer's time over ours.
 numpy
     Only if asked for, and without a GPU: calls on NumPy arrays in float32, forward, backward and decode with every
     feature, beside attention written out in NumPy, which keeps P for its backward, and PyTorch's operator for the CPU
@@ -148,6 +154,7 @@ from common.peers import (
     OPERATIONS,
     PEERS,
     SECOND_ORDER_PEERS,
+    WIDE_PEERS,
     Fa2cupy,
     Simt,
     available_peers,
@@ -160,8 +167,12 @@ from common.sparse import SparseBenchmark, sparse_problems, sparse_table
 from common.startup import COLUMNS as STARTUP_COLUMNS
 from common.startup import measure_startup
 from common.tables import ratio_table, smallest_ratio, speed_table
+from common.wide import COLUMNS as WIDE_COLUMNS
+from common.wide import OPERATIONS as WIDE_OPERATIONS
+from common.wide import latent_problems, row_of, wide_problems, wide_table
 
 from fa2cupy.cli import run_command
+from fa2cupy.plan.specs import decode_specs
 
 COLUMNS = (
     "gpu", "driver", "date", "dtype", "head_dim", "seqlen", "batch", "num_heads", "causal", "operation", "provider",
@@ -170,7 +181,7 @@ COLUMNS = (
 MODEL_COLUMNS = ("model", *COLUMNS[: COLUMNS.index("causal")], "num_heads_kv", *COLUMNS[COLUMNS.index("causal") : -1])
 SECTIONS = (
     "speed", "training", "memory", "host", "startup", "models", "features", "float32", "head_dims", "float64", "decode",
-    "functions", "calls", "sparse", "second_order", "biases", "small",
+    "functions", "calls", "sparse", "second_order", "biases", "small", "wide",
 )  # fmt: skip
 #: The section that needs no GPU. It is not a part of everything.
 ON_NUMPY = "numpy"
@@ -510,6 +521,9 @@ def show(rows: Sequence[dict[str, object]], folder: Path) -> None:
     tables = {"model": model_table, "precision": precision_table, "pattern": sparse_table, "busy": numpy_table}
     tables |= {"work": bias_lines}
     tables |= {"over_plain": features.table, "head_dim_v": head_dim_table, "share": second_order_table}
+    if {"head_dim_v", "of_copy"} <= set(rows[0]):
+        print(*wide_table(rows), sep="\n")
+        return
     for column, table in tables.items():
         if column in rows[0]:
             print(*table(rows), sep="\n")
@@ -613,7 +627,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     )
     names = tuple(function_cases.FUNCTIONS)
     add("--functions", nargs="+", choices=names, default=names, metavar="NAME", help=f"of {', '.join(names)}")
-    names = tuple(PEERS | HEAD_DIM_PEERS | FLOAT64_PEERS | SECOND_ORDER_PEERS | BIAS_PEERS)
+    names = tuple(PEERS | HEAD_DIM_PEERS | FLOAT64_PEERS | SECOND_ORDER_PEERS | BIAS_PEERS | WIDE_PEERS)
     add("--peers", nargs="*", choices=names, default=names, metavar="NAME", help=f"of {', '.join(names)}")
     add(
         "--rounds",
@@ -835,6 +849,35 @@ def run_biases(options: argparse.Namespace, gpu: Gpu, path: Path) -> list[str]:
     return run.failures
 
 
+def run_wide(options: argparse.Namespace, gpu: Gpu, path: Path) -> list[str]:
+    """Runs the section wide; returns its failures."""
+    peers = available_peers(gpu, [name for name in WIDE_PEERS if name in options.peers], WIDE_PEERS)
+    run = Benchmark(gpu, peers, options.few_rounds, MODEL_BUDGET_MS)
+    problems, cached = list(wide_problems()), list(latent_problems())
+    print("compiling")
+    gpu.precompile(problems, ("forward", "two_pass"))
+    pairs = dict.fromkeys((problem.head_dim, problem.head_dim_v) for problem in cached)
+    gpu.compile(spec for pair in pairs for spec in decode_specs(gpu.info, "bfloat16", *pair, causal=False))
+    with progress(len(problems) + len(cached), "wide") as bar:
+        for problem in problems:
+            labels = {"head_dim_v": problem.head_dim_v or problem.head_dim}
+            run.speed(problem, WIDE_OPERATIONS, bar.write, labels)
+            write_csv(path, WIDE_COLUMNS, run.rows)
+            bar.update()
+        copy, rng = decoding.copy_candidate(gpu), random.Random(0)
+        for problem in cached:
+            try:
+                how = (copy, (), options.short_rounds, MODEL_BUDGET_MS, rng, bar.write)
+                run.rows += [row_of(problem, row) for row in decoding.measured(gpu, problem, *how)]
+                write_csv(path, WIDE_COLUMNS, run.rows)
+            except Exception as error:  # a wrong result, or no memory
+                run.failures.append(f"FAILED: {problem}: {error}")
+            gpu.release()
+            bar.update()
+    print("", *wide_table(run.rows), "", sep="\n")
+    return run.failures
+
+
 def run_features(options: argparse.Namespace, gpu: Gpu, path: Path) -> list[str]:
     """Runs the section features; returns its failures."""
     peers = available_peers(gpu, [name for name in features.OPERATORS if name in options.peers], features.PEERS)
@@ -878,6 +921,7 @@ OWN_FILES = {
     "functions": (run_functions, "functions.csv"),
     "calls": (run_calls, "function-calls.csv"),
     "small": (run_small, "small.csv"),
+    "wide": (run_wide, "wide.csv"),
 }
 
 

@@ -29,6 +29,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "small models": speed.small,
     "models": speed.models,
     "head dimensions": speed.head_dims,
+    "wide heads": speed.wide,
     "methods": speed.methods,
     "float32": speed.float32,
     "float32 training": speed.float32_training,

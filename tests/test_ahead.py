@@ -511,6 +511,33 @@ def test_one_value_is_as_good_as_a_list_of_one(listed):
     assert listed("sm_80", dtypes=np.float16, head_dims=np.array([64]), causal=np.True_, methods="two_pass") == lists
 
 
+def test_of_several_methods_those_are_left_out_that_do_not_take_a_head_dim(listed):
+    one = {"dtypes": "bfloat16", "head_dims": 512, "causal": True}
+    by_default = listed("sm_90", **one)
+    assert by_default == listed("sm_90", **one, methods="two_pass")
+    assert {spec.operation for spec in by_default} >= {"forward", "backward_dq", "backward_dkdv", "decode", "merge"}
+    assert by_default < listed("sm_90", **{**one, "head_dims": (64, 512)}, methods=("single_pass", "two_pass"))
+    for methods in ("single_pass", ("single_pass", "one_tile")):
+        with pytest.raises(UnsupportedProblemError, match="head_dim=512 is above the 256 of 'single_pass'; use 'two_"):
+            listed("sm_90", **one, methods=methods)
+
+
+def test_wide_keys_have_kernels_of_decode_alone(listed):
+    one = {"dtypes": "bfloat16", "head_dims": 576, "head_dim_v": 512}
+    found = listed("sm_90", **one)
+    assert {spec.operation for spec in found} == {"decode", "merge"}
+    both = listed("sm_90", **{**one, "head_dims": (64, 576)})
+    assert found < both and both - found == listed("sm_90", **{**one, "head_dims": 64}) - found
+    message = (
+        "^head_dims: up to 512 is supported, and up to 576 for decode of latent attention, with head_dim_v=512 or le"
+    )
+    for more in ({"head_dim_v": None}, {"decode": False}, {"config": TileConfig(16, 64, 4, 2)}, {"family": "sm80"}):
+        with pytest.raises(UnsupportedProblemError, match=message):
+            listed("sm_90", **one | more)
+    with pytest.raises(UnsupportedProblemError, match=r"^head_dim: no default tile of decode \(sm80\) at head_dim 576"):
+        listed("sm_86", **one)
+
+
 def test_a_tile_of_ones_own_is_compiled_instead_of_the_default(listed):
     tile = TileConfig(64, 48, 4)
     one = {"dtypes": "float16", "head_dims": 64, "causal": True}

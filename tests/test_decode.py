@@ -103,6 +103,20 @@ def test_v_in_the_first_columns_of_k(layout):
         fa2cupy.decode(q, k_cache, k_cache, lengths)
 
 
+def test_a_view_of_k_of_up_to_512_columns_is_read_like_any_array():
+    q, k_cache, _, lengths, options = Case("float32", (5, 0, 20), heads=(3, 1), head_dim=320).arguments()
+    values = k_cache[..., :256]
+    for one, other in zip(
+        fa2cupy.decode(q, k_cache, values, lengths, **options),
+        fa2cupy.decode(q, k_cache, values.copy(), lengths, **options),
+        strict=True,
+    ):
+        np.testing.assert_array_equal(one, other)
+    new = q[:, :1, :1]
+    with pytest.raises(ValueError, match="^v_cache: overlaps k_cache in memory"):
+        fa2cupy.decode(q, k_cache, values, lengths - lengths, k=new, v=new[..., :256])
+
+
 def test_caches_of_16_bit_data_whose_rows_do_not_begin_on_16_bytes_are_refused_by_name():
     q, k_cache, v_cache, lengths, _ = Case("float16", (5, 20), head_dim_v=20).arguments()
     with pytest.raises(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import operator
 import os
 import re
 import subprocess
@@ -865,6 +866,18 @@ def test_functions_of_terms_are_short():
     assert traced(lambda b, h, q, k, t: t[q].sum() > t[k].sum(), TOKENS, role="mask_mod").is_short
     assert not traced(lambda b, h, q, k, t: t[q, k] > 0, TOKENS, role="mask_mod").is_short
     assert not traced(lambda b, h, q, k, t: np.dot(t[q], t[k]) > 0, TOKENS, role="mask_mod").is_short
+
+
+def test_cheap_functions_have_no_costly_parts_of_a_position_however_many():
+    assert traced(mods.sliding_window(9), role="mask_mod").is_cheap
+    for count in (1, 4, 5):
+
+        def quotients(b, h, q, k, count=count):
+            return functools.reduce(operator.and_, (q // (2 + n) >= k for n in range(count)))
+
+        program = traced(quotients, role="mask_mod")
+        assert program.is_short and len(program.terms.of_q) == (count if count <= 4 else 0)
+        assert not program.is_cheap
 
 
 def test_a_program_shows_what_it_is():

@@ -43,6 +43,7 @@ def test_gpu_check_runs_the_sections_that_a_change_is_held_to(monkeypatch, tmp_p
         "second_order",
         "biases",
         "small",
+        "wide",
     }
     assert set(options.sections) == set(benchmark.SECTIONS) - on_top
 

@@ -80,6 +80,14 @@ def test_two_head_dims(dtype, pair):
     check((200, 170), (4, 2), *pair, dtype=dtype, causal=True)
 
 
+@pytest.mark.parametrize("pair", ((512, 512), (264, 328), (40, 512), (512, 40)), ids=str)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_more_than_256_columns(dtype, pair):
+    check((200, 170), (4, 2), *pair, dtype=dtype, causal=True)
+    bias = np.where(np.arange(200) < 40, -np.inf, 0.3)[:, None]
+    check((200, 170), (2, 1), *pair, dtype=dtype, bias=bias)
+
+
 @pytest.mark.parametrize("head_dim", (64, 128, 256))
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_lengths_around_the_tiles(dtype, head_dim):

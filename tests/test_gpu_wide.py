@@ -31,7 +31,7 @@ def check(inputs: tuple, num_splits: int | None = None, **options) -> None:
     o, lse = fa2cupy.forward(q, k, v, out=expected.unwritten("o", "lse"), num_splits=num_splits, **options)
     expected.check(o=o, lse=lse)
     more, is_half = extras(options), q.dtype.name in HALF
-    methods = ("two_pass",) if is_half else ("single_pass",) if q.dtype == "float64" else ("single_pass", "two_pass")
+    methods = ("two_pass",) if is_half else ("single_pass", "two_pass")
     for method in methods:
         shares = num_splits if is_half else None
         gradients = fa2cupy.backward(q, k, v, o, lse, do, method=method, num_splits=shares, **more, **options)

@@ -102,8 +102,6 @@ def test_each_pair(launched, dtype, pair):
 @pytest.mark.parametrize("pair", WIDE, ids=str)
 @pytest.mark.parametrize("dtype", ("float16", "bfloat16", "float32", "float64"))
 def test_each_pair_of_more_than_256_columns(launched, dtype, pair):
-    if (dtype, pair) == ("float64", (512, 512)):
-        pytest.skip("registers do not hold dK and dV")
     check_pair(launched, dtype, pair, "plain")
 
 

@@ -254,13 +254,17 @@ FEATURES = {
 }
 
 
-@pytest.fixture(params=FEATURES)
-def featured(request, dtype) -> Call:
+def featured_options(name: str, dtype: str) -> dict:
     sizes = {"batch": 2, "num_heads": 2, "seqlen_q": 19, "seqlen_k": 27}
     options: dict = {}
-    for row in FEATURES[request.param]:
+    for row in FEATURES[name]:
         options |= options_of(row, dtype, sizes)
-    return Call((19, 27), batch=2, dtype=dtype, **options)
+    return options
+
+
+@pytest.fixture(params=FEATURES)
+def featured(request, dtype) -> Call:
+    return Call((19, 27), batch=2, dtype=dtype, **featured_options(request.param, dtype))
 
 
 @pytest.fixture(params=[False, True], ids=["", "map"])
@@ -310,6 +314,48 @@ def test_jvp_with_functions(launched, with_functions):
 @of_both_backwards
 def test_tangents_of_gradients_with_functions(launched, with_functions, check):
     getattr(with_functions, check)()
+
+
+# ------------------------------------------------------------------------------------------------------- wide heads
+
+#: Beyond 256 columns of q or v, warps of 16-bit data share rows and divide columns. In float64, lanes do not hold all
+#: that they sum: kernels go over the tiles twice, and o comes from a forward.
+WIDE = (("sm80", (264, 328)), ("sm80", (40, 512)), ("sm80", (512, 40)), ("sm80", (512, 256)), ("simt", (512, 512)))
+HIDDEN_BY_BIAS = {"bias": np.where(np.arange(37) < 8, -np.inf, 0.3)[:, None]}
+
+
+def wide_call(dtype: str, pair: tuple[int, int], **options) -> Call:
+    return Call((37, 45), (2, 1), *pair, dtype=dtype, default_tiles=True, **options)
+
+
+@pytest.mark.sample(family=("sm80",), pair=((264, 328),), check=("check_double_backward",))
+@pytest.mark.parametrize(("family", "pair"), WIDE, ids=str)
+@pytest.mark.parametrize("check", ["check_jvp", *BACKWARDS])
+def test_more_than_256_columns(launched, dtype, pair, check):
+    getattr(wide_call(dtype, pair, causal=True, **HIDDEN_BY_BIAS), check)()
+    specs = [stage.spec for stage in launched if "jvp" in stage.spec.operation and stage.spec.family is not None]
+    assert {(spec.head_dim, spec.head_dim_v or spec.head_dim) for spec in specs} == {
+        (max(pair[0], 64), max(pair[1], 64))
+    }
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize(("family", "pair"), [("sm80", (264, 328)), ("simt", (512, 512))], ids=str)
+def test_hidden_rows_of_more_than_256_columns(launched, dtype, pair):
+    wide_call(dtype, pair, **HIDDEN_BY_BIAS).check_hidden_rows_twice()
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("packed", [False, True], ids=["", "packed"])
+@pytest.mark.parametrize(("family", "pair"), [("sm80", (264, 328)), ("simt", (8, 512))], ids=str)
+def test_features_of_more_than_256_columns(launched, dtype, pair, packed):
+    own: dict = {"head_dim": pair[0], "head_dim_v": pair[1], "dtype": dtype, "default_tiles": True}
+    if packed:
+        call = packed_call(**own, softcap=2.0)
+    else:
+        call = Call((19, 27), batch=2, **own, **featured_options("all", dtype))
+    call.check_jvp()
+    call.check_double_backward()
 
 
 # ------------------------------------------------------------------------------------------------ float64's own tiles

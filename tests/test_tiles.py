@@ -534,15 +534,39 @@ def test_calls_of_more_than_256_columns_have_tiles_from_ampere_on(dtype, columns
 
 
 def test_kernels_that_end_at_256_columns_say_so():
-    wide = problem("float16", 384)
+    wide = dataclasses.replace(problem("float16", 384), seqlen_k=64)
     strides, text = wide.contiguous_strides(), "^family 'sm80' for this problem: head_dim=384 is above the 256 of"
     for call, options, reason in (
         ("backward", {"family": "sm80", "method": "single_pass"}, f"{text} 'single_pass'; use 'two_pass' or None$"),
         ("forward", {"family": "sm90"}, "^family 'sm90' for this problem: head_dim=384 is above 256$"),
-        ("jvp", {"family": "sm80"}, f"{text} jvp$"),
+        ("backward", {"family": "sm80", "method": "one_tile"}, f"{text} 'one_tile'; use 'two_pass' or None$"),
     ):
         with pytest.raises(UnsupportedProblemError, match=reason):
             choose(call, wide, H100, strides, CallOptions(**options), is_launched=False)
+
+
+def test_kernels_that_hold_no_tile_say_how_many_columns_have_one():
+    a100 = DeviceInfo.named("sm_80")
+    for call, columns, operation, most in (("decode", 264, "decode", 256), ("double_backward", 448, "dq_jvp", 416)):
+        one = problem("float64", columns)
+        text = f"^head_dim: no default tile of {operation} .simt. at head_dim {columns}, float64 fits A100, .*"
+        with pytest.raises(UnsupportedProblemError, match=f"{text}; head_dim up to {most} has one$"):
+            choose(call, one, a100, one.contiguous_strides(), is_launched=False)
+    assert not legal_configs("backward", head_dim=264, arch="sm_90")
+    assert not legal_configs("backward_one_tile", head_dim=40, head_dim_v=264, arch="sm_90")
+
+
+@pytest.mark.parametrize("columns", [(512, 512), (264, 264), (40, 512), (512, 40), (512, 256), (384, 128)], ids=str)
+@pytest.mark.parametrize("dtype", ("float16", "bfloat16", "float32", "float64"))
+def test_calls_of_more_than_256_columns_have_second_derivatives(dtype, columns):
+    one = problem(dtype, columns[0], head_dim_v=columns[1] if columns[1] != columns[0] else None)
+    arches = ("sm_90", "sm_100") if dtype == "float64" and sum(columns) > 896 else ("sm_80", "sm_90", "sm_100")
+    for arch, call in itertools.product(arches, ("jvp", "output_jvp", "backward_jvp", "double_backward")):
+        choice = choose(call, one, DeviceInfo.named(arch), one.contiguous_strides(), is_launched=False)
+        assert choice.family.public_name == ("sm80" if dtype in ("float16", "bfloat16") else "simt")
+        # Lanes hold o and its tangent of up to 448 columns of float64.
+        in_two = call == "jvp" and dtype == "float64" and columns[1] > 448
+        assert ("forward" in choice.tiles) == in_two, call
 
 
 def rows_of_some_sizes() -> set[int]:

@@ -15,7 +15,7 @@ from .estimate import Costs, backward_time, forward_splits, split_candidates
 from .family import Family, Kernel
 from .kept_bias import kept_bias
 from .one_tile import why_not_one_tile
-from .operations import IN_ONE_LAUNCH, METHODS, ONE_TILE_DBIAS, OPERATIONS, SEVERAL
+from .operations import IN_ONE_LAUNCH, IN_TWO_LAUNCHES, METHODS, ONE_TILE_DBIAS, OPERATIONS, SEVERAL
 from .registry import FAMILIES, supporting_families
 from .simt import SIMT
 from .tile import TileConfig, has_tile_of
@@ -206,8 +206,10 @@ def _choices_of(
     """The choices of a family, by methods and splits, and the reasons why other methods are none."""
     choices: list[Choice] = []
     reasons: list[str] = []
-    ways = _ways(family, problem, options) if call == "backward" else [(None, SEVERAL.get(call, (call,)))]
+    ways = _ways(family, problem, options) if call == "backward" else _ways_of_others(call)
     for method, names in ways:
+        if choices and names == IN_TWO_LAUNCHES.get(call):
+            break
         operations = [operation for operation in names if OPERATIONS[operation].is_tiled]
         reason = (
             _why_not(family, operations, problem, strides, is_launched)
@@ -424,6 +426,12 @@ def _ways(family: Family, problem: AttentionProblem, options: CallOptions) -> li
         both = [(method, IN_ONE_LAUNCH[method]) for method in methods if method in IN_ONE_LAUNCH]
         ways = [way for way in both if set(way[1]) <= set(family.operations)] + ways
     return ways
+
+
+def _ways_of_others(call: str) -> list[tuple[None, tuple[str, ...]]]:
+    """The same of calls that have no methods, best first."""
+    ways = [(None, SEVERAL.get(call, (call,)))]
+    return [*ways, (None, IN_TWO_LAUNCHES[call])] if call in IN_TWO_LAUNCHES else ways
 
 
 def _why_not(

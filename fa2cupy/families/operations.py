@@ -18,6 +18,7 @@ from .records import COLUMN_RISES, COPIED, PARTS, ROW_RISES, SHARERS, SHARES, SU
 
 __all__ = [
     "IN_ONE_LAUNCH",
+    "IN_TWO_LAUNCHES",
     "METHODS",
     "OF_DIRECTION",
     "ONE_TILE",
@@ -384,6 +385,8 @@ METHODS = {
 }
 #: Those of methods in one launch, where a family has such a kernel.
 IN_ONE_LAUNCH = {"two_pass": ("backward_both",)}
+#: Those of calls in two launches, where registers do not hold the results of one.
+IN_TWO_LAUNCHES = {"jvp": ("forward", "output_jvp")}
 #: The kernels of ``one_tile``, without and with dbias of a broadcast bias.
 ONE_TILE_DBIAS = "backward_one_tile_dbias"
 ONE_TILE = (*METHODS["one_tile"], ONE_TILE_DBIAS)

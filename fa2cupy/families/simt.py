@@ -28,6 +28,8 @@ _OWN_AND_OTHER = {
     "dq_jvp": ("b_r", "b_c"),
     "dkdv_jvp": ("b_c", "b_r"),
 }
+#: The most registers in which a lane holds a row of both gradients: with more columns, kernels sum one after the other.
+_OF_BOTH_GRADIENTS = {"backward_dkdv": 224, "dkdv_jvp": 208}
 #: The kernels whose rows those of tangents have, each with its tangent.
 _MOVED = {"jvp": "forward", "output_jvp": "forward", "dq_jvp": "backward_dq", "dkdv_jvp": "backward_dkdv"}
 
@@ -316,9 +318,10 @@ class Simt(Family):
             return f"b_c={other} does not give each lane of {tile.num_warps} warps 1, 2, 4 or 8 keys"
         if tile.num_stages != 1:
             return f"num_stages={tile.num_stages}: the simt family has one stage"
-        of_keys = head_dim + head_dim_v
-        columns = {"forward": head_dim_v, "jvp": 2 * head_dim_v, "output_jvp": head_dim_v}
-        columns |= {"backward_dkdv": of_keys, "dkdv_jvp": of_keys, "dbias": 0}
+        columns = {"forward": head_dim_v, "jvp": 2 * head_dim_v, "output_jvp": head_dim_v, "dbias": 0}
+        for name, most in _OF_BOTH_GRADIENTS.items():
+            is_held = (head_dim + head_dim_v) // 8 * ITEMSIZE[dtype] // 4 <= most
+            columns[name] = head_dim + head_dim_v if is_held else max(head_dim, head_dim_v)
         # S, or S and dP, and tangents or sums of dS; in float32, the sums over fewer columns as well.
         fragments = (1 if _MOVED.get(operation, operation) == "forward" else 2) * (2 if operation in _MOVED else 1)
         fragments += operation == "dbias"

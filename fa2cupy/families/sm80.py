@@ -72,8 +72,8 @@ ONE_TILE_ROWS = {
 }
 
 _WIDE, _WIDER = 128, 256  # for more columns, warps share their rows
-_UP_TO_512 = ("forward", "backward_dq", "backward_dkdv", "dbias")
-_NAMED = {"backward": "'single_pass'"}  # in messages
+#: Kernels that end at `_WIDER` columns, and what messages call them.
+_UP_TO_256 = {"backward": "'single_pass'", **dict.fromkeys(ONE_TILE, "'one_tile'")}
 
 
 class Sm80(Family):
@@ -151,6 +151,13 @@ class Sm80(Family):
             TileRow(256, TileConfig(64, 32, 4)),
             TileRow(256, TileConfig(32, 16, 4)),
             TileRow(256, TileConfig(32, 16, 2)),
+            TileRow(512, TileConfig(32, 32, 8)),
+            TileRow(512, TileConfig(32, 16, 8)),
+            TileRow(512, TileConfig(16, 16, 4)),
+            TileRow(512, TileConfig(32, 16, 4), head_dim_v=256),
+            TileRow(512, TileConfig(16, 16, 2), head_dim_v=256),
+            TileRow(512, TileConfig(32, 16, 2), head_dim_v=128),
+            TileRow(512, TileConfig(16, 16, 1), head_dim_v=128),
         ),
         "output_jvp": (
             TileRow(64, TileConfig(128, 32, 4, 2), _H100_LAST),
@@ -159,6 +166,9 @@ class Sm80(Family):
             TileRow(128, TileConfig(64, 32, 4, 2)),
             TileRow(256, TileConfig(64, 32, 4)),
             TileRow(256, TileConfig(32, 16, 2)),
+            TileRow(512, TileConfig(64, 16, 8)),
+            TileRow(512, TileConfig(32, 16, 4)),
+            TileRow(512, TileConfig(16, 16, 2)),
         ),
         "dq_jvp": (
             TileRow(64, TileConfig(64, 64, 4, 2), _H100_LAST),
@@ -167,6 +177,8 @@ class Sm80(Family):
             TileRow(128, TileConfig(64, 32, 4)),
             TileRow(256, TileConfig(64, 16, 4)),
             TileRow(256, TileConfig(32, 16, 2)),
+            TileRow(512, TileConfig(32, 16, 4)),
+            TileRow(512, TileConfig(16, 16, 2)),
         ),
         "dkdv_jvp": (
             TileRow(64, TileConfig(32, 64, 4, 2, 2)),
@@ -175,6 +187,8 @@ class Sm80(Family):
             TileRow(128, TileConfig(16, 64, 4, 2)),
             TileRow(256, TileConfig(16, 64, 8)),
             TileRow(256, TileConfig(16, 32, 4)),
+            TileRow(512, TileConfig(16, 32, 8)),
+            TileRow(512, TileConfig(16, 16, 4)),
         ),
         "backward": (
             TileRow(32, TileConfig(64, 128, 8, 2, 2), _H100),
@@ -245,13 +259,7 @@ class Sm80(Family):
         return POINTER_RECORDS["backward_to_workspace" if operation == "backward" else operation]
 
     def why_not(self, operation: str, problem: AttentionProblem, strides: Mapping[str, AnyStrides]) -> str | None:
-        if operation in _UP_TO_512:
-            return None
-        for name, columns in (("head_dim", problem.head_dim), ("head_dim_v", problem.columns_of("v"))):
-            if columns > _WIDER:
-                remedy = "; use 'two_pass' or None" if operation == "backward" else ""
-                return f"{name}={columns} is above the {_WIDER} of {_NAMED.get(operation, operation)}{remedy}"
-        return None
+        return _why_not_wider(Kernel.of(operation, problem))
 
     def methods_of(self, problem: AttentionProblem) -> tuple[str, ...]:
         is_wider = max(problem.head_dim, problem.columns_of("v")) > _WIDER
@@ -308,14 +316,17 @@ class Sm80(Family):
 
     def why_not_shape(self, kernel: Kernel, tile: TileConfig) -> str | None:
         operation, _, head_dim, head_dim_v, _ = kernel
+        why_not = _why_not_wider(kernel)
+        if why_not:
+            return why_not
         if operation == "forward":
             return _why_no_forward(tile, head_dim_v)
         if operation in ("jvp", "output_jvp"):
-            return _why_no_jvp(tile, head_dim_v, with_output=operation == "jvp")
+            return _why_no_jvp(tile, head_dim, head_dim_v, with_output=operation == "jvp")
         if operation == "backward_dq":
             return _why_no_dq(tile, head_dim)
         if operation == "dq_jvp":
-            return _why_no_query_rows(tile, head_dim, 4)
+            return _why_no_dq_jvp(tile, head_dim, head_dim_v)
         if operation == "dbias":
             return _why_no_query_rows(tile, 0, 3, most_stages=2)
         if operation == "decode":
@@ -326,6 +337,14 @@ class Sm80(Family):
             return f"num_stages={tile.num_stages} is more than 1"
         with_dq = {"backward": True, **dict.fromkeys(ONE_TILE, True), "backward_dkdv": False}[operation]
         return _why_no_key_rows(tile, head_dim, head_dim_v, with_dq=with_dq)
+
+
+def _why_not_wider(kernel: Kernel) -> str | None:
+    """The reason why a kernel does not hold so many columns, or None if it does."""
+    for name, columns in (("head_dim", kernel.head_dim), ("head_dim_v", kernel.head_dim_v)):
+        if columns > _WIDER and kernel.operation in _UP_TO_256:
+            return f"{name}={columns} is above the {_WIDER} of {_UP_TO_256[kernel.operation]}; use 'two_pass' or None"
+    return None
 
 
 def _most_sharers(columns: int) -> int:
@@ -369,12 +388,22 @@ def _why_no_decode(tile: TileConfig, head_dim_v: int) -> str | None:
     return why_not or register_shortage(tile.b_r // 16 * (head_dim_v // sharers + keys) // 2, 40, tile)
 
 
-def _why_no_jvp(tile: TileConfig, head_dim_v: int, *, with_output: bool) -> str | None:
-    parts = 2 if with_output and head_dim_v > _WIDE else 1  # warps that share rows
-    if tile.num_warps % parts:
-        return f"num_warps={tile.num_warps} is not even"
-    columns = 2 * head_dim_v // parts if with_output else head_dim_v
-    return _why_no_query_rows(replace(tile, num_warps=tile.num_warps // parts), columns, 2)
+def _why_no_jvp(tile: TileConfig, head_dim: int, head_dim_v: int, *, with_output: bool) -> str | None:
+    sharers = _most_sharers(head_dim_v) if with_output else _sharers_of_gradient(max(head_dim, head_dim_v))
+    return _why_no_shared_rows(tile, sharers, (1 + with_output) * head_dim_v // sharers, 2)
+
+
+def _why_no_dq_jvp(tile: TileConfig, head_dim: int, head_dim_v: int) -> str | None:
+    sharers = _sharers_of_gradient(max(head_dim, head_dim_v))
+    return _why_no_shared_rows(tile, sharers, head_dim // sharers, 4)
+
+
+def _why_no_shared_rows(tile: TileConfig, sharers: int, columns: int, score_fragments: int) -> str | None:
+    """The same as `_why_no_query_rows` of warps that share rows, with so many columns each, and compute all scores."""
+    if tile.num_warps % sharers:
+        return f"num_warps={tile.num_warps} is not a multiple of {sharers}"
+    alone = replace(tile, num_warps=tile.num_warps // sharers, blocks_per_sm=sharers * tile.blocks_per_sm)
+    return _why_no_query_rows(alone, columns, score_fragments)
 
 
 def _why_no_dq(tile: TileConfig, head_dim: int) -> str | None:
@@ -420,17 +449,19 @@ def _why_no_key_rows(tile: TileConfig, head_dim: int, head_dim_v: int, *, with_d
 
 
 def _why_no_dkdv_jvp(tile: TileConfig, head_dim: int, head_dim_v: int) -> str | None:
-    roles = 2 if max(head_dim, head_dim_v) > _WIDE else 1  # of warps that share keys
-    owners = tile.num_warps // roles
-    if tile.num_warps % roles:
-        return f"num_warps={tile.num_warps} is not even"
+    widest = max(head_dim, head_dim_v)
+    roles = 2 if widest > _WIDE else 1  # of warps that share keys
+    sharers = _sharers_of_gradient(widest)
+    owners = tile.num_warps // (roles * sharers)  # groups of warps that share keys
+    if tile.num_warps % (roles * sharers):
+        return f"num_warps={tile.num_warps} is not a multiple of {roles * sharers}"
     if tile.b_c % (16 * owners) or tile.b_c // owners not in (16, 32):
         return f"b_c={tile.b_c} does not give each of {tile.num_warps} warps 16 or 32 keys"
     if tile.b_r % 16 or tile.b_r > tile.num_threads:
         return f"b_r={tile.b_r} is not a multiple of 16 with a thread a row"
     if tile.num_stages > 2:
         return f"num_stages={tile.num_stages} is more than 2"
-    columns = head_dim + head_dim_v if roles == 1 else max(head_dim, head_dim_v)
+    columns = head_dim + head_dim_v if roles == 1 else widest // sharers
     return register_shortage(tile.b_c // owners // 16 * (columns + 4 * tile.b_r) // 2, 32, tile)
 
 

@@ -109,6 +109,34 @@ def default_tile(
     UnsupportedProblemError
         No row applies.
     """
+    tile = _first_applying(family, operation, problem, device, for_any_batch=for_any_batch)
+    if tile is not None:
+        return tile
+    remedies = [f"head_dim up to {n} has one" for n in _narrower(family, operation, problem, device)]
+    if OPERATIONS[operation].has_config and _legal_tiles(family, Kernel.of(operation, problem), device):
+        remedies.append("config= takes any of fa2cupy.legal_configs")
+    of_v = "" if problem.head_dim_v is None else f", head_dim_v {problem.head_dim_v}"
+    raise UnsupportedProblemError(
+        f"head_dim: no default tile of {operation} ({family.public_name}) at head_dim {problem.head_dim}{of_v}, "
+        f"{problem.dtype} fits {device.name}, which has {device.shared_memory_per_block} bytes of shared memory for a "
+        f"block{''.join(f'; {remedy}' for remedy in remedies)}"
+    )
+
+
+def _narrower(family: Family, operation: str, problem: AttentionProblem, device: DeviceInfo) -> Iterator[int]:
+    """Yields the most columns of q and v for which a kernel has a default tile, if it has one for fewer."""
+    own, step = (problem.head_dim, problem.columns_of("v")), family.column_step
+    for most in range((max(own) - 1) // step * step, 0, -step):
+        columns, columns_v = (min(n, most) for n in own)
+        narrower = family.padded(replace(problem, head_dim=columns, head_dim_v=columns_v))
+        if _first_applying(family, operation, narrower, device, for_any_batch=False):
+            yield most
+            return
+
+
+def _first_applying(
+    family: Family, operation: str, problem: AttentionProblem, device: DeviceInfo, *, for_any_batch: bool
+) -> TileConfig | None:
     kernel = Kernel.of(operation, problem)
     columns, columns_v = family.padded_head_dim(kernel.head_dim), family.padded_head_dim(kernel.head_dim_v)
     used, function = set(problem.features), problem.settings.score_mod
@@ -130,14 +158,7 @@ def default_tile(
     )
     if problem.settings.block_mask is not None:
         applying = iter(_tiles_for_map(family, kernel, problem, device, applying))
-    tile = next(applying, None)
-    if tile is not None:
-        return tile
-    remedy = "" if operation == "decode" else "; config= takes any of fa2cupy.legal_configs"
-    raise UnsupportedProblemError(
-        f"no default tile of {operation} ({family.public_name}) at head_dim {problem.head_dim}, {problem.dtype} fits "
-        f"{device.name}, which has {device.shared_memory_per_block} bytes of shared memory for a block{remedy}"
-    )
+    return next(applying, None)
 
 
 def decode_tile(
@@ -169,8 +190,8 @@ def why_not_map(family: Family, operation: str, problem: AttentionProblem, devic
     if layout is None or layout.program is not None:
         return None
     legal = {(tile.b_r, tile.b_c) for tile in _legal_tiles(family, Kernel.of(operation, problem), device)}
-    if any(layout.takes(*sizes) for sizes in legal):
-        return None
+    if not legal or any(layout.takes(*sizes) for sizes in legal):
+        return None  # without a legal tile, there is another reason
     least = sorted(one for one in legal if not any(_divides(other, one) for other in legal - {one}))
     multiples = ", ".join(map(str, least))
     return (

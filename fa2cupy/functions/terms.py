@@ -17,7 +17,7 @@ from .expressions import Node, reachable
 from .linear import DISTANCE
 from .primitives import PRIMITIVES
 
-__all__ = ["Terms", "position_terms_of", "score_terms_of"]
+__all__ = ["Terms", "costly_parts_of", "position_terms_of", "score_terms_of"]
 
 #: The most terms of a position or distance: a lane holds those of several in registers.
 _MOST = 4
@@ -50,6 +50,12 @@ class Terms(NamedTuple):
 
 
 def position_terms_of(result: Node) -> Terms:
+    """The costly parts of an expression for one position, none if a position has too many for registers."""
+    found = costly_parts_of(result)
+    return found if max(map(len, found)) <= _MOST else Terms()
+
+
+def costly_parts_of(result: Node) -> Terms:
     """The largest parts of an expression that depend on one position and cost more than an addition of ints."""
     costly: set[Node] = set()
     for node in reachable([result]):
@@ -67,8 +73,6 @@ def position_terms_of(result: Node) -> Terms:
         if is_term(node):
             (position,) = node.inputs & _POSITIONS
             found[position].append(node)
-    if max(map(len, found.values())) > _MOST:
-        return Terms()
     return Terms(tuple(found["q"]), tuple(found["k"]))
 
 

@@ -19,7 +19,7 @@ from .expressions import BOOL, FLOAT, INT, Graph, Node, RefusalError, reachable
 from .places import place_of_definition, place_of_error
 from .state import Unchanging, state_of
 from .symbols import ArgumentSymbol, Symbol, is_array
-from .terms import Terms, position_terms_of, score_terms_of
+from .terms import Terms, costly_parts_of, position_terms_of, score_terms_of
 from .text import curvature_text, mask_text, score_text
 
 __all__ = ["MAX_LOOP", "ArgumentKind", "BoundFunction", "Program", "argument_kind", "trace"]
@@ -149,7 +149,7 @@ class Program(Unchanging):
 
         It is short, and no part of it that depends on one position costs more than an addition of ints.
         """
-        return self.is_short and not any(self.terms)
+        return self.is_short and not any(costly_parts_of(self.result))
 
     @property
     def adds(self) -> bool:

@@ -63,7 +63,8 @@ def plan_jvp(problem: AttentionProblem, device: DeviceInfo, strides: Mapping[str
     """The plan of `fa2cupy.jvp`. `strides` has those of `plan_forward`, ``qt``, ``kt``, ``vt`` and ``ot``."""
     layout = StageLayout(problem, device, choice.family, strides)
     lists, of_lists = layout.lists(choice.tiles)
-    stages = [*_clear_unused(layout, "clear_forward"), *lists, layout.tiled("jvp", choice.tiles["jvp"])]
+    tiled = [layout.tiled(operation, tile) for operation, tile in choice.tiles.items()]
+    stages = [*_clear_unused(layout, "clear_forward"), *lists, *tiled]
     return _plan(stages, of_lists, ["ot", "lset"] if problem.is_packed else [])
 
 

@@ -59,12 +59,12 @@ def check_dtype(dtype: Any) -> str:
     return name
 
 
-def check_head_dim(head_dim: object, name: str = "head_dim") -> int:
-    """The head_dim as an int, checked against the supported range."""
+def check_head_dim(head_dim: object, name: str = "head_dim", most: int = MAX_HEAD_DIM) -> int:
+    """The head_dim as an int, checked against the supported range. Up to `most`, others check it."""
     columns = check_int(name, head_dim)
     if columns < 1:
         raise ValueError(f"{name}: expected at least 1, got {columns}")
-    if columns > MAX_HEAD_DIM:
+    if columns > most:
         raise UnsupportedProblemError(f"{name}: up to {MAX_HEAD_DIM} is supported, got {columns}")
     return columns
 

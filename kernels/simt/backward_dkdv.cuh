@@ -18,6 +18,9 @@
 //   lse [kBr]                       all warps            all warps, to compute P^T
 //   delta [kBr]                     all warps            all warps, to compute dS^T
 //
+// Where the registers of a lane do not hold both gradients (double, beyond 448 columns each), the block goes over the
+// query tiles twice: for dV, and then for dK.
+//
 // The block synchronises three times per query tile: before it reads dO, where the copy of Q starts; before it reads Q;
 // and when dV is computed, where the copy of the next dO starts, with its lse and delta.
 #pragma once
@@ -37,8 +40,10 @@ struct BackwardDkdv {
     using Real = typename Spec::Element;
     static constexpr bool kByKeys = true, kFindsSequences = false;
     static constexpr int kBr = Spec::kBr, kBc = Spec::kBc, kThreads = Spec::kWarps * 32;
-    using Warp = Microtile<Real, kBc / Spec::kWarps, kBr, Spec::kHeadDim, Spec::kHeadDimV>;
-    using WarpV = Microtile<Real, kBc / Spec::kWarps, kBr, Spec::kHeadDimV, Spec::kHeadDim>;
+    static constexpr bool kTogether =
+        registers_of_row<Real>(Spec::kHeadDim) + registers_of_row<Real>(Spec::kHeadDimV) <= 224;
+    using Warp = Microtile<Real, kBc / Spec::kWarps, kBr, Spec::kHeadDim, kTogether ? Spec::kHeadDimV : 0>;
+    using WarpV = Microtile<Real, kBc / Spec::kWarps, kBr, Spec::kHeadDimV, kTogether ? Spec::kHeadDim : 0>;
     using Rows = typename Warp::Rows;
     using RowsV = typename WarpV::Rows;
     using Scores = typename Warp::Scores;
@@ -47,6 +52,17 @@ struct BackwardDkdv {
                   Spec::kSharedBytes);
 
     __device__ static void run(const Params& params, char* smem) {
+        if constexpr (kTogether) {
+            sum<true, true>(params, smem);
+        } else {
+            sum<false, true>(params, smem);
+            sum<true, false>(params, smem);
+        }
+    }
+
+    // kOfKeys, kOfValues: whether dK and dV are computed.
+    template <bool kOfKeys, bool kOfValues>
+    __device__ __forceinline__ static void sum(const Params& params, char* smem) {
         Real* k_rows = reinterpret_cast<Real*>(smem);
         Real* v_rows = k_rows + kBc * Rows::kRowLength;
         Real* q_tile = v_rows + kBc * RowsV::kRowLength;
@@ -106,7 +122,10 @@ struct BackwardDkdv {
 
             const common::ScoreTile score_tile{where.batch, step.head, step.tile * kBr, first_key, lane};
             Scores p, ds;
-            WarpV::dot(ds, v_rows + own_v, do_tile, lane);
+            if constexpr (kOfKeys)
+                WarpV::dot(ds, v_rows + own_v, do_tile, lane);
+            else
+                WarpV::clear(ds);
             wait_for_copies();
             __syncthreads();  // Q is there
             clear_hidden_tile<Spec, Rows>(params, q_tile, lse_tile, lane);
@@ -117,9 +136,11 @@ struct BackwardDkdv {
                 p, ds, mask, outside, params, score_tile, [&](int, int j) { return lse_tile[Scores::col(j, lane)]; },
                 [&](int, int j) { return delta_tile[Scores::col(j, lane)]; });
 
-            Warp::post(p, posted, lane);
-            __syncwarp();
-            WarpV::accumulate(dv, posted, do_tile, lane);
+            if constexpr (kOfValues) {
+                Warp::post(p, posted, lane);
+                __syncwarp();
+                WarpV::accumulate(dv, posted, do_tile, lane);
+            }
             if (++tile == tiles.end) {
                 tile = tiles.begin;
                 ++head;
@@ -129,15 +150,19 @@ struct BackwardDkdv {
                 const auto next = tiles.at({head, tile});
                 copy_dout(next.head, next.tile);
             }
-            Warp::post(ds, posted, lane);
-            __syncwarp();
-            Warp::accumulate(dk, posted, q_tile, lane);
+            if constexpr (kOfKeys) {
+                Warp::post(ds, posted, lane);
+                __syncwarp();
+                Warp::accumulate(dk, posted, q_tile, lane);
+            }
         }
-        Warp::store(dk, params.softmax_scale, head_of(params.dk, params.dk_strides, where.batch, where.head),
-                    params.dk_strides.row, first_key, params.seqlen_k, lane);
-        WarpV::store(dv, common::kept_scale<Spec>(params),
-                     head_of(params.dv, params.dv_strides, where.batch, where.head), params.dv_strides.row, first_key,
-                     params.seqlen_k, lane);
+        if constexpr (kOfKeys)
+            Warp::store(dk, params.softmax_scale, head_of(params.dk, params.dk_strides, where.batch, where.head),
+                        params.dk_strides.row, first_key, params.seqlen_k, lane);
+        if constexpr (kOfValues)
+            WarpV::store(dv, common::kept_scale<Spec>(params),
+                         head_of(params.dv, params.dv_strides, where.batch, where.head), params.dv_strides.row,
+                         first_key, params.seqlen_k, lane);
     }
 };
 

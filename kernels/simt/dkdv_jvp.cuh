@@ -17,7 +17,7 @@
 //   posted [kBc][kPostedLength]     each warp its rows   the same warp; holds the tangent of P^T, P^T, dS'^T, dS^T
 //   lse, delta, lse', delta' [kBr]  all warps            all warps, to compute P^T, dS^T and their tangents
 //
-// The block synchronises as in the backward.
+// The block synchronises as in the backward, and goes over the query tiles twice where that does (beyond 416 columns).
 #pragma once
 #include "common/params.cuh.j2"
 #include "common/sequence.cuh"
@@ -34,8 +34,10 @@ struct DkdvJvp {
     using Real = typename Spec::Element;
     static constexpr bool kByKeys = true, kFindsSequences = false;
     static constexpr int kBr = Spec::kBr, kBc = Spec::kBc, kThreads = Spec::kWarps * 32;
-    using Warp = Microtile<Real, kBc / Spec::kWarps, kBr, Spec::kHeadDim, Spec::kHeadDimV>;
-    using WarpV = Microtile<Real, kBc / Spec::kWarps, kBr, Spec::kHeadDimV, Spec::kHeadDim>;
+    static constexpr bool kTogether =
+        registers_of_row<Real>(Spec::kHeadDim) + registers_of_row<Real>(Spec::kHeadDimV) <= 208;
+    using Warp = Microtile<Real, kBc / Spec::kWarps, kBr, Spec::kHeadDim, kTogether ? Spec::kHeadDimV : 0>;
+    using WarpV = Microtile<Real, kBc / Spec::kWarps, kBr, Spec::kHeadDimV, kTogether ? Spec::kHeadDim : 0>;
     using Rows = typename Warp::Rows;
     using RowsV = typename WarpV::Rows;
     using Keys = MovedRows<Rows, Real, kBc, kThreads>;
@@ -49,6 +51,17 @@ struct DkdvJvp {
                   Spec::kSharedBytes);
 
     __device__ static void run(const Params& params, char* smem) {
+        if constexpr (kTogether) {
+            sum<true, true>(params, smem);
+        } else {
+            sum<false, true>(params, smem);
+            sum<true, false>(params, smem);
+        }
+    }
+
+    // kOfKeys, kOfValues: whether dK' and dV' are computed.
+    template <bool kOfKeys, bool kOfValues>
+    __device__ __forceinline__ static void sum(const Params& params, char* smem) {
         const int32 lane = threadIdx.x % 32, warp = threadIdx.x / 32;
         const auto where = common::scheduled_tile<Spec, kByKeys>(params, blockIdx.x);
         const int32 batch = where.batch, head_kv = where.head, first_key = where.tile * kBc + warp * Warp::kOwn;
@@ -116,7 +129,12 @@ struct DkdvJvp {
 
             const common::ScoreTile score_tile{batch, step.head, step.tile * kBr, first_key, lane};
             Scores p, tangents, ds, ds_tangent;
-            dot_moved<WarpV>(ds, ds_tangent, v, own_v, dout, lane);
+            if constexpr (kOfKeys) {
+                dot_moved<WarpV>(ds, ds_tangent, v, own_v, dout, lane);
+            } else {
+                WarpV::clear(ds);
+                WarpV::clear(ds_tangent);
+            }
             wait_for_copies();
             __syncthreads();  // Q and its tangent are there
             clear_hidden_tile<Spec, Rows>(params, q.rows, lse_tile, lane);
@@ -131,7 +149,7 @@ struct DkdvJvp {
                 });
 
             slopes.apply(ds, ds_tangent);
-            accumulate_moved<WarpV>(dv, p, tangents, posted, dout, lane);
+            if constexpr (kOfValues) accumulate_moved<WarpV>(dv, p, tangents, posted, dout, lane);
             if (++tile == tiles.end) {
                 tile = tiles.begin;
                 ++head;
@@ -141,12 +159,14 @@ struct DkdvJvp {
                 const auto next = tiles.at({head, tile});
                 copy_outputs(next.head, next.tile);
             }
-            accumulate_moved<Warp>(dk, ds, ds_tangent, posted, q, lane);
+            if constexpr (kOfKeys) accumulate_moved<Warp>(dk, ds, ds_tangent, posted, q, lane);
         }
-        Warp::store(dk, params.softmax_scale, head_of(params.dkt, params.dkt_strides, batch, head_kv),
-                    params.dkt_strides.row, first_key, params.seqlen_k, lane);
-        WarpV::store(dv, common::kept_scale<Spec>(params), head_of(params.dvt, params.dvt_strides, batch, head_kv),
-                     params.dvt_strides.row, first_key, params.seqlen_k, lane);
+        if constexpr (kOfKeys)
+            Warp::store(dk, params.softmax_scale, head_of(params.dkt, params.dkt_strides, batch, head_kv),
+                        params.dkt_strides.row, first_key, params.seqlen_k, lane);
+        if constexpr (kOfValues)
+            WarpV::store(dv, common::kept_scale<Spec>(params), head_of(params.dvt, params.dvt_strides, batch, head_kv),
+                         params.dvt_strides.row, first_key, params.seqlen_k, lane);
     }
 };
 

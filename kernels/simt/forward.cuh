@@ -1,5 +1,5 @@
 // FlashAttention-2 forward (Dao 2023, Algorithm 1) without tensor cores: IEEE arithmetic in float or double, any head
-// dimension up to 256, any CUDA GPU. Read this kernel first: the other forward kernels compute the same and differ in
+// dimension up to 512, any CUDA GPU. Read this kernel first: the other forward kernels compute the same and differ in
 // how they use the hardware.
 //
 //   S = scale Q K^T        P = exp(S - row_max)        O = P V / row_sum        lse = row_max + log(row_sum)

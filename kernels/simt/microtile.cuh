@@ -40,6 +40,12 @@ struct MicroScores {
     __device__ Real operator()(int i, int j) const { return value[i][j]; }
 };
 
+// Registers in which a lane holds its part of a row of sums.
+template <class Real>
+__host__ __device__ constexpr int registers_of_row(int columns) {
+    return common::round_up(columns, 32) / 8 * int(sizeof(Real) / 4);
+}
+
 // kColumnsBeside: the columns of further sums that a lane holds beside those of one of these tiles.
 template <class Real, int kOwn_, int kOther_, int kHeadDim, int kColumnsBeside = 0>
 struct Microtile {

@@ -7,7 +7,8 @@
 //   block   owns kBc keys of one K/V head; loops over the query tiles of B_r = kBr rows that see them, in all query
 //           heads of the group, so that dK' and dV' are summed on chip in a fixed order
 //   warp    owns 16 or 32 of these keys: their dK' and dV'. Above 128 columns registers hold one of the two (kRoles), and
-//           two warps share the keys; both compute S^T and T^T, so that neither waits
+//           two warps share the keys; above 256 a half of its columns (kParts), and four warps do. All of them compute S^T
+//           and T^T, so that none waits
 //
 // Scores are computed transposed: rounded to 16 bits, their accumulators are the left operands of the products that sum
 // over queries.
@@ -44,7 +45,8 @@ struct DkdvJvp {
     static constexpr int kD = padded_head_dim(kHeadDim), kDv = padded_head_dim(kHeadDimV);
     static constexpr int kThreads = kWarps * 32;
     static constexpr int kRoles = common::max_of(kD, kDv) > 128 ? 2 : 1;
-    static constexpr int kWarpKeys = kBc / (kWarps / kRoles);
+    static constexpr int kParts = sharers_of_gradient(common::max_of(kD, kDv));
+    static constexpr int kWarpKeys = kBc / (kWarps / (kRoles * kParts));
     static constexpr int kM16 = kWarpKeys / 16;
 
     using KTile = SmemTile<kBc, kD>;
@@ -54,6 +56,9 @@ struct DkdvJvp {
     using Scores = QuadFragment<kBr / 8>;
     using Packed = PackedFragment<Element, kBr / 8>;
     using Row = common::MovedRow<float>;
+    using Dk = QuadFragment<kD / kParts / 8>;
+    using Dv = QuadFragment<kDv / kParts / 8>;
+    static constexpr int kK16 = kD / kParts / 16, kV16 = kDv / kParts / 16;  // steps of a part's columns
     using Step = common::QueryStep;
 
     static constexpr int kK = 0, kKMoved = kK + KTile::kBytes;
@@ -73,14 +78,21 @@ struct DkdvJvp {
     const uint32 smem;
     const common::TileCoordinates where;
     const common::QueryTiles<Spec> tiles;
-    const int32 thread, lane, own_row;  // the first of the warp's keys in the tile
+    const int32 thread, lane;
+    const int32 own_row, part;  // the first of the warp's keys in the tile; its part of the columns
 
     __device__ static void run(const Params& params, char* memory) {
         const auto where = common::scheduled_tile<Spec, kByKeys>(params, blockIdx.x);
         const int32 thread = threadIdx.x, warp = __shfl_sync(common::kFullWarp, thread / 32, 0);
-        const DkdvJvp block{
-            params, memory,      shared_address(memory),   where, common::query_tiles<Spec>(params, where),
-            thread, thread % 32, warp / kRoles * kWarpKeys};
+        const DkdvJvp block{params,
+                            memory,
+                            shared_address(memory),
+                            where,
+                            common::query_tiles<Spec>(params, where),
+                            thread,
+                            thread % 32,
+                            warp / (kRoles * kParts) * kWarpKeys,
+                            warp / kRoles % kParts};
         block.load_keys();
         if constexpr (kRoles == 1)
             block.template loop<true, true>();
@@ -127,8 +139,8 @@ struct DkdvJvp {
     }
 
     template <bool kOfKeys, bool kOfValues>
-    __device__ __forceinline__ void iterate(QuadFragment<kD / 8> (&dk)[kM16], QuadFragment<kDv / 8> (&dv)[kM16],
-                                            uint32 slot, const Row* rows, const Step& step) const {
+    __device__ __forceinline__ void iterate(Dk (&dk)[kM16], Dv (&dv)[kM16], uint32 slot, const Row* rows,
+                                            const Step& step) const {
         const uint32 q = slot + kQ, q_moved = slot + kQMoved, dout = slot + kDo, dout_moved = slot + kDoMoved;
         Scores p[kM16], tangents[kM16], ds[kM16], ds_tangent[kM16];
 #pragma unroll
@@ -170,20 +182,20 @@ struct DkdvJvp {
             packed_ds_tangents[m].set(ds_tangent[m]);
         }
         if constexpr (kOfValues) {
-            accumulate<DoTile>(dv, packed_tangents, dout, 0, lane);
-            if (params.dot != nullptr) accumulate<DoTile>(dv, packed, dout_moved, 0, lane);
+            accumulate<DoTile>(dv, packed_tangents, dout, part * kV16, lane);
+            if (params.dot != nullptr) accumulate<DoTile>(dv, packed, dout_moved, part * kV16, lane);
         }
         if constexpr (kOfKeys) {
-            accumulate<QTile>(dk, packed_ds_tangents, q, 0, lane);
-            if (params.qt != nullptr) accumulate<QTile>(dk, packed_ds, q_moved, 0, lane);
+            accumulate<QTile>(dk, packed_ds_tangents, q, part * kK16, lane);
+            if (params.qt != nullptr) accumulate<QTile>(dk, packed_ds, q_moved, part * kK16, lane);
         }
     }
 
     // kOfKeys, kOfValues: whether the warp has dK' and dV'.
     template <bool kOfKeys, bool kOfValues>
     __device__ __forceinline__ void loop() const {
-        QuadFragment<kD / 8> dk[kM16];
-        QuadFragment<kDv / 8> dv[kM16];
+        Dk dk[kM16];
+        Dv dv[kM16];
 #pragma unroll
         for (int m = 0; m < kM16; ++m) {
             dk[m].fill(0.0f);
@@ -244,8 +256,9 @@ struct DkdvJvp {
             for (int n = 0; n < kN8; ++n)
 #pragma unroll
                 for (int e = 0; e < 4; ++e) gradient[m].value[n][e] *= scale;
-        store_rows<Tile, kM16, kColumns>(tile, own_row, 0, gradient, head_of(matrix, strides, where.batch, where.head),
-                                         strides.row, where.tile * kBc + own_row, params.seqlen_k, lane);
+        store_rows<Tile, kM16, kColumns>(tile, own_row, part * kN8, gradient,
+                                         head_of(matrix, strides, where.batch, where.head), strides.row,
+                                         where.tile * kBc + own_row, params.seqlen_k, lane);
     }
 };
 

@@ -5,7 +5,8 @@
 //   dQ' = scale (dS' K + dS K')                                 dbias' = dS', summed to the shape of the bias
 //
 //   block   owns kBr query rows of one head; loops over the key tiles of B_c = kBc keys that these rows see
-//   warp    owns kBr / kWarps of these rows; keeps their dQ', lse, delta, lse' and delta' in registers
+//   warp    owns 16 or more of these rows; keeps their dQ', lse, delta, lse' and delta' in registers. Above 256 columns
+//           of Q or V, two warps share the rows (kParts) and divide the columns; both compute S to dP', so that neither waits
 //
 //   shared memory                               written by   read by
 //   Q, Q' [2][kBr][kD]                          all warps    each warp its rows, to compute S and T
@@ -37,8 +38,10 @@ struct DqJvp {
     static constexpr int kHeadDim = Spec::kHeadDim, kHeadDimV = Spec::kHeadDimV;
     static constexpr int kD = padded_head_dim(kHeadDim), kDv = padded_head_dim(kHeadDimV);
     static constexpr int kThreads = Spec::kWarps * 32;
-    static constexpr int kWarpRows = kBr / Spec::kWarps;
+    static constexpr int kParts = sharers_of_gradient(common::max_of(kD, kDv));
+    static constexpr int kWarpRows = kBr / (Spec::kWarps / kParts);
     static constexpr int kM16 = kWarpRows / 16;
+    static constexpr int kColumns = kD / kParts;  // of dQ' that a warp has
 
     using QTile = SmemTile<kBr, kD>;
     using DoTile = SmemTile<kBr, kDv>;
@@ -54,14 +57,15 @@ struct DqJvp {
 
     using Scores = QuadFragment<kBc / 8>;
     using Packed = PackedFragment<Element, kBc / 8>;
-    using Gradient = QuadFragment<kD / 8>;
+    using Gradient = QuadFragment<kColumns / 8>;
 
     __device__ static void run(const Params& params, char* dynamic_smem) {
         const uint32 smem = shared_address(dynamic_smem);
         const int32 thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
         const auto where = common::scheduled_tile<Spec, kByKeys>(params, blockIdx.x);
         const int32 batch = where.batch, head = where.head, head_kv = head / params.heads_per_group;
-        const int32 tile_row = where.tile * kBr, own_row = warp * kWarpRows, first_row = tile_row + own_row;
+        const int32 tile_row = where.tile * kBr, own_row = warp / kParts * kWarpRows, first_row = tile_row + own_row;
+        const int32 part = warp % kParts, first_c16 = part * (kColumns / 16);
         const Element* qt = head_of(params.qt, params.qt_strides, batch, head);
         const Element* dot = head_of(params.dot, params.dot_strides, batch, head);
         const auto tiles = common::key_tiles<Spec>(params, where);
@@ -94,8 +98,9 @@ struct DqJvp {
                                                          params.seqlen_q, thread, begin);
         cp_async_commit();
         ring.start();
-        common::clear_skipped_dbias<Spec>(params, {batch, head, first_row, 0, lane}, kWarpRows, tiles.begin * kBc,
-                                          tiles.end * kBc);
+        if (part == 0)
+            common::clear_skipped_dbias<Spec>(params, {batch, head, first_row, 0, lane}, kWarpRows, tiles.begin * kBc,
+                                              tiles.end * kBc);
 
         const int64 first_stat = common::first_statistic<Spec>(params, batch, head);
         float lse[kM16][2];
@@ -117,13 +122,16 @@ struct DqJvp {
             const uint32 k_moved = k + Ring::kOthers, v_moved = k_moved + KTile::kBytes;
             int32 tile = position;
             if constexpr (common::kListsTiles<Spec>) tile = tiles.at(position);
-            if (Spec::kMayHideRows && position == tiles.end - 1)
-                clear_hidden_rows(own_row, lse, lane, [&](int32 row) {
-                    clear_row<QTile, 4>(smem + kQ, row, lane % 4);
-                    clear_row<QTile, 4>(smem + kQMoved, row, lane % 4);
-                    clear_row<DoTile, 4>(smem + kDo, row, lane % 4);
-                    clear_row<DoTile, 4>(smem + kDoMoved, row, lane % 4);
-                });
+            if (Spec::kMayHideRows && position == tiles.end - 1) {
+                if (part == 0)
+                    clear_hidden_rows(own_row, lse, lane, [&](int32 row) {
+                        clear_row<QTile, 4>(smem + kQ, row, lane % 4);
+                        clear_row<QTile, 4>(smem + kQMoved, row, lane % 4);
+                        clear_row<DoTile, 4>(smem + kDo, row, lane % 4);
+                        clear_row<DoTile, 4>(smem + kDoMoved, row, lane % 4);
+                    });
+                if constexpr (kParts > 1) __syncthreads();
+            }
 
             Scores p[kM16], tangents[kM16], ds[kM16], ds_tangent[kM16];
 #pragma unroll
@@ -152,13 +160,13 @@ struct DqJvp {
                 const auto slopes = common::differentiate_twice<false, Spec>(
                     p[m], tangents[m], ds[m], ds_tangent[m], mask, outside, params, score_tile,
                     [&](int i, int) { return common::without_delta<Spec>(rows[m][i]); });
-                common::write_dbias<Spec>(ds_tangent[m], params, score_tile);
+                if (part == 0) common::write_dbias<Spec>(ds_tangent[m], params, score_tile);
                 slopes.apply(ds[m], ds_tangent[m]);
                 packed[m].set(ds[m]);
                 packed_tangents[m].set(ds_tangent[m]);
             }
-            accumulate<KTile>(dq, packed_tangents, k, 0, lane);
-            if (moved_keys.k != nullptr) accumulate<KTile>(dq, packed, k_moved, 0, lane);
+            accumulate<KTile>(dq, packed_tangents, k, first_c16, lane);
+            if (moved_keys.k != nullptr) accumulate<KTile>(dq, packed, k_moved, first_c16, lane);
         }
 
         // If there was no key tile, the copy of Q is still in flight, and dQ' is about to overwrite it.
@@ -167,10 +175,10 @@ struct DqJvp {
 #pragma unroll
         for (int m = 0; m < kM16; ++m)
 #pragma unroll
-            for (int n = 0; n < kD / 8; ++n)
+            for (int n = 0; n < kColumns / 8; ++n)
 #pragma unroll
                 for (int e = 0; e < 4; ++e) dq[m].value[n][e] *= params.softmax_scale;
-        store_rows<QTile, kM16, kHeadDim>(smem + kQ, own_row, 0, dq,
+        store_rows<QTile, kM16, kHeadDim>(smem + kQ, own_row, 2 * first_c16, dq,
                                           head_of(params.dqt, params.dqt_strides, batch, head), params.dqt_strides.row,
                                           first_row, params.seqlen_q, lane);
     }

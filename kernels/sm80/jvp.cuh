@@ -10,8 +10,9 @@
 // is known, and the kernel computes O' and lse' alone.
 //
 //   block   owns kBr query rows of one head; loops over the key tiles of B_c = kBc keys that these rows see
-//   warp    owns 16 or 32 of these rows: their S, T, O and O'. Above 128 columns of V, registers hold O and O' of one half
-//           of the columns (kParts), and two warps share the rows; both compute S and T, so that neither waits
+//   warp    owns 16 or 32 of these rows: their S, T, O and O'. Registers hold O and O' of up to 128 columns of V, or O'
+//           alone of up to 256: beyond, two or four warps share the rows (kParts) and divide the columns; all of them
+//           compute S and T, so that none waits
 //
 //   shared memory                               written by   read by
 //   Q, Q' [2][kBr][kD]                          all warps    each warp its rows, to compute S and T
@@ -42,7 +43,7 @@ struct Jvp {
     static constexpr int kHeadDim = Spec::kHeadDim, kHeadDimV = Spec::kHeadDimV;
     static constexpr int kD = padded_head_dim(kHeadDim), kDv = padded_head_dim(kHeadDimV);
     static constexpr int kThreads = Spec::kWarps * 32;
-    static constexpr int kParts = !kGiven && kDv > 128 ? 2 : 1;
+    static constexpr int kParts = kGiven ? sharers_of_gradient(common::max_of(kD, kDv)) : sharers_of_columns(kDv);
     static constexpr int kWarpRows = kBr / (Spec::kWarps / kParts);
     static constexpr int kM16 = kWarpRows / 16;
     static constexpr int kColumns = kDv / kParts;  // of O that a warp has
@@ -120,8 +121,12 @@ struct Jvp {
             int32 tile = position;
             if constexpr (common::kListsTiles<Spec>) tile = tiles.at(position);
             if constexpr (kGiven && Spec::kMayHideRows)
-                if (position == tiles.end - 1)
-                    clear_hidden_rows(own_row, lse, lane, [&](int32 row) { clear_row<QTile, 4>(smem, row, lane % 4); });
+                if (position == tiles.end - 1) {
+                    if (warp % kParts == 0)
+                        clear_hidden_rows(own_row, lse, lane,
+                                          [&](int32 row) { clear_row<QTile, 4>(smem, row, lane % 4); });
+                    if constexpr (kParts > 1) __syncthreads();
+                }
 
             Scores p[kM16], tangents[kM16];
 #pragma unroll
@@ -193,7 +198,7 @@ struct Jvp {
                     inverse_sum[m][i] = 1.0f;
                     lse[m][i] = has_row ? params.lse[first + row] : -common::infinity<float>();
                     const bool visible = lse[m][i] != -common::infinity<float>();
-                    load_row(output[m], i, o + row * params.o_strides.row, visible, lane);
+                    load_row(output[m], i, 16 * first_c16, o + row * params.o_strides.row, visible, lane);
                 }
                 float& change = lse_tangent[m][i];
                 change = common::row_sum<4>(change) * inverse_sum[m][i];
@@ -227,13 +232,15 @@ struct Jvp {
             for (int e = 0; e < 4; ++e) x.value[n][e] *= factor[e / 2];
     }
 
-    // Row i of the given O, whose elements are 0 if no key is visible.
-    __device__ __forceinline__ static void load_row(Output& output, int i, const Element* row, bool visible,
-                                                    int32 lane) {
+    // Row i of the given O, from a column on. Its elements are 0 if no key is visible.
+    __device__ __forceinline__ static void load_row(Output& output, int i, int32 first_column, const Element* row,
+                                                    bool visible, int32 lane) {
 #pragma unroll
         for (int n = 0; n < kColumns / 8; ++n) {
-            const bool has_columns = visible && 8 * n < kHeadDimV;
-            const uint32 two = has_columns ? *reinterpret_cast<const uint32*>(row + Output::col(2 * n, lane)) : 0;
+            const int32 first = kParts > 1 ? first_column : 0;
+            const bool has_columns = visible && first + 8 * n < kHeadDimV;
+            const int32 column = first + Output::col(2 * n, lane);
+            const uint32 two = has_columns ? *reinterpret_cast<const uint32*>(row + column) : 0;
             output(i, 2 * n) = common::unpack_lo<Element>(two);
             output(i, 2 * n + 1) = common::unpack_hi<Element>(two);
         }

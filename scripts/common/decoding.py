@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import random
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 import fa2cupy
-from fa2cupy import reference
 
 from .measure import (
     Candidate,
@@ -25,7 +24,17 @@ from .measure import (
     write_csv,
 )
 
-__all__ = ["COLUMNS", "PEERS", "CachedProblem", "cached_problems", "run_decode", "table"]
+__all__ = [
+    "COLUMNS",
+    "OURS",
+    "PEERS",
+    "CachedProblem",
+    "cached_problems",
+    "copy_candidate",
+    "measured",
+    "run_decode",
+    "table",
+]
 
 COLUMNS = (
     "gpu", "driver", "date", "dtype", "head_dim", "num_heads", "num_heads_kv", "seqlen_q", "cache", "page_size",
@@ -51,6 +60,8 @@ class CachedProblem:
     head_dim, seqlen_q : int
     page_size : int or None
         None for a cache without a block table.
+    head_dim_v : int or None
+        Columns of v, which then are the first ones of k; None if v has an array of its own, with head_dim columns.
     """
 
     name: str
@@ -59,11 +70,12 @@ class CachedProblem:
     head_dim: int
     seqlen_q: int
     page_size: int | None = None
+    head_dim_v: int | None = None
 
     @property
     def nbytes(self) -> int:
         """Bytes of keys and values that a call must read."""
-        return 2 * 2 * sum(self.lengths) * self.heads[1] * self.head_dim
+        return (1 if self.head_dim_v else 2) * 2 * sum(self.lengths) * self.heads[1] * self.head_dim
 
     @property
     def is_even(self) -> bool:
@@ -113,11 +125,13 @@ class _Inputs:
         page_size, num_heads_kv = problem.page_size or max(problem.lengths), problem.heads[1]
         shape = (table.size, page_size, num_heads_kv, problem.head_dim)
         self.caches = []
-        for rows in period:
+        for rows in period[:1] if problem.head_dim_v else period:
             cache = xp.empty((table.size * page_size * num_heads_kv, problem.head_dim), rows.dtype)
             for first in range(0, len(cache), len(rows)):
                 cache[first : first + len(rows)] = rows[: len(cache) - first]
             self.caches.append(cache.reshape(shape))
+        if problem.head_dim_v:
+            self.caches.append(self.caches[0][..., : problem.head_dim_v])
         self.q, self.lengths = q.copy(), xp.asarray(np.array(problem.lengths, "int32"))
         self.table = table if problem.page_size else None
 
@@ -133,14 +147,18 @@ def _check(gpu: Gpu, problem: CachedProblem, inputs: _Inputs) -> str | None:
     rows = []
     for cache in inputs.caches:
         own = cache[number, :, :1] if inputs.table is None else cache[inputs.table[number]][:, :, :1]
-        rows.append(own.reshape(1, -1, 1, problem.head_dim)[:, :length])
-    expected, _ = reference.forward(inputs.q[number:, :, :group], *rows)
-    found = inputs.decode()[0][number:, :, :group].astype("float64")
+        rows.append(own.reshape(-1, cache.shape[-1])[:length].astype("float64"))
+    keys, values = rows
+    scores = inputs.q[number, :, :group].astype("float64") @ keys.T * problem.head_dim**-0.5
+    weights = gpu.xp.exp(scores - scores.max(axis=-1, keepdims=True))
+    expected = weights @ values / weights.sum(axis=-1, keepdims=True)
+    found = inputs.decode()[0][number, :, :group].astype("float64")
     error = float(abs(found - expected).max() / abs(expected).max())
     return None if error < _CHECKED else f"{problem}: an error of {error:.3g} of the largest element"
 
 
-def _copy(gpu: Gpu) -> Candidate:
+def copy_candidate(gpu: Gpu) -> Candidate:
+    """Returns a copy of 1 GiB, by whose speed others are judged."""
     source, target = (gpu.xp.zeros(_COPIED_BYTES, "uint8") for _ in range(2))
 
     def copy() -> tuple:
@@ -166,31 +184,50 @@ def run_decode(
     """Measures all problems and writes the rows after each; returns the failures."""
     failures: list[str] = []
     rows: list[dict[str, object]] = []
-    copy, rng = _copy(gpu), random.Random(0)
+    copy, rng = copy_candidate(gpu), random.Random(0)
     work = list(cached_problems()) if problems is None else list(problems)
     with progress(len(work), "decode") as bar:
         for problem in work:
-            count = sets_beyond_cache(problem.nbytes, gpu.info.l2_bytes)
-            drawn = _drawn(problem)
-            inputs = [_Inputs(gpu, problem, drawn) for _ in range(count)]
-            wrong = _check(gpu, problem, inputs[0])
-            if wrong:
-                failures.append(wrong)
-            else:
-                ours = Candidate(OURS, rotating(_Inputs.decode, [(one,) for one in inputs]))
-                others = [_peer(peer, inputs) for peer in peers if problem.is_even]
-                candidates = [copy, ours, *_that_run(others, bar.write)]
-                times = time_in_rounds(gpu, candidates, rounds, budget_ms, rng)
-                host = host_microseconds(gpu, [ours], rounds=2) if problem.nbytes < 1 << 22 else {}
-                rows += _rows(gpu, problem, times, host)
+            try:
+                rows += measured(gpu, problem, copy, peers, rounds, budget_ms, rng, bar.write)
                 write_csv(path, COLUMNS, rows)
-            del inputs
-            gpu.release()
-            for peer in peers:
-                peer.release()
+            except AssertionError as error:
+                failures.append(str(error))
+            for each in (gpu, *peers):
+                each.release()
             bar.update()
     print("", *table(rows), "", sep="\n")
     return failures
+
+
+def measured(
+    gpu: Gpu,
+    problem: CachedProblem,
+    copy: Candidate,
+    peers: Sequence,
+    rounds: int,
+    budget_ms: float,
+    rng: random.Random,
+    write: Callable[[str], object],
+) -> list[dict[str, object]]:
+    """Checks and times a problem; returns its rows.
+
+    Raises
+    ------
+    AssertionError
+        Our result is wrong.
+    """
+    count, drawn = sets_beyond_cache(problem.nbytes, gpu.info.l2_bytes), _drawn(problem)
+    inputs = [_Inputs(gpu, problem, drawn) for _ in range(count)]
+    wrong = _check(gpu, problem, inputs[0])
+    if wrong:
+        raise AssertionError(wrong)
+    ours = Candidate(OURS, rotating(_Inputs.decode, [(one,) for one in inputs]))
+    others = [_peer(peer, inputs) for peer in peers if problem.is_even]
+    candidates = [copy, ours, *_that_run(others, write)]
+    times = time_in_rounds(gpu, candidates, rounds, budget_ms, rng)
+    host = host_microseconds(gpu, [ours], rounds=2) if problem.nbytes < 1 << 22 else {}
+    return _rows(gpu, problem, times, host)
 
 
 def _that_run(candidates: Iterable[Candidate], write) -> list[Candidate]:

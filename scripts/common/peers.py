@@ -38,6 +38,7 @@ __all__ = [
     "OPERATIONS",
     "PEERS",
     "SECOND_ORDER_PEERS",
+    "WIDE_PEERS",
     "Fa2cupy",
     "TorchPeer",
     "available_peers",
@@ -282,8 +283,8 @@ class TorchCudnn(TorchPeer):
 class TorchEfficient(TorchPeer):
     """xFormers' memory-efficient attention in PyTorch: its only fused operator for float32.
 
-    In 16 bits, where the others are faster, it is beside calls whose v has another head_dim: the flash operator takes
-    none of them.
+    In 16 bits, where the others are faster, it is beside calls that the flash operator does not take: those whose v has
+    another head_dim, and those of more than 256 columns.
     """
 
     name = "torch efficient"
@@ -291,7 +292,8 @@ class TorchEfficient(TorchPeer):
 
     def supports(self, problem: Problem, operation: str) -> bool:
         """Does the same as for other operators."""
-        return super().supports(problem, operation) and (problem.dtype == "float32" or problem.head_dim_v is not None)
+        is_of_flash = problem.dtype != "float32" and problem.head_dim_v is None and problem.head_dim <= 256
+        return super().supports(problem, operation) and not is_of_flash
 
     def forward(self, causal: bool, q, k, v) -> tuple:
         """Calls the operator."""
@@ -306,14 +308,14 @@ class TorchEfficient(TorchPeer):
 
 
 class TorchMath(TorchPeer):
-    """The formulas in PyTorch's own products and elementwise kernels: its only operator for float64.
+    """The formulas in PyTorch's own products and elementwise kernels: its only operator for float64, of any head_dim.
 
     It keeps P for a backward by autograd, and is deterministic as it is.
     """
 
     name = "torch math"
     operations = ("forward", DEFAULT)
-    dtypes = ("float64",)
+    dtypes = (*_HALF, "float64")
 
     def own(self, array):
         """Returns CuPy's array as an argument that autograd differentiates by."""
@@ -554,6 +556,8 @@ PEERS = {"flash": TorchFlash, "cudnn": TorchCudnn, "efficient": TorchEfficient, 
 HEAD_DIM_PEERS = {**{name: PEERS[name] for name in ("flash", "cudnn", "efficient")}, "flash4": FlashAttention4}
 #: Those of the section second_order.
 SECOND_ORDER_PEERS = {"written_out": CupyTwice, "jvp_flash": JvpFlashAttention}
+#: Those of the section wide.
+WIDE_PEERS = {"efficient": TorchEfficient, "math": TorchMath}
 #: Those of the section float64.
 FLOAT64_PEERS = {"simt": Simt, "unfused": CupyUnfused, "math": TorchMath}
 

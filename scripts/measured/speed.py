@@ -26,6 +26,9 @@ from common.measure import format_bytes
 from common.second_order import LONGEST as SECOND_ORDER_LONGEST
 from common.second_order import second_order_table
 from common.tables import speed_table
+from common.wide import DECODE, latent_problems, wide_problems
+from common.wide import OPERATIONS as WIDE_OPERATIONS
+from common.wide import SEQLENS as WIDE_SEQLENS
 from language_model.training import LOG_EVERY
 from measured.rows import (
     CARD,
@@ -62,6 +65,7 @@ __all__ = [
     "summary",
     "tokens_per_second",
     "training",
+    "wide",
 ]
 
 _BENCHMARK = "benchmark.csv"
@@ -240,6 +244,40 @@ def head_dims() -> str:
             ("head_dim of q / of v", "dtype", "heads", "mask", *sizes),
             [(*line, *(of_line.get(size, "") for size in sizes)) for line, of_line in cells.items()],
         ),
+    )
+
+
+def wide() -> str:
+    """The same beyond 256 columns, and the speed of decoding latent attention beside that of a copy."""
+    name, command = "wide.csv", "python scripts/benchmark.py --sections wide"
+    if not is_measured(name):
+        return sentence(f"They have not been measured on this card yet: `{command}` does it.")
+
+    def cell(**wanted: object) -> str:
+        found, speed = ratios(name, **wanted), value(name, "tflops", provider=OURS, **wanted)
+        return f"{speed:.0f} ({min(found):.2f})" if found else f"{speed:.0f}"
+
+    cells: dict[tuple[str, str], dict[int, str]] = {}
+    for problem in wide_problems():
+        columns_v = problem.head_dim_v or problem.head_dim
+        wanted = {**problem.columns(), "head_dim_v": columns_v}
+        line = f"{problem.head_dim} / {columns_v}", "causal" if problem.causal else "full"
+        both = " / ".join(cell(operation=one, **wanted) for one in WIDE_OPERATIONS)
+        cells.setdefault(line, {})[problem.seqlen] = both
+    decoded = []
+    for latent in latent_problems():
+        wanted = {"operation": DECODE, "num_heads": latent.heads[0], "batch": len(latent.lengths), "provider": OURS}
+        numbers = [value(name, column, **wanted) for column in ("ms_median", "gbs", "of_copy", "tflops")]
+        shown = (format(number, how) for number, how in zip(numbers, (".3f", ".0f", ".2f", ".0f"), strict=True))
+        decoded.append((latent.heads[0], latent.name, *shown))
+    return paragraphs(
+        source(name, command, "PyTorch 2.11"),
+        table(
+            ("head_dim of q / of v", "mask", *(f"seqlen {seqlen}" for seqlen in WIDE_SEQLENS)),
+            [(*line, *(of_line[seqlen] for seqlen in WIDE_SEQLENS)) for line, of_line in cells.items()],
+        ),
+        "`decode` of latent attention, one query:",
+        table(("query heads", "cache", "ms", "GB/s", "of a copy", "TFLOP/s"), decoded),
     )
 
 

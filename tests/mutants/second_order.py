@@ -34,6 +34,15 @@ CALLS = {
     "sharers, hidden": {"lengths": (20, 12), "head_dim": 72, "tile": TileConfig(16, 16, 2), "causal": True},
     "large scores": {"lengths": (20, 70), "softmax_scale": 4.0},
     "one stage": {"lengths": (70, 90), "tile": TileConfig(32, 32, 2)},
+    "wide": {"lengths": (37, 45), "head_dim": 264, "default_tiles": True},
+    "wide, hidden": {
+        "lengths": (21, 27),
+        "head_dim": 264,
+        "default_tiles": True,
+        "bias": np.where(np.arange(21) < 8, -np.inf, 0.0)[:, None],
+    },
+    "wide bias": {"lengths": (20, 27), "head_dim": 264, "default_tiles": True, "bias": numbers((20, 27), "float64")},
+    "wide v": {"lengths": (10, 12), "heads": (1, 1), "head_dim": 392, "head_dim_v": 512, "default_tiles": True},
 }
 
 
@@ -193,8 +202,8 @@ SM80 = (
         "dq_jvp",
         ("? -rows[m][i].delta : 0.0f", "? 0.0f : 0.0f"),
         ("? -rows[m][i].delta_tangent : 0.0f", "? 0.0f : 0.0f"),
-        ("accumulate<KTile>(dq, packed_tangents, k, 0, lane);",),
-        ("if (moved_keys.k != nullptr) accumulate<KTile>(dq, packed, k_moved, 0, lane);",),
+        ("accumulate<KTile>(dq, packed_tangents, k, first_c16, lane);",),
+        ("if (moved_keys.k != nullptr) accumulate<KTile>(dq, packed, k_moved, first_c16, lane);",),
         ("dq[m].value[n][e] *= params.softmax_scale;", ";"),
         check="check_backward_jvp",
         family="sm80",
@@ -226,10 +235,10 @@ SM80 = (
         "dkdv_jvp",
         ("? -row.delta : 0.0f", "? 0.0f : 0.0f"),
         ("? -row.delta_tangent : 0.0f", "? 0.0f : 0.0f"),
-        ("accumulate<DoTile>(dv, packed_tangents, dout, 0, lane);",),
-        ("if (params.dot != nullptr) accumulate<DoTile>(dv, packed, dout_moved, 0, lane);",),
-        ("accumulate<QTile>(dk, packed_ds_tangents, q, 0, lane);",),
-        ("if (params.qt != nullptr) accumulate<QTile>(dk, packed_ds, q_moved, 0, lane);",),
+        ("accumulate<DoTile>(dv, packed_tangents, dout, part * kV16, lane);",),
+        ("if (params.dot != nullptr) accumulate<DoTile>(dv, packed, dout_moved, part * kV16, lane);",),
+        ("accumulate<QTile>(dk, packed_ds_tangents, q, part * kK16, lane);",),
+        ("if (params.qt != nullptr) accumulate<QTile>(dk, packed_ds, q_moved, part * kK16, lane);",),
         ("dk, params.softmax_scale, params.dkt", "dk, 1.0f, params.dkt"),
         check="check_backward_jvp",
         family="sm80",
@@ -272,6 +281,61 @@ SM80 = (
                 "one stage",
             ),
         )
+    ),
+)
+
+#: The columns that warps of 16-bit kernels have where they share rows, and results that lanes sum one after the other.
+WIDE = (
+    *dropped("jvp", ("warp % kParts * (kColumns / 16)", "0"), caught_by="race", call="wide", family="sm80"),
+    *dropped(
+        "output_jvp",
+        ("kParts > 1 ? first_column : 0", "0"),
+        call="wide",
+        check="check_double_backward",
+        family="sm80",
+    ),
+    *dropped(
+        "dq_jvp",
+        ("first_c16 = part * (kColumns / 16)", "first_c16 = 0"),
+        caught_by="race",
+        call="wide",
+        check="check_backward_jvp",
+        family="sm80",
+    ),
+    *dropped(
+        "dq_jvp",
+        ("if (part == 0) common::write_dbias", "common::write_dbias"),
+        call="wide bias",
+        check="check_backward_jvp",
+        family="sm80",
+    ),
+    *dropped(
+        "dkdv_jvp",
+        ("(dv, packed_tangents, dout, part * kV16,", "(dv, packed_tangents, dout, 0,"),
+        ("(dk, packed_ds_tangents, q, part * kK16,", "(dk, packed_ds_tangents, q, 0,"),
+        call="wide",
+        check="check_backward_jvp",
+        family="sm80",
+    ),
+    *(
+        mutant
+        for operation, check in (("output_jvp", "check_double_backward"), ("dq_jvp", "check_backward_jvp"))
+        for mutant in dropped(
+            operation,
+            ("if constexpr (kParts > 1) __syncthreads();",),
+            caught_by="race",
+            call="wide, hidden",
+            check=check,
+            family="sm80",
+        )
+    ),
+    *dropped(
+        "dkdv_jvp",
+        ("sum<false, true>(params, smem);",),
+        ("sum<true, false>(params, smem);",),
+        caught_by="unwritten",
+        call="wide v",
+        check="check_backward_jvp",
     ),
 )
 
@@ -486,6 +550,7 @@ FLOAT64 = (
 
 MUTANTS = (
     *FLOAT64,
+    *WIDE,
     *dropped(
         "jvp",
         ("if (x.moves()) Tile::add_dot", "if (false) Tile::add_dot"),

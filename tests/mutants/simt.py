@@ -7,6 +7,8 @@ import functools
 
 from support.simulated_problems import at_level
 
+from fa2cupy import TileConfig
+
 from .mutant import Mutant
 from .problems import Problem, without_keys
 
@@ -14,6 +16,8 @@ SIMT = Problem("float32", 59, (21, 27))
 SIMT_ALIGNED = Problem("float32", 60, (21, 27))  # rows are copied 16 bytes at a time
 SIMT_LEVEL = Problem("float32", 40, (11, 29), heads=(1, 1), scores=functools.partial(at_level, score=90.0))
 SIMT_GROUPS = Problem("float32", 59, (21, 27), heads=(4, 2))
+#: Lanes sum dV and then dK of so many columns.
+SIMT_WIDE = Problem("float64", 456, (10, 12), (1, 1), head_dim_v=448, tile=TileConfig(8, 4, 1), family="simt")
 #: The barriers after copies to shared memory, by their comments in the kernels.
 SIMT_COPIES = (
     ("forward", "Q and K are there"),
@@ -148,6 +152,10 @@ MUTANTS = (
         "int32 head = where.head",
         "numbers",
         SIMT_GROUPS,
+    ),
+    *(
+        Mutant(f"simt: no {name} of wide heads", "backward_dkdv", text, "", "unwritten", SIMT_WIDE)
+        for name, text in (("dV", "sum<false, true>(params, smem);"), ("dK", "sum<true, false>(params, smem);"))
     ),
     Mutant(
         "simt: global sums overwritten",

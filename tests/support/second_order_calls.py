@@ -65,6 +65,7 @@ class Call:
         batch: int = 1,
         dtype: str = "float64",
         tile: TileConfig | None = None,
+        default_tiles: bool = False,
         **options,
     ):
         sizes = {"seqlen_q": lengths[0], "seqlen_k": lengths[1], "num_heads": heads[0], "num_heads_kv": heads[1]}
@@ -78,8 +79,8 @@ class Call:
         lse_shape = (*lse_shape[:-2], lse_shape[-1], lse_shape[-2])
         for seed, given in enumerate((self.arrays, self.direction)):
             given["dlse"] = numbers(lse_shape, accumulator(dtype), seed)
-        self.options, self.tile = self._in_precision(options, dtype), tile or _small_tile(dtype)
-        options = self.options
+        self.options = options = self._in_precision(options, dtype)
+        self.tile = None if default_tiles else tile or _small_tile(dtype)
         self.work = accumulator(dtype)
         for name in ("bias", "sink"):
             if name in options:
