@@ -17,7 +17,7 @@ from ..plan.tile_lists import stages_of_map
 from ..problem.arguments import OverlapCheck
 from ..problem.checks import Result
 from .arguments import Arguments
-from .device_memory import allocator_of
+from .device_memory import allocator_of, zeros
 from .kept_lists import KeptLists
 from .launch import ABSENT, bind_plan
 
@@ -88,8 +88,9 @@ class KernelCall:
         # last, so that one memset clears them.
         of_map, written = stages_of_map(plan) if "block_mask" in arguments.inputs else ([], set())
         lists = {one.name: one.nbytes for one in plan.workspaces if one.name in written}
-        workspaces = [one for one in plan.workspaces if one.name not in lists]
+        workspaces = [one for one in plan.workspaces if one.name not in lists and not one.stays_zero]
         workspaces.sort(key=lambda workspace: workspace.name in plan.cleared)
+        zero = next((one for one in plan.workspaces if one.stays_zero), None)
         self.cleared = [positions[name] - self.first_result for name in plan.cleared if name in positions]
         self.workspace_bytes = self.kept_bytes = 0
         self.offsets = []
@@ -102,7 +103,11 @@ class KernelCall:
             self.workspace_bytes += _aligned(workspace.nbytes)
             if workspace.name not in plan.cleared:
                 self.kept_bytes = self.workspace_bytes
-        positions[ABSENT] = num_given + len(workspaces)
+        self.zero_bytes = None
+        if zero is not None:
+            self.zero_bytes = zero.nbytes
+            positions[zero.name] = num_given + len(workspaces)
+        positions[ABSENT] = num_given + len(workspaces) + (zero is not None)
         others = tuple([stage for stage in plan.stages if stage not in of_map])
         with cupy.cuda.Device(ordinal):
             self.stages = bind_plan(replace(plan, stages=others), positions)
@@ -160,6 +165,9 @@ class KernelCall:
                 runtime.memsetAsync(start + self.kept_bytes, 0, self.workspace_bytes - self.kept_bytes, stream)
         else:
             addresses += self.offsets  # all are empty
+        if self.zero_bytes is not None:
+            found_zero = zeros(self.zero_bytes, self.ordinal, stream)
+            addresses.append(found_zero.ptr)
         addresses.append(0)
         for index in self.cleared:
             _clear(results[index])

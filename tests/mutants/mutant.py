@@ -51,6 +51,7 @@ CATCHES = {
     "stray": (AssertionError, "between the rows of .* are written"),
     "input": (AssertionError, "is an input, and was written"),
     "counter": (AssertionError, "tile counter is left at"),
+    "not zero": (AssertionError, "are not left zero"),
     "numbers": (AssertionError, "% of the allowed"),
     "misaligned": (ptxsim.PtxError, "misaligned global access"),
     "root mean square": (AssertionError, "root mean square .* % of the allowed"),

@@ -162,6 +162,8 @@ def _execute(
             partly_written[launch.pointers[name]] = written
         if not of_several or launch.values.get(f"{name}_bytes"):
             buffer.check_complete(spec, written)
+    for name in launch.left_zero:
+        assert name not in buffers or not launch.array(name).any(), f"{spec}: the {name} are not left zero"
     for name, counter in counters.items():
         left = memory.read(counter)
         assert not left.any(), f"{spec}: the {name.replace('_', ' ')} is left at {left[left != 0]}"
