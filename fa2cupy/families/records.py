@@ -71,8 +71,8 @@ LENGTHS = ("num_heads", "heads_per_group", "seqlen_q", "seqlen_k")
 SCHEDULE = ("num_tiles", "scheduled_heads", "batch", "heads_per_section")
 #: Integer members of kernels that read parts of float32 data: the strips of a head, along the queries and the keys.
 PARTS = ("q_strips", "k_strips")
-#: The workspace with a number for each K/V head, not 0 if kernels that multiply parts leave the head to the fallback, and
-#: the one with what blocks find of a head until the last of them writes that number.
+#: The workspace with a number for each K/V head, not 0 if kernels that multiply parts leave it to the fallback, and the
+#: one with what blocks find of a head until the last of them writes that number.
 EXCEPTIONS, EXTREMES = "exceptions", "extremes"
 #: Factors of kernels of gradients: from products to scores in base 2, and from dS to dQ and dK.
 SCALES = ("scale_log2", "softmax_scale")
