@@ -21,14 +21,48 @@ from .device_memory import allocator_of, zeros
 from .kept_lists import KeptLists
 from .launch import ABSENT, bind_plan
 
-__all__ = ["KernelCall", "overlap_check"]
+__all__ = ["KernelCall", "NotBoundError", "binds", "bound_call", "overlap_check"]
 
 _ALIGNMENT = 512  # bytes, like that of CuPy's allocations
 #: Results of together at most so many bytes are parts of one allocation, which lasts as long as any of them: an
 #: allocation takes the host as long as a third of a launch.
 _MOST_TOGETHER = 8 << 20
 
-_known_threads = threading.local()
+
+class _Thread(threading.local):
+    has_context = False
+    #: Gets the calls of `bound_call`; None while calls are made.
+    found: list[tuple[KernelCall, list[int]]] | None = None
+
+
+_thread = _Thread()
+
+
+class NotBoundError(Exception):
+    """A call does more than queue kernels with the addresses of its arrays."""
+
+
+def binds() -> bool:
+    """True if `bound_call` runs in this thread, so that nothing may be queued."""
+    return _thread.found is not None
+
+
+def bound_call(function: Callable[..., object], *args: Any) -> tuple[KernelCall, list[int]] | None:
+    """The kernels that a function queues, which makes one call, and the addresses that they take.
+
+    Nothing is queued. The arrays need no memory; all results are given. None if the function does more than queue
+    kernels with these addresses.
+    """
+    found: list[tuple[KernelCall, list[int]]] = []
+    _thread.found = found
+    try:
+        function(*args)
+    except NotBoundError:
+        return None
+    finally:
+        _thread.found = None
+    ((call, addresses),) = found
+    return (call, addresses) if call.lists is None and not call.cleared and not call.allocated else None
 
 
 def overlap_check(
@@ -123,17 +157,24 @@ class KernelCall:
 
         `addresses` are those of `arrays`, 0 for None, and `sparse` is the map of the call, if it has one.
         """
+        if _thread.found is not None:
+            _thread.found.append((self, addresses))
+            return arrays[self.first_result :]
         if self.check_overlap is not None:
             self.check_overlap(addresses)
-        if not hasattr(_known_threads, "have_context"):
+        if not _thread.has_context:
             # The driver API needs a current context, and a new thread has none: memory from CuPy's pool creates none.
             runtime.free(0)
-            _known_threads.have_context = True
+            _thread.has_context = True
         run = self._run if self.lists is None else partial(self._run_with_lists, sparse=sparse)
         if runtime.getDevice() == self.ordinal:
             return run(arrays, addresses)
         with cupy.cuda.Device(self.ordinal):
             return run(arrays, addresses)
+
+    def queue(self, addresses: list[int]) -> None:
+        """Queues the kernels of `bound_call` on the current stream of the device, which is current."""
+        self._run((), addresses)
 
     def _run_with_lists(
         self, arrays: tuple[cupy.ndarray | None, ...], addresses: list[int], sparse: Any

@@ -295,9 +295,7 @@ def _with_parts(
         values["dq_accum_bytes"] = cleared.nbytes
         workspaces += [] if added else [cleared]
         workspaces += [Workspace("delta", problem.statistics_bytes)] if with_delta else []
-    split = layout.stage(
-        operation, _tile_of(operation, PART_ROWS, PART_ROWS), all_blocks, (), is_split=False, **values
-    )
+    split = layout.stage(operation, _tile_of(operation, PART_ROWS, PART_ROWS), all_blocks, (), is_split=False, **values)
     if choice.method and not with_delta:
         split = replace(split, renamed={"o": None})
     of_others = with_given_lse(problem) if choice.method else problem

@@ -7,6 +7,7 @@ the addresses of its arrays.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -141,6 +142,22 @@ class _RecordedLane(Lane):
                     function(*form(now))
             else:
                 function(*form(now))
+
+        self._steps.append(step)
+
+    def kernels(self, function: Callable[..., Any], *args: Any) -> None:
+        from ...gpu import calls
+
+        found = calls.bound(function, *args)
+        if found is None:
+            self(function, *args)
+            return
+        (call, addresses), number = found, self._number
+        places = [_relative(address) for address in addresses]
+
+        def step(now: _Now) -> None:
+            with now.streams[number] if number else contextlib.nullcontext():
+                call.queue([now.addresses[of] + offset for of, offset in places])
 
         self._steps.append(step)
 
