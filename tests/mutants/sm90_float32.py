@@ -181,6 +181,14 @@ MUTANTS = (
         PARTS,
     ),
     Mutant(
+        "parts: keys that are left to the fallback are not cleared",
+        "backward",
+        "clear<Spec::kHeadDimV>(params.dv, params.dv_strides, where, params.seqlen_k);",
+        "",
+        "uninitialised",
+        PARTS_OF_SMALL_ROWS,
+    ),
+    Mutant(
         "parts: K is released before S is there",
         "forward",
         "        wgmma_wait<0>();\n        scores = products.sum();\n        release_key();",
