@@ -287,7 +287,7 @@ def _fallback(
     """
     if not family.multiplies_parts or call not in ("forward", "backward"):
         return None
-    operations = ("forward", *METHODS[method]) if method else (call,)
+    operations = METHODS[method] if method else (call,)
     return Choice(SIMT, {name: choose_tile(name, SIMT, problem, device) for name in operations}, method)
 
 

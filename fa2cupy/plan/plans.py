@@ -297,7 +297,7 @@ def _with_parts(
         workspaces += [Workspace("delta", problem.statistics_bytes)] if with_delta else []
     split = layout.stage(operation, _tile_of(operation, PART_ROWS, PART_ROWS), all_blocks, (), is_split=False, **values)
     if choice.method and not with_delta:
-        split = replace(split, renamed={"o": None})
+        split = replace(split, renamed={"o": None, "delta": None})
     of_others = with_given_lse(problem) if choice.method else problem
     others = StageLayout(of_others, layout.device, fallback.family, layout.strides, is_fallback=True)
     left = [others.tiled(operation, tile) for operation, tile in fallback.tiles.items()]

@@ -75,10 +75,11 @@ class Mutant:
     new: str
     caught_by: str
     problem: Problem = ONE_SEQUENCE
+    of_fallback: bool = False
 
     def __call__(self, spec: KernelSpec, text: str) -> str:
         """Returns the source, patched if it is this kernel's."""
-        if spec.operation != self.operation or spec.is_fallback:
+        if spec.operation != self.operation or spec.is_fallback != self.of_fallback:
             return text
         return replace_once(spec, text, self.old, self.new)
 

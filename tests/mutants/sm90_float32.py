@@ -189,6 +189,15 @@ MUTANTS = (
         PARTS_OF_SMALL_ROWS,
     ),
     Mutant(
+        "parts: the fallback does not compute lse",
+        "backward",
+        "Forward<Spec, Params>::run(params, smem);",
+        "",
+        "uninitialised",
+        PARTS_OF_SMALL_ROWS,
+        of_fallback=True,
+    ),
+    Mutant(
         "parts: K is released before S is there",
         "forward",
         "        wgmma_wait<0>();\n        scores = products.sum();\n        release_key();",

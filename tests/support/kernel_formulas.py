@@ -22,6 +22,8 @@ class _Formulas:
         self.launch, self.spec, self.values = launch, launch.spec, launch.values
 
     def run(self) -> None:
+        if self.spec.is_fallback:
+            return  # which finds no head that is left to it
         getattr(self, f"_{self.spec.operation}")()
 
     def _forward(self) -> None:

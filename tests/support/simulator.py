@@ -156,7 +156,7 @@ def _execute(
             continue
         if name in CACHES:
             continue
-        is_partial = name in WORKSPACES or (spec.is_fallback and "given_lse" in spec.features)
+        is_partial = name in WORKSPACES or (spec.is_fallback and "given_lse" in spec.features and name == "lse")
         of_several = spec.operation.startswith("clear_") or is_partial or launch.before_fallback
         if of_several and spec.operation != "decode":  # which shares no workspace with other launches
             partly_written[launch.pointers[name]] = written
