@@ -1,4 +1,4 @@
-// Splits q, k, v and do into pairs of float16 matrices, which the float32 kernels multiply.
+// Splits q, k, v and do into pairs of float16 matrices, which the float32 kernels multiply, and computes delta.
 #include "common/spec.cuh.j2"
 #include "float32_parts/split_inputs.cuh"
 

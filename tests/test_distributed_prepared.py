@@ -16,6 +16,8 @@ from fa2cupy.distributed.local.lanes import device_streams
 from fa2cupy.distributed.local.prepared import PreparedCall
 from fa2cupy.distributed.schemes import heads
 from fa2cupy.distributed.transport import nccl as nccl_module
+from fa2cupy.gpu import calls, signatures
+from fa2cupy.problem.options import call_options
 from fa2cupy.testing import Expectation, make_inputs
 
 
@@ -86,6 +88,31 @@ def test_copies_by_kernel_get_the_addresses_of_their_call(low, gpus):
         np.testing.assert_array_equal(given["out"][:3, 8:16], given["x"][1:, 16:24])
         np.testing.assert_array_equal(given["out"][3, :8], given["x"][0, :8])
         assert np.count_nonzero(given["out"]) == 32
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "keywords", "is_bound"),
+    ((16, {}, True), (16, {"sink": None}, True), (12, {}, False), (16, {"dropout_p": 0.0, "seed": 3}, False)),
+)
+def test_kernels_get_the_addresses_of_their_call_without_arrays(gpus, monkeypatch, head_dim, keywords, is_bound):
+    """A call that copies its arrays, or that depends on more than addresses, is made each time."""
+
+    def values(number: int) -> dict:
+        q, k, v, _ = make_inputs("float16", seqlen_q=20, seqlen_k=30, num_heads=2, head_dim=head_dim, seed=number)
+        return {"q": place(q), "k": place(k), "v": place(v), "o": place(np.zeros_like(q))}
+
+    first = values(1)
+    call = PreparedCall(first)
+    q, k, v, o = call.symbols.values()
+    lse = call.empty((1, 2, 20), "float32")
+    call.lanes[1].kernels(calls.forward, q, k, v, (o, lse), call_options(causal=True), dict(keywords))
+    made, run = [], signatures.run
+    monkeypatch.setattr(calls, "run", lambda *arguments: made.append(0) or run(*arguments))
+    for given in (first, values(2), first):
+        given["o"][...] = 0
+        queue(call, given)
+        Expectation(given["q"], given["k"], given["v"], causal=True).check(o=given["o"])
+    assert len(made) == (0 if is_bound else 3)
 
 
 def test_an_error_lets_the_caller_wait_for_all_lanes(gpus, monkeypatch):

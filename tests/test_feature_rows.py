@@ -65,7 +65,7 @@ OTHERS = {
         "cpu/tile_states", "distributed/", "families/tile_choice", "gpu/", "plan/", "problem/block_mask",
         "problem/checks", "sparse",
     },
-    "given_lse": {"families/", "plan/", "problem/"},
+    "given_lse": {"families/", "jit/params", "plan/", "problem/"},
     "kept_bias": {"families/", "plan/"},
     "sink": {*_TANGENTS, "distributed/", "problem/tangents", "cpu/attention", "families/operations", "testing"},
     "dropout_p": {"distributed/", "families/operations", "problem/checks", "problem/philox"},

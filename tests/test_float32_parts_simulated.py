@@ -17,7 +17,7 @@ pytest.importorskip("cupy")
 
 from common.accuracy import KINDS, MIXTURES, check_promise, data, mixture, orders_of
 from support.fake_cupy import place
-from support.fake_gpu import backward, forward
+from support.fake_gpu import backward, delta, forward
 from support.feature_cases import extras, gradient_names, numbers, options_of
 from support.float32_parts import split_parts
 from support.launch_record import Launch
@@ -76,14 +76,14 @@ def launched(monkeypatch, kernels):
         yield stages
 
 
-def run(inputs: tuple, kernels: Kernels, *, dlse=None, out=(None, None), **options) -> dict:
+def run(inputs: tuple, kernels: Kernels, *, dlse=None, given_delta=None, out=(None, None), **options) -> dict:
     q, k, v, do = inputs
     options["family"] = kernels.family
     results = dict(zip(("o", "lse"), forward(q, k, v, out=out[0], **options), strict=True))
     switches = extras(options)
     if kernels.method == "single_pass":  # only two passes give the others; one pass would run them
         switches = {name: True for name in switches if name == "return_dsink"}
-    more = {"dlse": dlse, "out": out[1], "method": kernels.method}
+    more = {"dlse": dlse, "delta": given_delta, "out": out[1], "method": kernels.method}
     gradients = backward(q, k, v, results["o"], results["lse"], do, **switches, **more, **options)
     return results | dict(zip(gradient_names(options, switches), gradients, strict=True))
 
@@ -101,7 +101,7 @@ def check(inputs: tuple, launched: list, kernels: Kernels, **options) -> dict:
             own,
             "simt",
             *[own] * len(METHODS[kernels.method]),
-            *["simt"] * 3,
+            *["simt"] * len(METHODS[kernels.method]),
         ]
         assert [spec.is_fallback for spec in tiled] == [spec.family_name == "simt" for spec in tiled]
     return results
@@ -329,7 +329,8 @@ def left_heads(monkeypatch, inputs: tuple, kernels: Kernels, rows: slice, **opti
         own = launch.spec.family_name == kernels.family and not launch.spec.is_fallback
         if own and launch.spec.operation in TILED:
             results = [launch.array(name) for name in ("o", "dq", "dk", "dv") if name in launch.pointers]
-            left.extend(np.isnan(x[:, rows]).any(axis=(1, 3)).tolist() for x in results)
+            is_left = [np.isnan(x) | (x == 0) for x in results]  # `single_pass` clears what it leaves
+            left.extend(x[:, rows].all(axis=(1, 3)).tolist() for x in is_left)
 
     expected = Expectation(*inputs, causal=True, **options)
     o, *gradients = (place(np.full_like(x, np.nan)) for x in (inputs[0], *inputs[:3]))
@@ -549,7 +550,10 @@ def spoil(inputs: tuple, kind: str) -> tuple:
 @pytest.mark.matrix
 @in_turn("kind", ("small rows", "small columns", "tiny", "large terms", "large", "infinity", "nan"))
 def test_heads_that_parts_do_not_represent_are_left_to_ieee_arithmetic(launched, kernels, kind):
-    """All query heads of a group are left, or none: their results have the bits of IEEE arithmetic."""
+    """All query heads of a group are left, or none: their results have the bits of IEEE arithmetic.
+
+    The fallback of `single_pass` sums lse in other tiles than a forward: last bits of gradients differ.
+    """
     check_exception(spoil(draw("float32", (100, 110), 40, (4, 2)), kind), kind, kernels)
 
 
@@ -566,11 +570,16 @@ def test_a_head_that_only_the_backward_leaves_gets_the_lse_of_ieee_arithmetic(la
     q, k, v, do = inputs = spoiled_dout()
     own = run(inputs, kernels, causal=True)
     o, lse = forward(q, k, v, causal=True, precision="ieee")
-    of_ieee = backward(q, k, v, o, lse, do, causal=True, precision="ieee", method="two_pass")[2]
-    of_parts = backward(q, k, v, o, own["lse"], do, causal=True, precision="ieee", method="two_pass")[2]
+    options = {"causal": True, "precision": "ieee", "method": kernels.method}
+    of_ieee = backward(q, k, v, o, lse, do, **options)[2]
+    of_parts = backward(q, k, v, o, own["lse"], do, **options)[2]
     assert not np.array_equal(own["lse"][:, 2:], lse[:, 2:])
     assert not np.array_equal(of_parts[:, :, 1], of_ieee[:, :, 1])
-    np.testing.assert_array_equal(own["dv"][:, :, 1], of_ieee[:, :, 1])
+    if kernels.method == "two_pass":
+        np.testing.assert_array_equal(own["dv"][:, :, 1], of_ieee[:, :, 1])
+    else:  # which computes lse in other tiles than the forward
+        of_own, of_given = (np.abs(own["dv"] - x)[:, :, 1].sum() for x in (of_ieee, of_parts))
+        assert 2 * of_own < of_given
 
 
 @pytest.mark.matrix
@@ -588,10 +597,11 @@ def test_a_head_that_only_the_backward_leaves_keeps_an_lse_of_more_keys(launched
 
 def check_exception(inputs: tuple, kind: str, kernels: Kernels) -> None:
     q, k, v, do = inputs
-    results = run(inputs, kernels, causal=True)
     with np.errstate(invalid="ignore"):
         o, lse = forward(q, k, v, causal=True, precision="ieee")
-        gradients = backward(q, k, v, o, lse, do, causal=True, precision="ieee", method="two_pass")
+        given = delta(o, do)  # that of parts has other last bits
+        gradients = backward(q, k, v, o, lse, do, delta=given, causal=True, precision="ieee", method=kernels.method)
+    results = run(inputs, kernels, given_delta=given, causal=True)
     ieee = dict(zip(("o", "lse", *GRADIENTS), (o, lse, *gradients), strict=True))
     in_forward = kind != "infinity"  # an infinity is in dO alone
     for name, own in results.items():
@@ -601,7 +611,9 @@ def check_exception(inputs: tuple, kind: str, kernels: Kernels) -> None:
         assert np.isfinite(first).all() and not np.array_equal(first, second), name
         if in_forward or name in GRADIENTS:
             last, same = (np.take(x, range(heads // 2, heads), axis) for x in (own, ieee[name]))
-            if in_forward:
+            if in_forward and kernels.method == "single_pass" and name in GRADIENTS:
+                np.testing.assert_allclose(last, same, 0, 2**-19 * np.nanmax(np.abs(same)), err_msg=name)
+            elif in_forward:
                 np.testing.assert_array_equal(last, same, err_msg=name)
             else:
                 assert np.array_equal(np.isnan(last), np.isnan(same)), name

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import threading
 
 import numpy as np
@@ -18,7 +19,7 @@ from support.strided_arrays import gapped, packed, shifted
 from fa2cupy import TileConfig
 from fa2cupy.families import sm90
 from fa2cupy.families.sm80 import SM80
-from fa2cupy.gpu import prepare, prepared, signatures
+from fa2cupy.gpu import device_memory, prepare, prepared, signatures
 from fa2cupy.testing import Expectation, check_delta, make_inputs
 
 METHODS = ("single_pass", "two_pass")
@@ -336,6 +337,23 @@ def test_what_a_captured_call_needs_is_the_graphs_and_its_results_are_the_caller
     for stream, capturing, owner in ((0, {77}, "pool"), (1, {77}, "pool"), (77, {5}, "pool"), (77, {77}, "graph")):
         needed, results = origins(launched, monkeypatch, arrays, stream=stream, capturing=capturing, method=method)
         assert needed == {owner} and results == {"pool"}
+
+
+def test_memory_that_kernels_leave_zero_is_kept_for_a_stream_and_cleared_in_each_call_of_a_graph(launched, monkeypatch):
+    monkeypatch.setattr(prepare.cupy, "capturing", {77})
+    cleared = []
+
+    def zeros(nbytes: int, stream: int):
+        before, memory = len(prepare.cupy.workspaces), device_memory.zeros(nbytes, 0, stream)
+        if len(prepare.cupy.workspaces) > before:
+            cleared.append(ctypes.string_at(memory.ptr, nbytes) == bytes(nbytes))
+        return memory
+
+    first, smaller, larger = zeros(64, 0), zeros(32, 0), zeros(128, 0)
+    assert first is smaller and larger is not first and zeros(128, 0) is larger
+    assert zeros(64, 5) is not larger and zeros(64, 77) is not zeros(64, 77)
+    assert cleared == [True] * 5
+    assert [allocator for allocator, *_ in prepare.cupy.workspaces[-2:]] == ["graph"] * 2
 
 
 def test_given_deltas_and_gradients_of_biases_are_summed_in_the_graph(launched, monkeypatch):

@@ -159,7 +159,7 @@ def test_parts_have_the_columns_of_their_inputs():
     plan = plans.backward_plan(one, H100, strides, family="sm90", method="two_pass")
     sizes = {workspace.name: workspace.nbytes for workspace in plan.workspaces}
     assert sizes["q_parts"] * 2 == sizes["dout_parts"] * 3 and sizes["k_parts"] * 2 == sizes["v_parts"] * 3
-    assert sizes["exceptions"] == 4 * one.batch * one.num_heads_kv * (1 + 192 + 192 + 1)
+    assert sizes["extremes"] == 4 * one.batch * one.num_heads_kv * (192 + 192 + 2)
 
 
 def test_tensor_maps_have_the_columns_of_their_tensors():

@@ -230,7 +230,7 @@ def test_parts_have_strips_of_64_rows_that_fill_whole_tiles(method, changes, q_s
     for name, number in blocks.items():
         assert (sizes[f"{name}_parts"], sizes[f"{name}_units"]) == (number * of_block, number * 4)
     batch = changes.get("batch", BASE.batch)
-    assert sizes["exceptions"] == batch * 2 * (1 + 2 * 128 + 1) * 4
+    assert (sizes["exceptions"], sizes["extremes"]) == (batch * 2 * 4, batch * 2 * (2 * 128 + 2) * 4)
     split = next(stage for stage in plan.stages if stage.spec.operation.startswith("split_"))
     assert split.blocks == sum(blocks.values())
     own = {
@@ -562,19 +562,23 @@ def test_single_pass_on_tensor_cores_adds_dq_up_in_a_workspace_that_delta_clears
 def test_single_pass_of_parts_is_the_default_and_kernels_of_two_pass_store_what_it_leaves():
     plan = plans.backward_plan(problem(dtype="float32", head_dim=59), H100, STRIDES, None, family="sm90")
     kernels = [(stage.spec.operation, stage.spec.is_fallback) for stage in plan.stages]
-    main, convert = plan.stages[2:4]
-    assert kernels[:4] == [(name, False) for name in ("delta", "split_gradients", "backward", "convert_dq")]
-    assert kernels[4:] == [("forward", True), ("backward_dq", True), ("backward_dkdv", True)]
+    split, main, convert = plan.stages[:3]
+    assert kernels[:3] == [(name, False) for name in ("split_gradients", "backward", "convert_dq")]
+    assert kernels[3:] == [("backward", True)]
     assert main.blocks == -(-500 // main.spec.tile.b_c) * 2 * 3
     assert convert.blocks == -(-300 // main.spec.tile.b_r) * 8 * 3
     of_dq = convert.blocks * main.spec.tile.b_r * 64 * 4
-    assert workspace_sizes(plan)["dq_accum"] == of_dq == record(plan.stages[0])["dq_accum_bytes"]
-    assert plan.cleared == () and plan.stages[0].renamed["shares"] == "exceptions"
-    assert record(plan.stages[0])["shares_bytes"] == workspace_sizes(plan)["exceptions"]
+    assert workspace_sizes(plan)["dq_accum"] == of_dq == record(split)["dq_accum_bytes"]
+    assert plan.cleared == () and split.renamed == {} and "delta" in workspace_sizes(plan)
+    assert [one.name for one in plan.workspaces if one.stays_zero] == ["extremes"]
     given = plans.backward_plan(
         problem(dtype="float32", head_dim=59), H100, STRIDES, None, family="sm90", with_delta=False
     )
-    assert given.cleared == ("dq_accum", "exceptions")
+    assert (
+        given.cleared == ()
+        and given.stages[0].renamed == {"o": None, "delta": None}
+        and "delta" not in workspace_sizes(given)
+    )
 
 
 @pytest.mark.parametrize(
@@ -598,14 +602,13 @@ def test_a_backward_of_ieee_arithmetic_computes_lse_again_after_a_forward_in_par
     choice = choose("backward", one, gpu, STRIDES, options, is_launched=False)
     plan = plan_backward(one, gpu, STRIDES, choice)
     of_simt = [stage for stage in plan.stages if stage.spec.family_name == "simt"]
-    assert [stage.spec.operation for stage in of_simt].count("forward") == (has_own or choice.family.multiplies_parts)
+    assert [stage.spec.operation for stage in of_simt].count("forward") == has_own
     for stage in of_simt:
-        is_forward = stage.spec.operation == "forward"
-        wanted = {"given_lse": "lse", "lse": "own_lse", "o": None} if is_forward else {"lse": "own_lse"}
+        is_first = stage is of_simt[0]
+        wanted = {"given_lse": "lse", "lse": "own_lse", "o": None} if is_first else {"lse": "own_lse"}
         assert stage.renamed == (wanted if has_own or choice.family.multiplies_parts else {})
     others = [stage for stage in plan.stages if stage not in of_simt]
-    clears = {"shares": "exceptions"} if choice.family.multiplies_parts else {}
-    assert [stage.renamed for stage in others if stage.renamed] == [clears] * bool(clears)
+    assert not any(stage.renamed for stage in others)
     assert workspace_sizes(plan).get("own_lse") == (3 * 8 * 300 * 4 if of_simt[0].renamed else None)
 
 
@@ -828,7 +831,7 @@ def test_heads_that_blocks_add_to_at_a_time_fit_in_the_cache(seqlen, dtype, head
     numbers = {"batch": 1, "num_heads": heads[0], "num_heads_kv": heads[1]}
     call = problem(dtype=dtype, causal=True, **lengths, **numbers)
     plan = plans.backward_plan(call, H100, STRIDES, "single_pass", num_splits=splits)
-    (stage,) = (stage for stage in plan.stages if stage.spec.operation == "backward")
+    stage = next(stage for stage in plan.stages if stage.spec.operation == "backward")
     assert record(stage)["heads_per_section"] == section
 
 

@@ -245,7 +245,7 @@ def _choices_of(
             splits = splits_of_dbias(problem, device, strides, tiles[ONE_TILE_DBIAS])
             choices.append(Choice(family, tiles, method, {ONE_TILE_DBIAS: splits}))
             continue
-        fallback = _fallback(call, family, problem, device)
+        fallback = _fallback(call, method, family, problem, device)
         choices += _splits(Choice(family, tiles, method, fallback=fallback), problem, device, options)
     return choices, reasons
 
@@ -280,13 +280,16 @@ def _choice_of_few_queries(problem: AttentionProblem, device: DeviceInfo, taken_
     return None
 
 
-def _fallback(call: str, family: Family, problem: AttentionProblem, device: DeviceInfo) -> Choice | None:
-    """The kernels of IEEE arithmetic that compute heads which parts of float32 data do not represent well."""
+def _fallback(
+    call: str, method: str | None, family: Family, problem: AttentionProblem, device: DeviceInfo
+) -> Choice | None:
+    """The kernels of IEEE arithmetic that compute heads which parts of float32 data do not represent well.
+
+    Those of `two_pass` overwrite the gradients of these heads. That of `single_pass` adds to zeros in dK and dV.
+    """
     if not family.multiplies_parts or call not in ("forward", "backward"):
         return None
-    # Those of `two_pass` overwrite gradients, and so what other kernels have left there.
-    method = "two_pass" if call == "backward" else None
-    operations = ("forward", *METHODS[method]) if method else (call,)
+    operations = METHODS[method] if method else (call,)
     return Choice(SIMT, {name: choose_tile(name, SIMT, problem, device) for name in operations}, method)
 
 

@@ -14,7 +14,7 @@ from ..problem.block_mask import (
     ROW_INTERVALS,
 )
 from ..problem.features import FEATURES
-from .records import COLUMN_RISES, COPIED, PARTS, ROW_RISES, SHARERS, SHARES, SUMMED, Record
+from .records import COLUMN_RISES, COPIED, EXTREMES, PARTS, ROW_RISES, SHARERS, SHARES, SUMMED, Record
 
 __all__ = [
     "IN_ONE_LAUNCH",
@@ -185,25 +185,28 @@ OPERATIONS = _Operations(
             is_common=True,
             record=Record(
                 "q:input k:input v:input q_parts:output_parts k_parts:output_parts v_parts:output_parts "
-                "q_units:output_accum k_units:output_accum v_units:output_accum exceptions:output_int",
+                "q_units:output_accum k_units:output_accum v_units:output_accum exceptions:output_int "
+                f"{EXTREMES}:output_int",
                 ("q", "k", "v"),
                 ("softmax_scale",),
                 ("num_heads", "heads_per_group", "seqlen_q", "seqlen_k", "batch", *PARTS),
             ),
         ),
-        # The same with dO, for a backward; rows of q and dO that see no key, by lse, are zeros.
+        # The same with dO, for a backward; rows of q and dO that see no key, by lse, are zeros. It computes delta, too.
         Operation(
             "split_gradients",
-            ("cu_seqlens",),
+            ("cu_seqlens", "dlse"),
             num_warps=8,
             is_common=True,
             record=Record(
-                "q:input k:input v:input dout:input lse:input_accum q_parts:output_parts k_parts:output_parts "
+                "q:input k:input v:input o:input dout:input lse:input_accum q_parts:output_parts k_parts:output_parts "
                 "v_parts:output_parts dout_parts:output_parts q_units:output_accum k_units:output_accum "
-                "v_units:output_accum dout_units:output_accum exceptions:output_int",
-                ("q", "k", "v", "dout"),
+                "v_units:output_accum dout_units:output_accum delta:output_accum dq_accum:output_accum "
+                f"exceptions:output_int {EXTREMES}:output_int",
+                ("q", "k", "v", "o", "dout"),
                 ("softmax_scale",),
                 ("num_heads", "heads_per_group", "seqlen_q", "seqlen_k", "batch", *PARTS),
+                ("dq_accum_bytes",),
             ),
         ),
         # The states of the tiles of a mask function.

@@ -12,6 +12,7 @@ __all__ = [
     "COLUMN_RISES",
     "COPIED",
     "EXCEPTIONS",
+    "EXTREMES",
     "LENGTHS",
     "PARTIALS",
     "PARTS",
@@ -70,9 +71,9 @@ LENGTHS = ("num_heads", "heads_per_group", "seqlen_q", "seqlen_k")
 SCHEDULE = ("num_tiles", "scheduled_heads", "batch", "heads_per_section")
 #: Integer members of kernels that read parts of float32 data: the strips of a head, along the queries and the keys.
 PARTS = ("q_strips", "k_strips")
-#: The workspace that begins with a number for each K/V head: not 0 if kernels that multiply parts leave the head to the
-#: fallback.
-EXCEPTIONS = "exceptions"
+#: The workspace with a number for each K/V head, not 0 if kernels that multiply parts leave it to the fallback, and the
+#: one with what blocks find of a head until the last of them writes that number.
+EXCEPTIONS, EXTREMES = "exceptions", "extremes"
 #: Factors of kernels of gradients: from products to scores in base 2, and from dS to dQ and dK.
 SCALES = ("scale_log2", "softmax_scale")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import cupy
@@ -28,11 +28,13 @@ from ..problem.options import CallOptions
 from ..problem.tangents import COTANGENTS, TANGENTS, Tangents
 from .arguments import Arguments, arguments_of
 from .device_memory import temporaries
+from .prepared import KernelCall, bound_call
 from .signatures import Items, kernels_ahead, run
 
 __all__ = [
     "backward",
     "backward_jvp",
+    "bound",
     "copied",
     "decode",
     "delta",
@@ -237,6 +239,17 @@ def _second_order(
     arguments = arguments_of(plain.call, (*names, *of_features), more)
     results = unpack_out(out, arguments.results)
     return run(arguments, (*own, *arrays, *of_features.values(), *results), options, values, keywords)
+
+
+def bound(function: Callable[..., object], *args: Any) -> tuple[KernelCall, list[int]] | None:
+    """What one of these functions queues for given results, and the addresses of its arrays: see `bound_call`.
+
+    None if it depends on more than addresses: on a seed, a sparse map, or functions, whose states may change.
+    """
+    keywords = args[-1] if isinstance(args[-1], Mapping) else {}
+    if any(name in ARGUMENTS or name in ("seed", "block_mask") for name in keywords):
+        return None
+    return bound_call(function, *args)
 
 
 def copied(arrays: Sequence[cupy.ndarray]) -> tuple[cupy.ndarray, ...]:

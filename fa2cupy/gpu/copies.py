@@ -10,7 +10,7 @@ import cupy
 from ..problem.checks import Result
 from .arguments import TENSORS, Arguments
 from .device_memory import is_capturing, temporaries
-from .prepared import KernelCall
+from .prepared import KernelCall, NotBoundError, binds
 
 __all__ = ["CopyingCall"]
 
@@ -54,6 +54,8 @@ class CopyingCall:
         self, arrays: tuple[cupy.ndarray | None, ...], addresses: list[int], sparse: Any = None
     ) -> tuple[cupy.ndarray, ...]:
         """The results: see `KernelCall`."""
+        if binds():
+            raise NotBoundError
         self.check_overlap(addresses)
         with cupy.cuda.Device(self.inner.ordinal):
             given = arrays[self.first_result :]

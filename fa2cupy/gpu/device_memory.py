@@ -9,14 +9,19 @@ capturing stream, ``cudaMallocAsync`` and ``cudaFreeAsync`` become nodes of the 
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable
 
 import cupy
 from cupy.cuda import runtime
 
-__all__ = ["allocator_of", "is_capturing", "temporaries"]
+__all__ = ["allocator_of", "is_capturing", "temporaries", "zeros"]
 
 _LEGACY_STREAMS = (0, 1)  # no graph can capture them; asking about them is an error while another stream captures
+_PER_THREAD_STREAM = 2  # an address that means a different stream in every thread
+
+#: By device, stream and thread.
+_zeros: dict[tuple[int, int, int], tuple[int, cupy.cuda.MemoryPointer]] = {}
 
 
 def is_capturing(stream: int | None = None) -> bool:
@@ -29,6 +34,27 @@ def is_capturing(stream: int | None = None) -> bool:
 def allocator_of(stream: int) -> Callable[[int], cupy.cuda.MemoryPointer]:
     """The allocator of temporary memory for the current stream, which is given by its address."""
     return cupy.cuda.malloc_async if is_capturing(stream) else cupy.cuda.alloc
+
+
+def zeros(nbytes: int, ordinal: int, stream: int) -> cupy.cuda.MemoryPointer:
+    """Memory that is zero when a kernel of the current stream finds it, as the kernel leaves it zero, too.
+
+    A stream has the same memory for all its calls, because they run one after the other. A graph has memory for each
+    call, and clears it. The caller keeps the result until the launches are queued.
+    """
+    if is_capturing(stream):
+        return _cleared(cupy.cuda.malloc_async(nbytes), nbytes)
+    key = ordinal, stream, threading.get_ident() if stream == _PER_THREAD_STREAM else 0
+    size, memory = _zeros.get(key, (0, None))
+    if memory is None or size < nbytes:
+        memory = _cleared(cupy.cuda.alloc(nbytes), nbytes)
+        _zeros[key] = nbytes, memory  # the pool gives the smaller one to later work of the stream only
+    return memory
+
+
+def _cleared(memory: cupy.cuda.MemoryPointer, nbytes: int) -> cupy.cuda.MemoryPointer:
+    memory.memset_async(0, nbytes)
+    return memory
 
 
 def temporaries() -> contextlib.AbstractContextManager:

@@ -17,18 +17,52 @@ from ..plan.tile_lists import stages_of_map
 from ..problem.arguments import OverlapCheck
 from ..problem.checks import Result
 from .arguments import Arguments
-from .device_memory import allocator_of
+from .device_memory import allocator_of, zeros
 from .kept_lists import KeptLists
 from .launch import ABSENT, bind_plan
 
-__all__ = ["KernelCall", "overlap_check"]
+__all__ = ["KernelCall", "NotBoundError", "binds", "bound_call", "overlap_check"]
 
 _ALIGNMENT = 512  # bytes, like that of CuPy's allocations
 #: Results of together at most so many bytes are parts of one allocation, which lasts as long as any of them: an
 #: allocation takes the host as long as a third of a launch.
 _MOST_TOGETHER = 8 << 20
 
-_known_threads = threading.local()
+
+class _Thread(threading.local):
+    has_context = False
+    #: Gets the calls of `bound_call`; None while calls are made.
+    found: list[tuple[KernelCall, list[int]]] | None = None
+
+
+_thread = _Thread()
+
+
+class NotBoundError(Exception):
+    """A call does more than queue kernels with the addresses of its arrays."""
+
+
+def binds() -> bool:
+    """True if `bound_call` runs in this thread, so that nothing may be queued."""
+    return _thread.found is not None
+
+
+def bound_call(function: Callable[..., object], *args: Any) -> tuple[KernelCall, list[int]] | None:
+    """The kernels that a function queues, which makes one call, and the addresses that they take.
+
+    Nothing is queued. The arrays need no memory; all results are given. None if the function does more than queue
+    kernels with these addresses.
+    """
+    found: list[tuple[KernelCall, list[int]]] = []
+    _thread.found = found
+    try:
+        function(*args)
+    except NotBoundError:
+        return None
+    finally:
+        _thread.found = None
+    ((call, addresses),) = found
+    return (call, addresses) if call.lists is None and not call.cleared and not call.allocated else None
 
 
 def overlap_check(
@@ -88,8 +122,9 @@ class KernelCall:
         # last, so that one memset clears them.
         of_map, written = stages_of_map(plan) if "block_mask" in arguments.inputs else ([], set())
         lists = {one.name: one.nbytes for one in plan.workspaces if one.name in written}
-        workspaces = [one for one in plan.workspaces if one.name not in lists]
+        workspaces = [one for one in plan.workspaces if one.name not in lists and not one.stays_zero]
         workspaces.sort(key=lambda workspace: workspace.name in plan.cleared)
+        zero = next((one for one in plan.workspaces if one.stays_zero), None)
         self.cleared = [positions[name] - self.first_result for name in plan.cleared if name in positions]
         self.workspace_bytes = self.kept_bytes = 0
         self.offsets = []
@@ -102,7 +137,11 @@ class KernelCall:
             self.workspace_bytes += _aligned(workspace.nbytes)
             if workspace.name not in plan.cleared:
                 self.kept_bytes = self.workspace_bytes
-        positions[ABSENT] = num_given + len(workspaces)
+        self.zero_bytes = None
+        if zero is not None:
+            self.zero_bytes = zero.nbytes
+            positions[zero.name] = num_given + len(workspaces)
+        positions[ABSENT] = num_given + len(workspaces) + (zero is not None)
         others = tuple([stage for stage in plan.stages if stage not in of_map])
         with cupy.cuda.Device(ordinal):
             self.stages = bind_plan(replace(plan, stages=others), positions)
@@ -118,17 +157,24 @@ class KernelCall:
 
         `addresses` are those of `arrays`, 0 for None, and `sparse` is the map of the call, if it has one.
         """
+        if _thread.found is not None:
+            _thread.found.append((self, addresses))
+            return arrays[self.first_result :]
         if self.check_overlap is not None:
             self.check_overlap(addresses)
-        if not hasattr(_known_threads, "have_context"):
+        if not _thread.has_context:
             # The driver API needs a current context, and a new thread has none: memory from CuPy's pool creates none.
             runtime.free(0)
-            _known_threads.have_context = True
+            _thread.has_context = True
         run = self._run if self.lists is None else partial(self._run_with_lists, sparse=sparse)
         if runtime.getDevice() == self.ordinal:
             return run(arrays, addresses)
         with cupy.cuda.Device(self.ordinal):
             return run(arrays, addresses)
+
+    def queue(self, addresses: list[int]) -> None:
+        """Queues the kernels of `bound_call` on the current stream of the device, which is current."""
+        self._run((), addresses)
 
     def _run_with_lists(
         self, arrays: tuple[cupy.ndarray | None, ...], addresses: list[int], sparse: Any
@@ -160,6 +206,9 @@ class KernelCall:
                 runtime.memsetAsync(start + self.kept_bytes, 0, self.workspace_bytes - self.kept_bytes, stream)
         else:
             addresses += self.offsets  # all are empty
+        if self.zero_bytes is not None:
+            found_zero = zeros(self.zero_bytes, self.ordinal, stream)
+            addresses.append(found_zero.ptr)
         addresses.append(0)
         for index in self.cleared:
             _clear(results[index])

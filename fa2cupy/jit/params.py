@@ -172,6 +172,8 @@ def param_layout(
     arrays = {name: array for row in rows for name, array in row.arrays.items()}
     values = [Field(name, kind) for row in rows for name, kind in row.values.items()]
     front = [Field(*pointer.split(":")) for pointer in pointers.split()]
+    if "given_lse" in features:  # the kernel computes lse again, before it reads it
+        front = [Field("lse", "output_accum") if field.name == "lse" else field for field in front]
     counters = [field for field in front if field.kind == "counter"]
     fields = [field for field in front if field.kind != "counter"]
     kinds = {name: array.kind for name, array in arrays.items()}

@@ -205,6 +205,10 @@ class StageLayout:
         """A kernel with its grid. `values` are the members of its record that depend on the grid."""
         problem, row = self.problem, OPERATIONS[operation]
         features = self.family.kernel_features(operation, self.used_features)
+        is_fallback = self.is_fallback and row.is_tiled
+        if is_fallback and self.family.owns(operation) == "queries":  # it computes lse again ahead of gradients
+            of_lse = self.family.kernel_features("forward", self.used_features)
+            features = tuple(name for name in FEATURES if name in features or name in of_lse)
         if "intervals" in features:
             side = "keys" if self.family.owns(operation) == "keys" else "queries"
             features = of_side(features, problem, side)
@@ -213,7 +217,6 @@ class StageLayout:
         causal = problem.causal and row.is_tiled and "window" not in features
         family = None if row.is_common else self.family
         arch = self.device.arch + (family.arch_suffix if family else "")
-        is_fallback = self.is_fallback and row.is_tiled
         functions = tuple(one for one in problem.settings.functions if one.program.role in features)
         head_dim, head_dim_v = self._head_dims(operation)
         arrays = {name: array for feature in features for name, array in FEATURES[feature].arrays.items()}

@@ -15,12 +15,12 @@ OWN_LSE = "own_lse"
 
 
 def with_given_lse(problem: AttentionProblem) -> AttentionProblem:
-    """The problem of a backward whose first kernel, a forward, recomputes lse for the others."""
+    """The problem of a backward whose first kernel recomputes lse for all."""
     return problem.with_settings(replace(problem.settings, given_lse=True))
 
 
 def with_own_lse(tiled: Iterable[Stage]) -> list[Stage]:
-    """The tiled kernels of a backward. The first, a forward, recomputes lse for the others."""
-    of_forward: dict[str, str | None] = {"given_lse": "lse", "lse": OWN_LSE, "o": None}
+    """The tiled kernels of a backward. The first recomputes lse for itself and the others."""
+    of_first: dict[str, str | None] = {"given_lse": "lse", "lse": OWN_LSE, "o": None}
     of_others: dict[str, str | None] = {"lse": OWN_LSE}
-    return [replace(stage, renamed=of_forward if stage.spec.operation == "forward" else of_others) for stage in tiled]
+    return [replace(stage, renamed=of_first if "given_lse" in stage.spec.features else of_others) for stage in tiled]

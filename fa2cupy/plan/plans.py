@@ -10,7 +10,7 @@ from ..families.choice import Choice
 from ..families.device import DeviceInfo
 from ..families.kept_bias import with_kept_bias
 from ..families.operations import ONE_TILE_DBIAS, OPERATIONS
-from ..families.records import COLUMN_RISES, EXCEPTIONS, ROW_RISES, SHARES
+from ..families.records import COLUMN_RISES, EXCEPTIONS, EXTREMES, ROW_RISES, SHARES
 from ..families.tile import TileConfig
 from ..jit.params import gradient_arrays
 from ..problem.attention import AttentionProblem
@@ -52,7 +52,8 @@ def plan_forward(
     lists, of_lists = layout.lists(choice.tiles)
     stages = [*_clear_unused(layout, "clear_forward"), *lists, layout.tiled("forward", tile, num_splits)]
     if choice.family.multiplies_parts:
-        return _plan(*_with_parts(layout, stages, choice), [EXCEPTIONS])
+        split, stages, workspaces = _with_parts(layout, stages, choice)
+        return _plan([split, *stages], workspaces)
     if num_splits == 1:
         return _plan(stages, of_lists)
     stage, workspace = _merge_forward(layout, tile, num_splits)
@@ -208,11 +209,12 @@ def plan_backward(
         workspaces.append(Workspace(OWN_LSE, problem.statistics_bytes))
     if settings.block_mask is not None and choice.family.clears_unlisted_keys:
         cleared += ["dk", "dv"]
-    if choice.family.multiplies_parts:
-        tiled, of_parts = _with_parts(layout, tiled, choice)
-        workspaces += of_parts
-        added += [workspace for workspace in of_parts if workspace.name == EXCEPTIONS]
     stages: list[Stage] = []
+    if choice.family.multiplies_parts:
+        is_computed = with_delta and not problem.is_packed  # whose rows between sequences are no block's
+        split, tiled, of_parts = _with_parts(layout, tiled, choice, added, with_delta=is_computed)
+        stages, added, with_delta = [split], [], with_delta and not is_computed
+        workspaces += of_parts
     if choice.method == "one_tile":
         computes_delta = with_delta and not (shares_delta or settings.dsink)
         renamed: dict[str, str | None] = {"delta" if computes_delta else "o": None}
@@ -258,47 +260,58 @@ def _cleared_dbias(problem: AttentionProblem) -> list[str]:
     return ["dbias"] if settings.dbias and (not settings.full_dbias or is_partial) else []
 
 
-def _with_parts(layout: StageLayout, tiled: Sequence[Stage], choice: Choice) -> tuple[list[Stage], list[Workspace]]:
-    """The stages of a family that multiplies parts, and their workspaces. The fallback comes last."""
+def _with_parts(
+    layout: StageLayout,
+    tiled: Sequence[Stage],
+    choice: Choice,
+    added: Sequence[Workspace] = (),
+    *,
+    with_delta: bool = False,
+) -> tuple[Stage, list[Stage], list[Workspace]]:
+    """The stage that makes parts, those that multiply them and the fallback behind them, and their workspaces.
+
+    The first stage also clears the workspace in `added`, to which others add, and computes delta if asked to.
+    """
     problem, fallback = layout.problem, choice.fallback
     assert fallback is not None, f"{choice.family.name} leaves heads to a fallback"
     sides = {"q": "queries", "k": "keys", "v": "keys", **({"dout": "queries"} if choice.method else {})}
     columns = {name: -(-problem.columns_of(name) // BOX_COLUMNS) * BOX_COLUMNS for name in sides}
     all_blocks, workspaces = 0, []
+    values: dict[str, int] = {}
     for name, side in sides.items():
         heads = problem.num_heads if side == "queries" else problem.num_heads_kv
         blocks = problem.batch * heads * layout.num_strips(side)
         workspaces.append(Workspace(f"{name}_parts", 2 * blocks * PART_ROWS * columns[name] * ITEMSIZE["float16"]))
         workspaces.append(Workspace(f"{name}_units", blocks * ITEMSIZE["float32"]))
         all_blocks += blocks
-    # For each K/V head a mark, the largest elements of the columns of q and k, and a count of blocks.
-    of_head = 1 + columns["q"] + columns["k"] + 1
-    exceptions = problem.batch * problem.num_heads_kv * of_head * ITEMSIZE["float32"]
-    workspaces.append(Workspace(EXCEPTIONS, -(-exceptions // 16) * 16))  # it is cleared by 16 bytes at a time
+    # For each K/V head a mark; the largest elements of the columns of q and k, what becomes the mark, and a count.
+    marks = problem.batch * problem.num_heads_kv * ITEMSIZE["float32"]
+    workspaces.append(Workspace(EXCEPTIONS, marks))
+    workspaces.append(Workspace(EXTREMES, marks * (columns["q"] + columns["k"] + 2), stays_zero=True))
     if not any(stage.blocks for stage in tiled):
         all_blocks = 0  # nobody reads the parts
     operation = "split_gradients" if choice.method else "split_inputs"
-    split = layout.stage(operation, _tile_of(operation, PART_ROWS, PART_ROWS), all_blocks)
+    if choice.method:
+        (cleared,) = added or [Workspace("dq_accum", 0)]
+        values["dq_accum_bytes"] = cleared.nbytes
+        workspaces += [] if added else [cleared]
+        workspaces += [Workspace("delta", problem.statistics_bytes)] if with_delta else []
+    split = layout.stage(operation, _tile_of(operation, PART_ROWS, PART_ROWS), all_blocks, (), is_split=False, **values)
+    if choice.method and not with_delta:
+        split = replace(split, renamed={"o": None, "delta": None})
     of_others = with_given_lse(problem) if choice.method else problem
     others = StageLayout(of_others, layout.device, fallback.family, layout.strides, is_fallback=True)
     left = [others.tiled(operation, tile) for operation, tile in fallback.tiles.items()]
     if choice.method:
         left = with_own_lse(left)
         workspaces.append(Workspace(OWN_LSE, problem.statistics_bytes))
-    return [split, *tiled, *left], workspaces
+    return split, [*tiled, *left], workspaces
 
 
 def _delta(layout: StageLayout, cleared: Sequence[Workspace] = ()) -> Stage:
-    """The stage that computes delta, and clears workspaces of the stages after it.
-
-    Exceptions take the place of shares, which families that have them do not make.
-    """
-    places = {EXCEPTIONS: SHARES}
-    sizes = {workspace.name: workspace.nbytes for workspace in _CLEARED_BY_DELTA}
-    sizes |= {places.get(workspace.name, workspace.name): workspace.nbytes for workspace in cleared}
-    stage = _of_rows(layout, "delta", **{f"{name}_bytes": nbytes for name, nbytes in sizes.items()})
-    names = {workspace.name for workspace in cleared}
-    return replace(stage, renamed={place: name for name, place in places.items() if name in names})
+    """The stage that computes delta, and clears workspaces of the stages after it."""
+    sizes = {workspace.name: workspace.nbytes for workspace in (*_CLEARED_BY_DELTA, *cleared)}
+    return _of_rows(layout, "delta", **{f"{name}_bytes": nbytes for name, nbytes in sizes.items()})
 
 
 def _of_rows(layout: StageLayout, operation: str, **values: int) -> Stage:

@@ -42,10 +42,19 @@ class Stage:
 
 @dataclass(frozen=True)
 class Workspace:
-    """Device memory that a call needs beyond its inputs and outputs; of no bytes where a kernel could use some."""
+    """Device memory that a call needs beyond its inputs and outputs; of no bytes where a kernel could use some.
+
+    Attributes
+    ----------
+    name : str
+    nbytes : int
+    stays_zero : bool
+        True if a kernel finds it zero and leaves it zero, so that the next call can have the same memory.
+    """
 
     name: str
     nbytes: int
+    stays_zero: bool = False
 
 
 @dataclass(frozen=True)

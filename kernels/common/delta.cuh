@@ -55,6 +55,19 @@ __device__ __forceinline__ auto dlse_of(const Record& params, int64 index) {
         return Accum(0);
 }
 
+// Stores zeros to this block's range of a workspace of whole tiles; all blocks together clear all of it. The loop is not
+// unrolled: memory bounds it, and a backward with nothing to clear waits for each instruction that is fetched.
+template <class Accum>
+__device__ __forceinline__ void clear_workspace(Accum* workspace, int64 bytes) {
+    using Store = Vector<uint32, 4>;
+    constexpr int64 kBytes = sizeof(Store);
+    const int64 step = static_cast<int64>(gridDim.x) * blockDim.x * kBytes;
+    const int64 first = (static_cast<int64>(blockIdx.x) * blockDim.x + threadIdx.x) * kBytes;
+#pragma unroll 1
+    for (int64 offset = first; offset < bytes; offset += step)
+        *reinterpret_cast<Store*>(reinterpret_cast<char*>(workspace) + offset) = {};
+}
+
 template <class Spec, class Params = fa2::Params>
 struct Delta {
     using Products = RowProducts<Spec>;
@@ -76,22 +89,8 @@ struct Delta {
             const int64 index = first_statistic<Spec>(params, batch, head) + row;
             params.delta[index] = sum - dlse_of<Spec>(params, index);
         }
-        clear(params.dq_accum, params.dq_accum_bytes);
-        clear(params.shares, params.shares_bytes);
-    }
-
-  private:
-    // Stores zeros to this block's range of a workspace of whole tiles; all blocks together clear all of it. The loop
-    // is not unrolled: memory bounds it, and a backward with nothing to clear waits for each instruction that is
-    // fetched.
-    __device__ static void clear(Accum* workspace, int64 bytes) {
-        using Store = Vector<uint32, 4>;
-        constexpr int64 kBytes = sizeof(Store);
-        const int64 step = static_cast<int64>(gridDim.x) * blockDim.x * kBytes;
-        const int64 first = (static_cast<int64>(blockIdx.x) * blockDim.x + threadIdx.x) * kBytes;
-#pragma unroll 1
-        for (int64 offset = first; offset < bytes; offset += step)
-            *reinterpret_cast<Store*>(reinterpret_cast<char*>(workspace) + offset) = {};
+        clear_workspace(params.dq_accum, params.dq_accum_bytes);
+        clear_workspace(params.shares, params.shares_bytes);
     }
 };
 

@@ -1,13 +1,16 @@
 // If a backward gets an lse that other arithmetic computed (Spec::kGivenLse), its forward kernel recomputes lse in its
-// own.
+// own; or else the kernel of a fallback that owns queries does so, ahead of its gradients.
 #pragma once
 #include "common/types.cuh"
 
 namespace fa2::common {
 
-// True if the kernel computes O, and not lse alone.
+// True if the forward computes O, and not lse alone.
 template <class Spec>
 inline constexpr bool kHasOutput = !Spec::kGivenLse;
+// True if a kernel of gradients computes lse first.
+template <class Spec>
+inline constexpr bool kComputesLse = Spec::kGivenLse;
 
 // The lse for P = exp(S - lse). `own` belongs to the S of this kernel; `index`: where the given lse is.
 //

@@ -12,7 +12,14 @@
 // A head is also marked if its scores may have a term, the product of one column of Q and K, above kLargestTerm. The
 // last bit of the parts is 2^-23 of a number. In a score of many terms such errors are lost among those of the sum;
 // where a single term makes the score, nothing hides its error.
+//
+// The blocks of a K/V head leave what they find in its `extremes`. The last of them makes the mark of it, and zeros for
+// the next launch.
+//
+// In a backward the blocks of dO compute delta (common/delta.cuh) of their rows, too, and all blocks clear the workspace
+// to which a later kernel adds.
 #pragma once
+#include "common/delta.cuh"
 #include "common/ptx.cuh"
 #include "common/statistics.cuh"
 #include "float32_parts/parts.cuh"
@@ -66,6 +73,7 @@ struct SplitInputs {
                                 {params.dout, params.dout_strides, params.dout_parts, params.dout_units,
                                  params.num_heads, params.q_strips, params.heads_per_group},
                                 block - of_q - 2 * of_k);
+        if constexpr (kWithDout) common::clear_workspace(params.dq_accum, params.dq_accum_bytes);
     }
 
   private:
@@ -92,9 +100,12 @@ struct SplitInputs {
         }
         load<kOfScores>(value, matrix.x + matrix.strides.offset(batch, valid ? rows.first + row : 0, head), valid,
                         lane);
+        if constexpr (kWithDout && !kOfKeys && !kOfScores)
+            if (params.o != nullptr)
+                compute_delta(value, params, batch, head, rows.first + row, row < rows.length, lane);
         const int32 head_kv = head_index / matrix.heads_per_group;
         const uint32 largest = largest_of_strip<kOfScores>(value, params, head_kv, kOfKeys);
-        if constexpr (kOfScores) check_terms(params, head_kv);
+        mark(params, head_kv);
 
         const int32 exponent = static_cast<int32>(largest >> 23);
         const bool has_scale = largest != 0 && exponent != kNoNumber;
@@ -118,6 +129,22 @@ struct SplitInputs {
                 common::store_global(Parts::address(matrix.parts, panel_row) + Parts::chunk(column, row), word);
             }
         }
+    }
+
+    // Stores delta of a row of dO, of which a row that sees no key has zeros.
+    __device__ static void compute_delta(const float (&dout)[kChunks<false>][8], const Params& params, int32 batch,
+                                         int32 head, int32 row, bool exists, int32 lane) {
+        float o[kChunks<false>][8];
+        load<false>(o, params.o + params.o_strides.offset(batch, exists ? row : 0, head), exists, lane);
+        float sum = 0.0f;
+#pragma unroll
+        for (int c = 0; c < kChunks<false>; ++c)
+#pragma unroll
+            for (int e = 0; e < 8; ++e) sum += o[c][e] * dout[c][e];
+        sum = common::row_sum<kThreadsPerRow>(sum);
+        if (lane != 0 || !exists) return;
+        const int64 index = common::first_statistic<Spec>(params, batch, head) + row;
+        params.delta[index] = sum - common::dlse_of<Spec>(params, index);
     }
 
     // Loads this thread's chunks of a row; zeros beyond the row and in rows that are not there.
@@ -146,8 +173,8 @@ struct SplitInputs {
         }
     }
 
-    // The bits of the largest magnitude, which have the order of magnitudes; NaN is the largest. Marks the K/V head if
-    // its values are an exception. kOfScores: the largest of the head's columns are updated.
+    // The bits of the largest magnitude, which have the order of magnitudes; NaN is the largest. Notes if the values make
+    // the K/V head an exception. kOfScores: the largest of the head's columns are updated.
     template <bool kOfScores>
     __device__ static uint32 largest_of_strip(const float (&value)[kChunks<kOfScores>][8], const Params& params,
                                               int32 head_kv, bool of_keys) {
@@ -180,41 +207,42 @@ struct SplitInputs {
             for (int w = 0; w < Spec::kWarps; ++w) of_column = max_of(of_column, of_columns[w][column]);
             exception |= loses_bits(of_column, largest);
             if (kOfScores && of_column != 0)
-                atomicMax(largest_of_columns(params, head_kv, of_keys) + column, of_column);
+                atomicMax(extremes(params, head_kv) + (of_keys ? kColumns<true> : 0) + column, of_column);
         }
         const int32 exponent = static_cast<int32>(largest >> 23);
         exception |= largest != 0 && (exponent < kSmallest || exponent > kLargest);
-        if (exception) atomicOr(&params.exceptions[head_kv], 1);
+        if (exception) atomicOr(extremes(params, head_kv) + kIsException, 1u);
         return largest;
     }
 
-    // Behind the marks of all K/V heads, `exceptions` has for each head the largest magnitudes of the columns of Q and of
-    // K, and the number of blocks that have updated them.
-    __device__ static uint32* largest_of_columns(const Params& params, int32 head_kv, bool of_keys) {
-        const int32 num_batches = Spec::kVarlen ? 1 : params.batch;
-        const int32 num_marks = num_batches * (params.num_heads / params.heads_per_group);
-        return reinterpret_cast<uint32*>(params.exceptions) + num_marks + head_kv * (2 * kColumns<true> + 1) +
-               (of_keys ? kColumns<true> : 0);
+    // What the blocks of a K/V head have found: the largest magnitudes of the columns of Q and of K, whether values make it
+    // an exception, and the number of blocks.
+    static constexpr int kIsException = 2 * kColumns<true>, kNumBlocks = kIsException + 1, kExtremes = kNumBlocks + 1;
+    __device__ static uint32* extremes(const Params& params, int32 head_kv) {
+        return reinterpret_cast<uint32*>(params.extremes) + head_kv * kExtremes;
     }
-    // The last block of the head marks it if a column may make too large a term of scores.
-    __device__ static void check_terms(const Params& params, int32 head_kv) {
+    // The last block of the head marks it if it is an exception, or if a column may make too large a term of scores.
+    __device__ static void mark(const Params& params, int32 head_kv) {
         __shared__ bool is_last;
-        uint32* of_queries = largest_of_columns(params, head_kv, false);
+        uint32* found = extremes(params, head_kv);
         __threadfence();
         __syncthreads();
         if (threadIdx.x == 0) {
-            const uint32 num_strips = params.heads_per_group * params.q_strips + params.k_strips;
-            is_last = atomicAdd(of_queries + 2 * kColumns<true>, 1u) == num_strips - 1;
+            const uint32 of_queries = params.heads_per_group * params.q_strips * (kWithDout ? 2 : 1);
+            is_last = atomicAdd(found + kNumBlocks, 1u) == of_queries + 2 * params.k_strips - 1;
         }
         __syncthreads();
         if (!is_last) return;
         __threadfence();
         for (int32 column = threadIdx.x; column < kColumns<true>; column += kThreads) {
-            const float of_query = __uint_as_float(atomicOr(of_queries + column, 0u));
-            const float of_key = __uint_as_float(atomicOr(of_queries + kColumns<true> + column, 0u));
-            if (fabsf(params.softmax_scale) * of_query * of_key > kLargestTerm)
-                atomicOr(&params.exceptions[head_kv], 1);
+            const float of_query = __uint_as_float(atomicExch(found + column, 0u));
+            const float of_key = __uint_as_float(atomicExch(found + kColumns<true> + column, 0u));
+            if (fabsf(params.softmax_scale) * of_query * of_key > kLargestTerm) atomicOr(found + kIsException, 1u);
         }
+        __syncthreads();
+        if (threadIdx.x != 0) return;
+        params.exceptions[head_kv] = atomicExch(found + kIsException, 0u);
+        atomicExch(found + kNumBlocks, 0u);
     }
 
     __device__ static uint32 magnitude_bits(float x) { return __float_as_uint(x) & 0x7fffffff; }

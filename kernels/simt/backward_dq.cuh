@@ -6,7 +6,8 @@
 //   S = scale Q K^T     P = exp(S - lse)     dP = dO V^T     dS = P o (dP - delta)
 //   dQ = scale dS K     dV = P^T dO          dK = scale dS^T Q
 //
-// delta = rowsum(dO o O) comes from common/delta.cuh, so that dS needs no second pass over a row.
+// delta = rowsum(dO o O) comes from common/delta.cuh, so that dS needs no second pass over a row. A block of a fallback
+// first computes the lse of its rows again (common/own_lse.cuh), with the forward's loop.
 //
 //   block   owns B_r = kBr query rows of one head; loops over all key tiles of B_c = kBc keys that these rows see
 //   warp    owns kBr / kWarps of these rows, and (`single_pass` only) some keys of each tile, or some columns of them
@@ -32,6 +33,7 @@
 #include "common/statistics.cuh"
 #include "common/tile_lists.cuh"
 #include "common/weights.cuh"
+#include "simt/forward.cuh"
 #include "simt/hidden_rows.cuh"
 #include "simt/microtile.cuh"
 
@@ -60,6 +62,10 @@ struct BackwardDq {
                   Spec::kSharedBytes);
 
     __device__ static void run(const Params& params, char* smem) {
+        if constexpr (common::kComputesLse<Spec>) {
+            Forward<Spec, Params>::run(params, smem);
+            __syncthreads();  // lse is there, and shared memory is free
+        }
         Real* q_rows = reinterpret_cast<Real*>(smem);
         Real* do_rows = q_rows + kBr * Rows::kRowLength;
         Real* k_tile = do_rows + kBr * RowsV::kRowLength;

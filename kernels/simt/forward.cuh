@@ -25,7 +25,7 @@
 // enough.
 //
 // Where a backward is given the lse of other arithmetic, this kernel computes it again, and nothing else
-// (common/own_lse.cuh).
+// (common/own_lse.cuh). The kernels of a fallback that own queries do so ahead of their gradients (backward_dq.cuh).
 #pragma once
 #include "common/exceptions.cuh"
 #include "common/online_softmax.cuh"
@@ -39,7 +39,7 @@
 
 namespace fa2::simt {
 
-template <class Spec>
+template <class Spec, class Params = fa2::Params>
 struct Forward {
     using Real = typename Spec::Element;
     static constexpr bool kByKeys = false, kFindsSequences = false;
@@ -50,9 +50,9 @@ struct Forward {
     using RowsV = typename WarpV::Rows;
     using Scores = typename Warp::Scores;
     static constexpr int kRows = Scores::kRows;
-    static_assert(((kBr + kBc) * Rows::kRowLength + kBc * RowsV::kRowLength + kBr * Warp::kPostedLength) *
-                      sizeof(Real) ==
-                  Spec::kSharedBytes);
+    static constexpr int kBytes =
+        ((kBr + kBc) * Rows::kRowLength + kBc * RowsV::kRowLength + kBr * Warp::kPostedLength) * sizeof(Real);
+    static_assert(common::kHasOutput<Spec> ? kBytes == Spec::kSharedBytes : kBytes <= Spec::kSharedBytes);
 
     __device__ static void run(const Params& params, char* smem) {
         Real* q_rows = reinterpret_cast<Real*>(smem);

@@ -4,7 +4,8 @@
 //   S^T = scale K Q^T     P^T = exp(S^T - lse)     dP^T = V dO^T     dS^T = P^T o (dP^T - delta)
 //   dV = P^T dO           dK = scale dS^T Q
 //
-// With kWithDq (backward.cuh) it also adds dQ = scale dS K up in a workspace. Its key tiles do so in any order.
+// With kWithDq (backward.cuh) it also adds dQ = scale dS K up in a workspace. Its key tiles do so in any order. The keys
+// of an exception (common/exceptions.cuh) get zeros then, to which the fallback adds.
 //
 // A block owns kBc keys of one K/V head and loops over the query tiles of all query heads that share it. Its producer
 // copies operands to shared memory; its consumer warp groups own 64 keys each.
@@ -29,7 +30,13 @@ struct BackwardDkdv {
 
     __device__ static void run(const Params& params, char* dynamic_smem) {
         const auto where = common::scheduled_tile<Spec, kByKeys>(params, blockIdx.x);
-        if (common::is_exception<Spec>(params, where.batch, where.head)) return;
+        if (common::is_exception<Spec>(params, where.batch, where.head)) {
+            if constexpr (kWithDq) {
+                clear<Spec::kHeadDim>(params.dk, params.dk_strides, where, params.seqlen_k);
+                clear<Spec::kHeadDimV>(params.dv, params.dv_strides, where, params.seqlen_k);
+            }
+            return;
+        }
         const auto tiles = common::query_tiles_of<Spec::kCausal, Shape::kBr, Shape::kBc>(
             where.tile, params.seqlen_q, params.seqlen_k, common::window_of<Spec>(params));
         const DkdvMemory<Shape> memory(dynamic_smem);
@@ -48,6 +55,18 @@ struct BackwardDkdv {
             else
                 DkdvDivided<Spec, Shape, true>(params, memory, where).run(tiles);
         }
+    }
+
+  private:
+    // Stores zeros to the tile's rows of a gradient.
+    template <int kColumns>
+    __device__ static void clear(float* gradient, const Strides& strides, const common::TileCoordinates& where,
+                                 int32 seqlen_k) {
+        const int32 num_rows = common::min_of(Shape::kBc, seqlen_k - where.tile * Shape::kBc);
+        float* rows = gradient + strides.offset(where.batch, where.tile * Shape::kBc, where.head);
+#pragma unroll 1
+        for (int32 i = threadIdx.x; i < num_rows * kColumns; i += 32 * Spec::kWarps)
+            rows[i / kColumns * strides.row + i % kColumns] = 0.0f;
     }
 };
 

@@ -72,6 +72,9 @@ class _Stream:
             recorder.capturing.add(self.ptr)
         recorder.note("wait", self, of=event.stream.ptr, after=event.after)
 
+    def is_capturing(self) -> bool:
+        return self.ptr in recorder.capturing
+
     def synchronize(self) -> None:
         """Nothing: no work is done."""
 

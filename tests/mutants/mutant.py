@@ -51,6 +51,7 @@ CATCHES = {
     "stray": (AssertionError, "between the rows of .* are written"),
     "input": (AssertionError, "is an input, and was written"),
     "counter": (AssertionError, "tile counter is left at"),
+    "not zero": (AssertionError, "are not left zero"),
     "numbers": (AssertionError, "% of the allowed"),
     "misaligned": (ptxsim.PtxError, "misaligned global access"),
     "root mean square": (AssertionError, "root mean square .* % of the allowed"),
@@ -74,10 +75,11 @@ class Mutant:
     new: str
     caught_by: str
     problem: Problem = ONE_SEQUENCE
+    of_fallback: bool = False
 
     def __call__(self, spec: KernelSpec, text: str) -> str:
         """Returns the source, patched if it is this kernel's."""
-        if spec.operation != self.operation or spec.is_fallback:
+        if spec.operation != self.operation or spec.is_fallback != self.of_fallback:
             return text
         return replace_once(spec, text, self.old, self.new)
 

@@ -445,7 +445,7 @@ MUTANTS = (
     Mutant(
         "delta leaves shares",
         "delta",
-        "clear(params.shares, params.shares_bytes);",
+        "clear_workspace(params.shares, params.shares_bytes);",
         "",
         "unwritten",
         Problem(num_splits=2),

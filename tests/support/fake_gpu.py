@@ -120,6 +120,7 @@ def fake_gpu(
     for module in (calls, copies, device_memory, kept_lists, prepare, prepared):
         monkeypatch.setattr(module, "cupy", cupy)
     monkeypatch.setattr(device_memory, "runtime", types.SimpleNamespace(streamIsCapturing=cupy.is_capturing))
+    monkeypatch.setattr(device_memory, "_zeros", {})
     runtime = types.SimpleNamespace(
         getDevice=current_ordinal,
         free=lambda pointer: None,

@@ -22,6 +22,8 @@ class _Formulas:
         self.launch, self.spec, self.values = launch, launch.spec, launch.values
 
     def run(self) -> None:
+        if self.spec.is_fallback:
+            return  # which finds no head that is left to it
         getattr(self, f"_{self.spec.operation}")()
 
     def _forward(self) -> None:
@@ -50,13 +52,15 @@ class _Formulas:
 
     def _split_gradients(self) -> None:
         self._split_inputs(("q", "k", "v", "dout"))
+        if self.launch.array("o") is not None:
+            self._delta(("dq_accum",))
 
     def _merge_forward(self) -> None:
         self.launch.array("o")[...], self.launch.array("lse")[...] = self._output_shares()
 
-    def _delta(self) -> None:
+    def _delta(self, cleared: tuple[str, ...] = ADDED) -> None:
         self.launch.array("delta")[...] = reference.delta(self.launch.array("o"), self.launch.array("dout"))
-        for name in ADDED:
+        for name in cleared:
             self.launch.array(name)[: self.launch.values[f"{name}_bytes"] // 4] = 0
 
     def _backward(self) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 from ptxsim.tensor_map import TensorMap, driver_tensor_map
 from support.float32_parts import joined_parts
 
-from fa2cupy.families.records import COLUMN_RISES, EXCEPTIONS, PARTIALS, ROW_RISES, SHARES
+from fa2cupy.families.records import COLUMN_RISES, EXCEPTIONS, EXTREMES, PARTIALS, ROW_RISES, SHARES
 from fa2cupy.gpu.tensor_maps import encode_arguments
 from fa2cupy.jit.spec import KernelSpec
 from fa2cupy.plan.stages import Plan, Stage
@@ -34,7 +34,7 @@ CACHES = ("k_cache", "v_cache")  # caches of decoding, which are read and writte
 _OF_DECODE = (*CACHES, "k", "v", "cache_seqlens", "block_table")
 INTERVALS = {ROW_INTERVALS: "seqlen_q", COLUMN_INTERVALS: "seqlen_k"}
 RISES = (ROW_RISES, COLUMN_RISES)
-WORKSPACES = (*ADDED, EXCEPTIONS, PARTIALS, *PARTS, KEY_LISTS, QUERY_LISTS, *RISES)
+WORKSPACES = (*ADDED, EXCEPTIONS, EXTREMES, PARTIALS, *PARTS, KEY_LISTS, QUERY_LISTS, *RISES)
 
 
 class Launch:
@@ -50,13 +50,17 @@ class Launch:
     values : dict
         The record's other members, and the strides of the arrays that the maps describe.
     cleared : tuple of str
-        Arrays that the plan sets to zero before its first stage.
+        Arrays that are zero before the plan's first stage.
+    left_zero : tuple of str
+        Those of them that a kernel leaves zero.
     before_fallback : bool
         True if kernels of IEEE arithmetic write some heads of its results after it.
     """
 
     def __init__(self, plan: Plan, stage: Stage, addresses: dict[str, int]):
-        self.stage, self.spec, self.cleared = stage, stage.spec, plan.cleared
+        self.stage, self.spec = stage, stage.spec
+        self.left_zero = tuple(workspace.name for workspace in plan.workspaces if workspace.stays_zero)
+        self.cleared = (*plan.cleared, *self.left_zero)
         self.before_fallback = any(one.spec.is_fallback for one in plan.stages) and not self.spec.is_fallback
         layout = self.spec.params
         self._kinds = kinds = {field.name: field.kind for field in layout.fields}

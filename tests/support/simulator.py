@@ -156,12 +156,14 @@ def _execute(
             continue
         if name in CACHES:
             continue
-        is_partial = name in WORKSPACES or (spec.is_fallback and "given_lse" in spec.features)
+        is_partial = name in WORKSPACES or (spec.is_fallback and "given_lse" in spec.features and name == "lse")
         of_several = spec.operation.startswith("clear_") or is_partial or launch.before_fallback
         if of_several and spec.operation != "decode":  # which shares no workspace with other launches
             partly_written[launch.pointers[name]] = written
         if not of_several or launch.values.get(f"{name}_bytes"):
             buffer.check_complete(spec, written)
+    for name in launch.left_zero:
+        assert name not in buffers or not launch.array(name).any(), f"{spec}: the {name} are not left zero"
     for name, counter in counters.items():
         left = memory.read(counter)
         assert not left.any(), f"{spec}: the {name.replace('_', ' ')} is left at {left[left != 0]}"

@@ -68,7 +68,7 @@ class Operands:
         result = self.delta
         if result is None:
             result = run.empty(lse.shape, lse.dtype)
-            lane(run.backend.delta, o, do, result, CallOptions())
+            lane.kernels(run.backend.delta, o, do, result, CallOptions())
         if self.dlse is None:
             return result
         difference = run.empty(lse.shape, lse.dtype)

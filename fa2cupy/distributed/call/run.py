@@ -66,7 +66,7 @@ class Run(Resources):
     def forward(self, lane: Lane, inputs: Sequence[Array], out: Sequence[Array], keywords: dict[str, Any]) -> None:
         """Queues a forward of q, k and v with the axes (batch, row, head, column)."""
         inputs, out = self._axes(inputs), self._axes(out)
-        lane(self.backend.forward, *inputs, tuple(out), self.options, keywords)
+        lane.kernels(self.backend.forward, *inputs, tuple(out), self.options, keywords)
 
     def backward(
         self, lane: Lane, inputs: Sequence[Array], delta: Array, out: Sequence[Array], keywords: dict[str, Any]
@@ -74,7 +74,7 @@ class Run(Resources):
         """Queues a backward of q, k, v, o, lse and do, with the delta from which dlse is subtracted."""
         own, extra = self._axes(out[:3]), out[3:]
         arrays, (delta,) = self._axes(inputs), self._axes([delta])
-        lane(self.backend.backward, *arrays, delta, None, (*own, *extra), self.options, keywords)
+        lane.kernels(self.backend.backward, *arrays, delta, None, (*own, *extra), self.options, keywords)
 
     def second_order(
         self, lane: Lane, call: str, arrays: Mapping[str, Array], out: Sequence[Array], keywords: dict[str, Any]

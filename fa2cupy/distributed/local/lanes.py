@@ -1,6 +1,7 @@
 """Lanes: where the work of a call is queued.
 
     lane(function, *args)       queues a call
+    lane.kernels(function, *args)   the same of a function of the package that has all its results in `args`
     lane.on_stream(function, *args)   the same of a function whose first argument is the address of a stream
     lane.record()               an event that is reached when all that was queued before is done
     lane.wait(event)            what is queued after it waits for the event
@@ -34,6 +35,10 @@ NUM_LANES = 4 + len(_PRIORITIES_OF_GROUPS)
 
 class Lane(Protocol):
     """See the docstring of the module."""
+
+    def kernels(self, function: Callable[..., Any], *args: Any) -> None:
+        """Queues a call of a function of the package."""
+        self(function, *args)
 
     def record_for(self, use: Callable[[Any], None]) -> None:
         """Calls the function with a new event."""

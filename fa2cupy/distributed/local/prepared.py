@@ -7,6 +7,7 @@ the addresses of its arrays.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -38,14 +39,14 @@ class _Now(NamedTuple):
         By number: the memory of an array, or another value.
     addresses : sequence of int
         By number: the last multiple of 16 in front of an array. The first one is 0, which stays with what is no place.
-    bases : numpy.ndarray
-        The same.
+    matrices : numpy.ndarray
+        The addresses of the target and the source of all matrices that kernels copy.
     """
 
     streams: Sequence[Any]
     values: Sequence[Any]
     addresses: Sequence[int]
-    bases: np.ndarray
+    matrices: np.ndarray
 
 
 _Step: TypeAlias = "Callable[[_Now], None]"
@@ -78,7 +79,8 @@ class PreparedCall:
         self._device = next(x.data.device_id for x in values.values() if hasattr(x, "dtype"))
         self._arena, self._nbytes = 1 + len(values), 0
         self._steps: list[_Step] = []
-        self.lanes = [_RecordedLane(self._steps, number) for number in range(NUM_LANES)]
+        self._matrices = _Matrices()
+        self.lanes = [_RecordedLane(self._steps, self._matrices, number) for number in range(NUM_LANES)]
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype | str) -> Any:
         """An array in the memory that each call allocates."""
@@ -104,7 +106,7 @@ class PreparedCall:
             memory = cupy.cuda.alloc(self._nbytes)
         pointers = [None, *[x.data if hasattr(x, "dtype") else x for x in values], memory]
         addresses = [pointer.ptr & ~_LOW_BITS if hasattr(pointer, "ptr") else 0 for pointer in pointers]
-        now = _Now(streams, pointers, addresses, np.array(addresses))
+        now = _Now(streams, pointers, addresses, self._matrices.addresses(addresses))
         try:
             for step in self._steps:
                 step(now)
@@ -112,6 +114,28 @@ class PreparedCall:
             for stream in streams[1:]:  # they may still use the memory of the call
                 streams[0].wait_event(_event(stream))
             raise
+
+
+class _Matrices:
+    """The places of all matrices that kernels of a call copy: their addresses are found together."""
+
+    def __init__(self) -> None:
+        self._places: list[list[tuple[int, int]]] = []
+
+    def add(self, places: np.ndarray) -> slice:
+        """Notes targets and sources; returns which ones they are among all matrices."""
+        first = len(self._places)
+        self._places += [[_relative(int(place)) for place in row] for row in places]
+        return slice(first, len(self._places))
+
+    @functools.cached_property
+    def _relative_places(self) -> np.ndarray:
+        return np.array(self._places, np.int64).reshape(-1, 2, 2).transpose(2, 0, 1).copy()
+
+    def addresses(self, bases: Sequence[int]) -> np.ndarray:
+        """The addresses, given those of arrays by number, when all matrices are noted."""
+        numbers, offsets = self._relative_places
+        return np.array(bases)[numbers] + offsets
 
 
 class _Symbol(NamedTuple):
@@ -123,15 +147,15 @@ class _Symbol(NamedTuple):
 class _RecordedLane(Lane):
     """A lane that records: see `fa2cupy.distributed.local.lanes.Lane`."""
 
-    def __init__(self, steps: list[_Step], number: int):
-        self._steps, self._number = steps, number
+    def __init__(self, steps: list[_Step], matrices: _Matrices, number: int):
+        self._steps, self._matrices, self._number = steps, matrices, number
 
     def __call__(self, function: Callable[..., Any], *args: Any) -> None:
         if function is copy_parts:
             matrices, others = divided(*args)
             for pair in others:
                 self(copy, *pair)
-            self._steps.extend(_launch(self._number, *one) for one in launches_of(matrices))
+            self._steps.extend(_launch(self._number, self._matrices, *one) for one in launches_of(matrices))
             return
         form, number = _form(args) or (lambda now: args), self._number
 
@@ -141,6 +165,22 @@ class _RecordedLane(Lane):
                     function(*form(now))
             else:
                 function(*form(now))
+
+        self._steps.append(step)
+
+    def kernels(self, function: Callable[..., Any], *args: Any) -> None:
+        from ...gpu import calls
+
+        found = calls.bound(function, *args)
+        if found is None:
+            self(function, *args)
+            return
+        (call, addresses), number = found, self._number
+        places = [_relative(address) for address in addresses]
+
+        def step(now: _Now) -> None:
+            with now.streams[number] if number else contextlib.nullcontext():
+                call.queue([now.addresses[of] + offset for of, offset in places])
 
         self._steps.append(step)
 
@@ -222,14 +262,14 @@ def _relative(address: int) -> tuple[int, int]:
     return (number, address - (number << _BITS) - _MIDDLE) if number > 0 else (0, address)
 
 
-def _launch(lane: int, word: int, slices: int, record: bytes) -> _Step:
+def _launch(lane: int, matrices: _Matrices, word: int, slices: int, record: bytes) -> _Step:
     """The launch of a kernel that copies matrices."""
     launch = launch_of(word, slices, record)
     places = places_in(launch.record)
-    numbers, offsets = np.array([[_relative(int(place)) for place in row] for row in places]).transpose(2, 0, 1)
+    own = matrices.add(places)
 
     def step(now: _Now) -> None:
-        np.add(now.bases[numbers], offsets, out=places)
+        places[...] = now.matrices[own]
         launch(now.streams[lane].ptr)
 
     return step
