@@ -20,8 +20,10 @@ from fa2cupy.testing import Expectation
 
 pytestmark = pytest.mark.simulated
 
-SMALL = TileConfig(32, 32, 4)
-ONE_TILE = {"forward": TileConfig(32, 32, 2), "backward_one_tile": SMALL}
+#: Tiles whose warps have both roles for their keys, and one of them.
+BOTH_ROLES, ONE_ROLE = TileConfig(32, 32, 2), TileConfig(32, 32, 4)
+SMALL = [BOTH_ROLES, pytest.param(ONE_ROLE, marks=pytest.mark.matrix)]
+ONE_TILE = {"forward": TileConfig(32, 32, 2), "backward_one_tile": BOTH_ROLES}
 #: With more query heads than K/V heads, and rows that fill no tile.
 SIZES = {"batch": 2, "num_heads": 4, "num_heads_kv": 2, "seqlen_q": 37, "seqlen_k": 29}
 
@@ -48,15 +50,17 @@ def check(inputs: tuple, launched: list, *, stages=("backward_one_tile",), dlse=
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("lengths", [(1, 1), (32, 32), (37, 29), (90, 32), (5, 30), (75, 17)])
+@pytest.mark.parametrize("tile", SMALL)
 @pytest.mark.parametrize("launched", ["sm80"], indirect=True)
-def test_any_number_of_queries(launched, lengths, causal):
-    check(draw("float16", lengths, 64), launched, causal=causal)
+def test_any_number_of_queries(launched, tile, lengths, causal):
+    check(draw("float16", lengths, 64), launched, causal=causal, config={"backward_one_tile": tile})
 
 
 @pytest.mark.parametrize(
     ("dtype", "head_dim", "tile"),
     [
         ("bfloat16", 24, TileConfig(64, 64, 4)),
+        ("float16", 32, TileConfig(32, 64, 2)),
         ("float16", 32, TileConfig(64, 64, 8)),
         ("float16", 40, TileConfig(64, 64, 4)),
         ("bfloat16", 64, TileConfig(32, 128, 8)),
@@ -87,14 +91,16 @@ def test_strides(launched, view):
 
 
 @pytest.mark.parametrize("row", [row for row in ROWS if not row.startswith(("sink", "causal"))])
+@pytest.mark.parametrize("tile", SMALL)
 @pytest.mark.parametrize("launched", ["sm80"], indirect=True)
-def test_features(launched, row):
+def test_features(launched, tile, row):
     inputs = draw("float16", (SIZES["seqlen_q"], SIZES["seqlen_k"]), 24, (4, 2), batch=2)
     options = {
         key: place(x) if isinstance(x, np.ndarray) else x for key, x in options_of(row, "float16", SIZES).items()
     }
     # A bias that is the same for all keys has the gradient 0 unless lse has one.
     dlse = place(numbers((2, 4, SIZES["seqlen_q"]), "float32"))
+    options["config"] = {"backward_one_tile": tile}
     check(inputs, launched, causal=not row.startswith("window"), dlse=dlse, **options)
 
 

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from ..problem.attention import MAX_HEAD_DIM, AttentionProblem
-from ..problem.features import features_in_registers
 from ..problem.strides import AnyStrides
 from .estimate import BlockCost, Costs
 from .family import Family, Kernel, TileRow, register_shortage, why_no_decode
@@ -22,8 +21,8 @@ _H100_LATER, _H100_LAST = "NVIDIA H100 80GB HBM3, 2026-11-25", "NVIDIA H100 80GB
 #: What blocks cost that have all keys of a sequence, also in sm90: of thousands of sequences of 64 and 128 rows on an
 #: H200, 2026-11-28, with head_dim 32 and 64, and with dbias 32. The others are predicted.
 ONE_TILE_COSTS = {
-    "backward_one_tile": {32: BlockCost(8.0, 4.1), 64: BlockCost(7.0, 4.2), 256: BlockCost(6.0, 5.0)},
-    "backward_one_tile_dbias": {32: BlockCost(12.4, 4.1), 256: BlockCost(10.0, 5.0)},
+    "backward_one_tile": {32: BlockCost(8.6, 0.6), 64: BlockCost(7.4, 0.6), 256: BlockCost(6.0, 5.0)},
+    "backward_one_tile_dbias": {32: BlockCost(13.2, 0.6), 256: BlockCost(10.0, 5.0)},
 }
 #: Fitted like those of sm90. Only the number of splits follows from them.
 _COSTS = Costs(
@@ -51,7 +50,6 @@ _COSTS = Costs(
 #: Tiles of blocks that have all keys of a sequence, also in sm90.
 ONE_TILE_ROWS = {
     "backward_one_tile": (
-        TileRow(32, TileConfig(64, 64, 8, 1, 3), _H200_LATER, features=features_in_registers(1)),
         TileRow(32, TileConfig(64, 64, 4, 1, 4), _H200_LATER),
         TileRow(64, TileConfig(64, 64, 4, 1, 3), _H200_LATER),
         TileRow(128, TileConfig(64, 64, 8, 1, 2)),
@@ -306,7 +304,8 @@ class Sm80(Family):
             return 2 * (b_c * both + tile.num_stages * b_r * both) + 2 * 16 * b_r
         if operation in ONE_TILE:
             sums = 2 * scores if operation == "backward_one_tile_dbias" else 0
-            return (b_c + b_r) * both + scores + max(scores, b_r * row_v) + 4 * b_r * 4 + sums
+            exchanged = 0 if _has_both_roles(kernel, tile) else scores
+            return (b_c + b_r) * both + scores + max(exchanged, b_r * row_v) + 4 * b_r * 4 + sums
         exchanged = scores if max(head_dim, head_dim_v) > _WIDER else 0
         by_keys = b_c * both + tile.num_stages * b_r * both + scores + exchanged + 4 * b_r * 4
         return {"backward": by_keys + 2 * scores, "backward_dkdv": by_keys}[operation]
@@ -335,6 +334,8 @@ class Sm80(Family):
             return _why_no_dkdv_jvp(tile, head_dim, head_dim_v)
         if operation in ONE_TILE and tile.num_stages > 1:
             return f"num_stages={tile.num_stages} is more than 1"
+        if operation in ONE_TILE and _has_both_roles(kernel, tile):
+            return _why_no_one_tile(tile, head_dim, head_dim_v)
         with_dq = {"backward": True, **dict.fromkeys(ONE_TILE, True), "backward_dkdv": False}[operation]
         return _why_no_key_rows(tile, head_dim, head_dim_v, with_dq=with_dq)
 
@@ -446,6 +447,23 @@ def _why_no_key_rows(tile: TileConfig, head_dim: int, head_dim_v: int, *, with_d
     fragments = tile.b_c // groups // 16
     # One warp of a pair has dV, the other dK.
     return register_shortage(fragments * (max(head_dim, head_dim_v) + tile.b_r) // (2 * sharers), 32, tile)
+
+
+def _has_both_roles(kernel: Kernel, tile: TileConfig) -> bool:
+    """True if each warp of ``one_tile`` computes both gradients of its keys. The head_dims are padded."""
+    return max(kernel.head_dim, kernel.head_dim_v) <= 64 and tile.b_c >= 16 * tile.num_warps
+
+
+def _why_no_one_tile(tile: TileConfig, head_dim: int, head_dim_v: int) -> str | None:
+    """The reason why kernels of ``one_tile`` whose warps compute both gradients cannot have this tile, or None."""
+    if tile.b_c % (16 * tile.num_warps) or tile.b_c // tile.num_warps not in (16, 32):
+        return f"b_c={tile.b_c} does not give each of {tile.num_warps} warps 16 or 32 keys"
+    if tile.b_r % 16 or 2 * tile.b_r > tile.num_threads:
+        return f"b_r={tile.b_r} is not a multiple of 16 with two threads a row"
+    if not _dq_divides(tile, head_dim):
+        return f"dQ of {tile.b_r} x {head_dim} does not divide among {tile.num_warps} warps"
+    fragments = tile.b_c // tile.num_warps // 16
+    return register_shortage(fragments * (head_dim + head_dim_v + 2 * tile.b_r) // 2, 0, tile)
 
 
 def _why_no_dkdv_jvp(tile: TileConfig, head_dim: int, head_dim_v: int) -> str | None:

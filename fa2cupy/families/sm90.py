@@ -23,6 +23,7 @@ __all__ = ["SM90", "Sm90"]
 _H100, _H100_LATER = "NVIDIA H100 80GB HBM3, 2026-11-21", "NVIDIA H100 80GB HBM3, 2026-11-22"
 _H100_LAST, _H200 = "NVIDIA H100 80GB HBM3, 2026-11-27", "NVIDIA H200, 2026-11-27"
 _H100_SHORT = "NVIDIA H100 80GB HBM3, 2026-11-28"  # biases, and sequences of 256 rows and more
+_H200_SHORT = "NVIDIA H200, 2026-11-28"  # sequences of 64 rows
 #: Features that need registers in the inner loop, so that the backward with more queries at a time would spill. (With a
 #: window it would not spill, but compute more scores outside the window.)
 _IN_REGISTERS, _IN_MANY_REGISTERS = features_in_registers(1), features_in_registers(2)
@@ -180,6 +181,7 @@ class Sm90(Family):
             TileRow(64, TileConfig(64, 64, 8, 2, 2), _H100_SHORT, features=_KEPT_BIAS, least_saving=1.2),
             TileRow(64, TileConfig(128, 128, 12, 2), _H100_SHORT, features=_KEPT_BIAS),
             TileRow(32, TileConfig(192, 96, 16, 2), features=_IN_REGISTERS),
+            TileRow(32, TileConfig(64, 64, 8, 2, 3), _H200_SHORT, least_saving=1.5),
             TileRow(32, TileConfig(128, 64, 12, 3, 2), _H100_SHORT, least_saving=1.1),
             TileRow(32, TileConfig(192, 128, 16, 2), _H100_SHORT),
             TileRow(64, TileConfig(192, 96, 16, 3), features=_FUNCTIONS),

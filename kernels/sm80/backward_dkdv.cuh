@@ -25,6 +25,11 @@
 // float16 keeps eleven significant bits. In `single_pass` all warps share the work on dQ of the previous query tile,
 // which fills the wait for P^T.
 //
+// Without roles: in `one_tile`, a warp computes both gradients of its keys if a tile has 16 keys or more for each warp and
+// heads are narrow (kBothRoles), so that S^T, dP^T and both gradients fit into its registers. P^T then stays there, no
+// warp waits for another one's, and the code is half as long: the kernel of a short sequence has no loop in which
+// instructions are fetched once and used often.
+//
 // The two warps of a pair are neighbours (kInterleaved) or warps w and w + kPairs, which share a scheduler. On an H100
 // at seqlen 4096 neighbours were 2 to 6 % faster with dQ from head_dim 96 on, and up to 5 % slower otherwise.
 //
@@ -38,8 +43,9 @@
 //   P^T [kBc][kBr]                    probability warps   the probability warp of the other pair of a group, if any
 //   (lse, -delta) [2], [kBr]          first 2 kBr threads probability warps (lse), derivative warps (-delta)
 //
-// In `one_tile`, there is one buffer of dS^T, where a probability warp's bias lies before; O lies where P^T comes; and
-// behind all this the sums of dS^T have the order of the accumulators, of which each thread reads and writes its own.
+// In `one_tile`, there is one buffer of dS^T, where a probability warp's bias lies before; O lies where P^T comes, if it
+// does; and behind all this the sums of dS^T have the order of the accumulators, of which each thread reads and writes
+// its own.
 //
 // At the end dV and dK are staged at the place of K and V, in this order.
 //
@@ -89,7 +95,9 @@ struct BackwardDkdv {
     static constexpr int kHeadDim = Spec::kHeadDim, kHeadDimV = Spec::kHeadDimV;
     static constexpr int kD = padded_head_dim(kHeadDim), kDv = padded_head_dim(kHeadDimV);
     static constexpr int kThreads = kWarps * 32;
-    static constexpr int kPairs = kWarps / 2;
+    // True if a warp has both roles for its keys.
+    static constexpr bool kBothRoles = kStoresDq && kBc >= 16 * kWarps && kD <= 64 && kDv <= 64;
+    static constexpr int kPairs = kBothRoles ? kWarps : kWarps / 2;
     static constexpr bool kInterleaved = kWithDq && kD > 64;
     static constexpr int kSharers = sharers_of_gradient(common::max_of(kD, kDv));  // pairs of a group
     static constexpr int kGroupKeys = kBc / (kPairs / kSharers), kM16 = kGroupKeys / 16;
@@ -103,6 +111,7 @@ struct BackwardDkdv {
     using DsTile = SmemTile<kBc, kBr>;
     using Scores = QuadFragment<kPartRows / 8>;
     using Exchanged = PackedFragment<float16, kPartRows / 8>;
+    static constexpr int kOwnWeights = kBothRoles ? kM16 : 1;
 
     static constexpr int kK = 0;
     static constexpr int kV = kK + KTile::kBytes;
@@ -112,7 +121,7 @@ struct BackwardDkdv {
     static constexpr int kDs = kQ + kStages * kStageBytes;
     static constexpr int kP = kDs + (kStoresDq ? 1 : kWithDq ? 2 : 0) * DsTile::kBytes;
     static constexpr int kO = kP;
-    static constexpr int kShared = kP + common::max_of(kBc * kBr * 2, kStoresDq ? DoTile::kBytes : 0);
+    static constexpr int kShared = kP + common::max_of(kBothRoles ? 0 : kBc * kBr * 2, kStoresDq ? DoTile::kBytes : 0);
     static constexpr int kRowStats = kShared + (kSharers > 1 ? kBc * kBr * 2 : 0);
     static constexpr int kRowStatsBytes = 2 * kBr * 4;
     static constexpr int kDbias = kRowStats + 2 * kRowStatsBytes;
@@ -122,7 +131,10 @@ struct BackwardDkdv {
     static_assert(!kStoresDq || (kStages == 1 && !common::kListsTiles<Spec>));
 
     // All warps share the kBr x kD products of dQ: 32 rows per warp if the columns then divide evenly, otherwise 16.
-    static constexpr int kDqWarpRows = kBr % 32 == 0 && (kD / 16) % (kWarps / (kBr / 32)) == 0 ? 32 : 16;
+    // Warps with both roles have whole rows if these suffice, so that they leave as whole sectors.
+    static constexpr bool kWholeDqRows = kBothRoles && kWarps % (kBr / 16) == 0;
+    static constexpr int kDqWarpRows =
+        !kWholeDqRows && kBr % 32 == 0 && (kD / 16) % (kWarps / (kBr / 32)) == 0 ? 32 : 16;
     static constexpr int kDqWarpsM = kBr / kDqWarpRows;
     static constexpr int kDqWarpsN = kWarps / kDqWarpsM;
     static constexpr int kDqN16 = ceil_div(kD / 16, kDqWarpsN);
@@ -147,6 +159,17 @@ struct BackwardDkdv {
     common::QueryTiles<Spec> tiles;
     int32 thread, lane, warp, pair;
 
+    // This thread's numbers, computed anew where they are used.
+    __device__ int32 lane_anew() const {
+        const int32 x = computed_anew(lane);
+        if constexpr (kStoresDq) __builtin_assume(x >= 0 && x < 32);
+        return x;
+    }
+    __device__ int32 thread_anew() const {
+        const int32 x = computed_anew(thread);
+        if constexpr (kStoresDq) __builtin_assume(x >= 0 && x < kThreads);
+        return x;
+    }
     __device__ int32 first_own_key() const { return pair / kSharers * kGroupKeys; }  // in the tile
     __device__ int32 part() const { return pair % kSharers; }
     template <bool kProbability>
@@ -159,37 +182,44 @@ struct BackwardDkdv {
         if constexpr (!kSumsDbias) {
             where = common::scheduled_tile<Spec, kByKeys>(params, blockIdx.x);
             common::take_share<Spec>(where, params);
+            if constexpr (kStoresDq) where.tile = 0;
         }
         const auto tiles = common::query_tiles<Spec>(params, where);
         const int32 thread = threadIdx.x, warp = __shfl_sync(common::kFullWarp, thread / 32, 0);
         const int32 pair = kInterleaved ? warp / 2 : warp % kPairs;
-        BackwardDkdv block{params, shared_address(smem), where, tiles, thread, thread % 32, warp, pair};
-        if (kInterleaved ? warp % 2 == 0 : warp < kPairs)
-            block.template run_role<true>();
+        const BackwardDkdv block{params, shared_address(smem), where, tiles, thread, thread % 32, warp, pair};
+        if constexpr (kBothRoles)
+            block.template run_roles<true, false>();
+        else if (kInterleaved ? warp % 2 == 0 : warp < kPairs)
+            block.template run_roles<true>();
         else
-            block.template run_role<false>();
+            block.template run_roles<false>();
     }
 
-    template <bool kProbability>
-    __device__ void run_role() {
-        if constexpr (!kSumsDbias) {
+    // The roles of a warp: kProbability is true for that of the probability warp.
+    template <bool... kRoles>
+    __device__ void run_roles() const {
+        if constexpr (!kStoresDq) {
             load_key_tile();
-            loop<kProbability>();
+            loop<kRoles...>();
+        } else if constexpr (!kSumsDbias) {
+            load_head<kRoles...>();
+            loop<kRoles...>();
         } else {
             const common::HeadOwner<Spec, Params> owner(params);
-            if constexpr (!kProbability) clear_dbias();
+            if constexpr ((!kRoles || ...)) clear_dbias();
             block_barrier();
             owner.visit([&](int32 batch, int32 head) {
-                BackwardDkdv one{params,
-                                 smem,
-                                 {0, head, batch},
-                                 tiles,
-                                 computed_anew(thread),
-                                 computed_anew(lane),
-                                 computed_anew(warp),
-                                 computed_anew(pair)};
-                one.load_key_tile();
-                one.template loop<kProbability>();
+                const BackwardDkdv one{params,
+                                       smem,
+                                       {0, head, batch},
+                                       tiles,
+                                       computed_anew(thread),
+                                       computed_anew(lane),
+                                       computed_anew(warp),
+                                       computed_anew(pair)};
+                one.template load_head<kRoles...>();
+                one.template loop<kRoles...>();
                 block_barrier();  // no warp reads its results in shared memory any more
             });
             store_dbias(owner);
@@ -227,6 +257,7 @@ struct BackwardDkdv {
     }
 
     __device__ void load_key_tile() const {
+        const int32 thread = kStoresDq ? thread_anew() : this->thread;
         const Element* k = params.k + params.k_strides.offset(where.batch, 0, where.head);
         const Element* v = params.v + params.v_strides.offset(where.batch, 0, where.head);
         load_tile_async<KTile, kThreads, kHeadDim>(smem + kK, k, params.k_strides.row, where.tile * kBc,
@@ -236,7 +267,7 @@ struct BackwardDkdv {
     }
 
     __device__ void load_query_tile(Step step, int32 slot) const {
-        const int32 thread = computed_anew(this->thread), batch = computed_anew(where.batch);
+        const int32 thread = thread_anew(), batch = computed_anew(where.batch);
         if constexpr (common::kListsTiles<Spec>) step = tiles.at(step);
         const Element* q = params.q + params.q_strides.offset(batch, 0, step.head);
         const Element* dout = params.dout + params.dout_strides.offset(batch, 0, step.head);
@@ -276,7 +307,7 @@ struct BackwardDkdv {
     // The first kBr threads return lse * log2(e), the next kBr return -delta. An lse of +inf makes P zero, without a
     // mask, in rows past the end and in rows without a visible key, whose delta may be NaN.
     __device__ float load_row_stat(Step step) const {
-        const int32 thread = computed_anew(this->thread);
+        const int32 thread = thread_anew();
         if constexpr (common::kListsTiles<Spec>) step = tiles.at(step);
         const int32 row = step.tile * kBr + thread % kBr;
         const int64 first = common::first_statistic<Spec>(params, where.batch, step.head);
@@ -302,7 +333,7 @@ struct BackwardDkdv {
     // Subtracts the products of O and dO, unless delta is given, from what is stored for -delta.
     __device__ void take_delta(int32 parity) const {
         constexpr int kLanes = lanes_of_row();
-        const int32 thread = computed_anew(this->thread);
+        const int32 thread = thread_anew();
         const int32 row = thread / kLanes, first_chunk = thread % kLanes;
         const uint32 lse = smem + kRowStats + parity * kRowStatsBytes + row * 4, minus_delta = lse + kBr * 4;
         if (params.o == nullptr || row >= kBr) return;
@@ -357,8 +388,9 @@ struct BackwardDkdv {
 
     // One role's part of an iteration.
     template <bool kProbability>
-    __device__ void iterate(Gradient<kProbability> (&gradient)[kM16], int32 slot, int32 parity, Step step) const {
-        const int32 lane = computed_anew(this->lane);
+    __device__ void iterate(Gradient<kProbability> (&gradient)[kM16], Exchanged (&own_weights)[kOwnWeights], int32 slot,
+                            int32 parity, Step step) const {
+        const int32 lane = lane_anew();
         const uint32 q = smem + kQ + slot * kStageBytes, dout = smem + kDo + slot * kStageBytes;
         using Tiles = Role<kProbability>;
         const LaneAddress<typename Tiles::Own, MatrixOrder::kRowsFirst> own(smem + (kProbability ? kK : kV),
@@ -422,18 +454,24 @@ struct BackwardDkdv {
             for (int m = 0; m < kM16; ++m) {
                 Exchanged p;
                 p.set(x[m]);
+                if constexpr (kBothRoles) {
+                    own_weights[m] = p;
+                    continue;
+                }
 #pragma unroll
                 for (int s = 0; s < kPartRows / 16; ++s) store_shared(exchange_address(m, s), p.k16(s));
             }
-            barrier_arrive(1 + pair, 64);
+            if constexpr (!kBothRoles) barrier_arrive(1 + pair, 64);
         } else {
-            barrier_sync(1 + pair, 64);
+            if constexpr (!kBothRoles) barrier_sync(1 + pair, 64);
 #pragma unroll
             for (int m = 0; m < kM16; ++m)
 #pragma unroll
                 for (int s = 0; s < kPartRows / 16; ++s)
                     common::weigh_k16<Spec>(
-                        x[m], s, load_shared_operand(exchange_address(m, s)), params, score_tile.shifted(0, 16 * m),
+                        x[m], s,
+                        kBothRoles ? own_weights[kBothRoles * m].k16(s) : load_shared_operand(exchange_address(m, s)),
+                        params, score_tile.shifted(0, 16 * m),
                         [&](int n, float (&minus_delta)[2]) { load_shared(row_stats + n * 32, minus_delta); });
         }
 
@@ -445,15 +483,23 @@ struct BackwardDkdv {
             for (int m = 0; m < kM16; ++m) packed[m].set(x[m]);
         if constexpr (kWithDq && !kProbability) {
             const uint32 ds = smem + kDs + (kStoresDq ? 0 : parity) * DsTile::kBytes;
+            if constexpr (kStoresDq) {
+                const StoreAddress<DsTile> to(ds, first_own_key(), lane);
 #pragma unroll
-            for (int m = 0; m < kM16; ++m)
+                for (int m = 0; m < kM16; ++m)
 #pragma unroll
-                for (int n = 0; n < kPartRows / 8; ++n)
+                    for (int s = 0; s < kPartRows / 16; ++s) to.store(m, s, packed[m].k16(s));
+            } else {
 #pragma unroll
-                    for (int i = 0; i < 2; ++i) {
-                        const int32 key = first_own_key() + 16 * m + Scores::row(i, lane);
-                        store_shared(ds + DsTile::offset(key, n) + lane % 4 * 4, packed[m].word[n][i]);
-                    }
+                for (int m = 0; m < kM16; ++m)
+#pragma unroll
+                    for (int n = 0; n < kPartRows / 8; ++n)
+#pragma unroll
+                        for (int i = 0; i < 2; ++i) {
+                            const int32 key = first_own_key() + 16 * m + Scores::row(i, lane);
+                            store_shared(ds + DsTile::offset(key, n) + lane % 4 * 4, packed[m].word[n][i]);
+                        }
+            }
         }
         if constexpr (kSharers > 1) {
 #pragma unroll
@@ -488,7 +534,7 @@ struct BackwardDkdv {
 
     // Adds this warp's part to dQ of the query tile of `step`; its dS^T is in buffer `parity`.
     __device__ void add_dq(Step step, int32 parity) const {
-        const int32 lane = computed_anew(this->lane);
+        const int32 lane = lane_anew();
         const int32 m0 = warp % kDqWarpsM * kProductM16, n0 = warp / kDqWarpsM * kDqN16;
         Product product[kProductM16];
         multiply_by_keys(product, m0, n0, parity, lane);
@@ -506,11 +552,18 @@ struct BackwardDkdv {
 
     // Stores this warp's part of dQ of the query tile of `step`, in whose place it is staged: no warp reads Q any more.
     __device__ void store_dq(Step step) const {
-        const int32 lane = computed_anew(this->lane), warp = computed_anew(this->warp);
+        const int32 lane = lane_anew(), warp = computed_anew(this->warp);
         const int32 m0 = warp % kDqWarpsM * kProductM16, n0 = warp / kDqWarpsM * kDqN16;
         Product product[kProductM16];
         multiply_by_keys(product, m0, n0, 0, lane);
         Element* dq = params.dq + params.dq_strides.offset(where.batch, 0, step.head);
+        if constexpr (kWholeDqRows && kDqWarpsN == 1 && 32 % QTile::kChunks == 0) {
+#pragma unroll
+            for (int m = 0; m < kProductM16; ++m) scale(product[m], params.softmax_scale);
+            store_few_rows<QTile, kProductM16, kHeadDim>(smem + kQ, 16 * m0, product, dq, params.dq_strides.row,
+                                                         step.tile * kBr + 16 * m0, params.seqlen_q, lane);
+            return;
+        }
 #pragma unroll
         for (int n = 0; n < kDqN16; ++n) {
             if (kD / 16 % kDqWarpsN != 0 && n0 + n >= kD / 16) break;
@@ -526,13 +579,24 @@ struct BackwardDkdv {
         }
     }
 
+    template <int kN8>
+    __device__ static void scale(QuadFragment<kN8>& x, float by) {
+#pragma unroll
+        for (int n = 0; n < kN8; ++n)
+#pragma unroll
+            for (int e = 0; e < 4; ++e) x.value[n][e] *= by;
+    }
+
     // Stores zeros to dQ of the query tiles that no step has, since they see no key.
     __device__ void clear_unseen_dq() const {
         constexpr int kChunks = kHeadDim / 8;
+        if (tiles.begin == 0 && tiles.end * kBr >= params.seqlen_q) return;
+#pragma unroll 1
         for (int32 group_head = 0; group_head < params.heads_per_group; ++group_head) {
             const int32 head = where.head * params.heads_per_group + group_head;
             Element* dq = params.dq + params.dq_strides.offset(where.batch, 0, head);
             const auto clear = [&](int32 begin, int32 end) {
+#pragma unroll 1
                 for (int32 i = begin * kChunks + thread; i < end * kChunks; i += kThreads)
                     *reinterpret_cast<float4*>(dq + i / kChunks * params.dq_strides.row + i % kChunks * 8) = {};
             };
@@ -542,10 +606,30 @@ struct BackwardDkdv {
     }
 
     template <bool kProbability>
-    __device__ void loop() const {
+    struct RoleSums {
         Gradient<kProbability> gradient[kM16];
+    };
+    // What a warp of these roles sums.
+    template <bool... kRoles>
+    struct Sums : RoleSums<kRoles>... {};
+
+    // Starts the copies of a head's first tiles, and stores its statistics.
+    template <bool... kRoles>
+    __device__ void load_head() const {
+        const Step first{where.head * params.heads_per_group, tiles.begin};
+        if (tiles.begin >= tiles.end) return;
+        load_key_tile();
+        load_query_tile(first, 0);
+        (load_bias<kRoles>(first), ...);
+        store_row_stat(load_row_stat(first), 0);
+    }
+
+    template <bool... kRoles>
+    __device__ void loop() const {
+        constexpr bool kProbability = (kRoles && ...);
+        Sums<kRoles...> sums;
 #pragma unroll
-        for (int m = 0; m < kM16; ++m) gradient[m].fill(0.0f);
+        for (int m = 0; m < kM16; ++m) (sums.RoleSums<kRoles>::gradient[m].fill(0.0f), ...);
 
         const int32 tiles_per_head = tiles.end - tiles.begin;
         int32 first_step = 0, steps = tiles_per_head * tiles.num_heads(params.heads_per_group);
@@ -568,8 +652,9 @@ struct BackwardDkdv {
             const bool same_head = kApart ? tile != start : s.tile + 1 < tiles.end;
             return Step{same_head ? s.head : s.head + 1, tile};
         };
-        if constexpr (kStoresDq) clear_unseen_dq();
-        if (steps > 0) {
+        if constexpr (kStoresDq) {
+            clear_unseen_dq();
+        } else if (steps > 0) {
             if constexpr (kStages > 1) load_query_tile(step, 0);
             store_row_stat(load_row_stat(step), 0);
         }
@@ -581,10 +666,12 @@ struct BackwardDkdv {
             const Step following = next(step);
             const bool more = t + 1 < steps;
             if constexpr (kStages == 1) {
-                if (!kStoresDq || t > 0) block_barrier();
-                load_query_tile(step, 0);
-                load_bias<kProbability>(step);
-                cp_async_commit();
+                if (!kStoresDq || t > 0) {
+                    block_barrier();
+                    load_query_tile(step, 0);
+                    (load_bias<kRoles>(step), ...);
+                    cp_async_commit();
+                }
             }
             cp_async_wait<0>();
             query_tile_barrier(slot, t % 2, step.tile == tiles.begin);
@@ -599,7 +686,8 @@ struct BackwardDkdv {
             const float row_stat = more ? load_row_stat(following) : 0.0f;
             if constexpr (kDqSums == DqSums::kAdded && !kProbability)
                 if (t > 0) add_dq(previous, (t + 1) % 2);
-            iterate<kProbability>(gradient, slot, t % 2, step);
+            Exchanged own_weights[kOwnWeights];
+            (iterate<kRoles>(sums.RoleSums<kRoles>::gradient, own_weights, slot, t % 2, step), ...);
             if constexpr (kDqSums == DqSums::kAdded && kProbability)
                 if (t > 0) add_dq(previous, (t + 1) % 2);
             if constexpr (kStoresDq) {
@@ -617,9 +705,9 @@ struct BackwardDkdv {
             block_barrier();
         }
         if constexpr (Spec::kSplit)
-            put_share<kProbability>(gradient);
+            (put_share<kRoles>(sums.RoleSums<kRoles>::gradient), ...);
         else
-            store_gradient<kProbability>(gradient);
+            (store_gradient<kRoles>(sums.RoleSums<kRoles>::gradient), ...);
     }
 
     // The block's share of the steps of its key tile.
@@ -652,12 +740,17 @@ struct BackwardDkdv {
                         gradient[m].value[n][e] *=
                             kProbability ? common::kept_scale<Spec>(params) : params.softmax_scale;
         common::TileCoordinates where = this->where;
-        if constexpr (!kSumsDbias) where = common::scheduled_tile<Spec, kByKeys>(params, computed_anew(blockIdx.x));
+        if constexpr (!kStoresDq) where = common::scheduled_tile<Spec, kByKeys>(params, computed_anew(blockIdx.x));
         const Strides& strides = kProbability ? params.dv_strides : params.dk_strides;
         Element* gmem = (kProbability ? params.dv : params.dk) + strides.offset(where.batch, 0, where.head);
-        store_rows<Result, kM16, kResultDim<kProbability>>(smem + (kProbability ? 0 : VTile::kBytes), first_own_key(),
-                                                           first_column8<kProbability>(), gradient, gmem, strides.row,
-                                                           where.tile * kBc + first_own_key(), params.seqlen_k, lane);
+        const uint32 staged = smem + (kProbability ? 0 : VTile::kBytes);
+        if constexpr (kBothRoles && 32 % Result::kChunks == 0)
+            store_few_rows<Result, kM16, kResultDim<kProbability>>(staged, first_own_key(), gradient, gmem, strides.row,
+                                                                   first_own_key(), params.seqlen_k, lane_anew());
+        else
+            store_rows<Result, kM16, kResultDim<kProbability>>(
+                staged, first_own_key(), first_column8<kProbability>(), gradient, gmem, strides.row,
+                where.tile * kBc + first_own_key(), params.seqlen_k, lane);
     }
 };
 

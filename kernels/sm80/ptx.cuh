@@ -7,7 +7,7 @@ namespace fa2::sm80 {
 using common::barrier_arrive, common::barrier_sync, common::ldmatrix_x4;
 using common::cp_async_commit, common::cp_async_wait;
 using common::load_shared, common::load_shared_operand, common::shared_address, common::store_shared;
-using common::OperandA;
+using common::OperandA, common::stmatrix_x4;
 
 // Starts a copy of 16 bytes from global to shared memory that bypasses registers and L1. If `valid` is false, nothing
 // is read and zeros are written.

@@ -78,6 +78,33 @@ class LaneAddress {
     uint32 row_, chunk_;
 };
 
+// This lane's addresses for 16 x 16 blocks that a warp stores from registers in the order of a left operand.
+template <class Tile>
+class StoreAddress {
+  public:
+    __device__ StoreAddress(uint32 tile, int32 first_row, int32 lane)
+#if __CUDA_ARCH__ >= 900
+        : block_(tile, first_row, lane) {
+    }
+    __device__ void store(int r16, int c16, const OperandA& x) const { stmatrix_x4(block_.at(r16, c16), x); }
+
+  private:
+    LaneAddress<Tile, MatrixOrder::kRowsFirst> block_;
+#else
+        : tile_(tile + lane % 4 * 4), row_(first_row + lane / 4) {
+    }
+    __device__ void store(int r16, int c16, const OperandA& x) const {
+#pragma unroll
+        for (int r = 0; r < 4; ++r)
+            store_shared(tile_ + Tile::offset(row_ + 16 * r16 + r % 2 * 8, 2 * c16 + r / 2), x.reg[r]);
+    }
+
+  private:
+    uint32 tile_;
+    int32 row_;
+#endif
+};
+
 // The assignment of 16-byte chunks to threads in a copy. Neighbouring threads copy neighbouring chunks of a row, at
 // most eight, which are a 128-byte line and a write without bank conflicts. The rest of the row follows in further
 // steps.
@@ -171,6 +198,34 @@ __device__ __forceinline__ void store_rows(uint32 tile, int32 tile_row, int32 fi
             *reinterpret_cast<float4*>(gmem + (first_row + row) * row_stride + chunk * 8) =
                 make_float4(x[0], x[1], x[2], x[3]);
         }
+    }
+}
+
+// The same in straight-line code, for rows whose chunks divide the lanes of a warp.
+template <class Tile, int kRows16, int kHeadDim, class Element, int kN8>
+__device__ __forceinline__ void store_few_rows(uint32 tile, int32 tile_row, common::QuadFragment<kN8> (&rows)[kRows16],
+                                               Element* gmem, int64 row_stride, int32 first_row, int32 num_rows,
+                                               int32 lane) {
+    constexpr int kRowsPerStep = 32 / kN8;
+    static_assert(32 % kN8 == 0 && Tile::kChunks == kN8);
+    const StoreAddress<Tile> to(tile, tile_row, lane);
+#pragma unroll
+    for (int m = 0; m < kRows16; ++m) {
+        common::PackedFragment<Element, kN8> packed;
+        packed.set(rows[m]);
+#pragma unroll
+        for (int s = 0; s < kN8 / 2; ++s) to.store(m, s, packed.k16(s));
+    }
+    __syncwarp();
+    const int32 first = lane / kN8, chunk = lane % kN8;
+    const bool has_column = kHeadDim == Tile::kCols || chunk * 8 < kHeadDim;
+    Element* destination = gmem + (first_row + first) * row_stride + chunk * 8;
+#pragma unroll
+    for (int i = 0; i < kRows16 * 16 / kRowsPerStep; ++i) {
+        const int32 row = first + i * kRowsPerStep;
+        const OperandA x = load_shared_operand(tile + Tile::offset(tile_row + row, chunk));
+        if (has_column && first_row + row < num_rows) common::store_global(destination, x.reg);
+        destination += kRowsPerStep * row_stride;
     }
 }
 

@@ -206,17 +206,4 @@ __device__ __forceinline__ uint64 matrix_descriptor(uint32 address, uint32 panel
     return kSwizzle128 | kEightRows | static_cast<uint64>(panel_bytes >> 4) << 16 | (address & 0x3ffff) >> 4;
 }
 
-// Stores four 8x8 matrices of 16-bit elements; lane l passes the address of row l % 8 of matrix l / 8.
-__device__ __forceinline__ void stmatrix_x4(uint32 address, const OperandA& x) {
-    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(x.reg[0]),
-                 "r"(x.reg[1]), "r"(x.reg[2]), "r"(x.reg[3])
-                 : "memory");
-}
-// The same with each matrix transposed.
-__device__ __forceinline__ void stmatrix_x4_transposed(uint32 address, const OperandA& x) {
-    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(x.reg[0]),
-                 "r"(x.reg[1]), "r"(x.reg[2]), "r"(x.reg[3])
-                 : "memory");
-}
-
 }  // namespace fa2::sm90

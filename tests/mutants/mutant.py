@@ -91,7 +91,7 @@ def of_key_tiles(operation: str) -> str:
 
 def with_one_tile(config: dict | None, method: str) -> dict | None:
     """Returns the tiles of a call, with a small one for `one_tile` if that is its method."""
-    return {**config, "backward_one_tile": TileConfig(32, 32, 4)} if method == "one_tile" else config
+    return {**config, "backward_one_tile": TileConfig(32, 32, 2)} if method == "one_tile" else config
 
 
 def run(operation: str, problem: Problem, patch: Mutant | None = None) -> None:
