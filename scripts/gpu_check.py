@@ -76,7 +76,7 @@ ONE_LANE_ARRIVES = (
 # pass as many barriers now, and the kernel is judged.
 # racecheck stops with an internal error in a process that runs a kernel of clusters without judging it, even if it is
 # to judge no kernel at all. What it reports of that kernel is what ONE_LANE_ARRIVES says.
-NOT_RUN_BY = {"racecheck": ("pairs",)}
+NOT_RUN_BY = {"racecheck": ("pairs", "shared-rows")}
 TOOLS = {
     "memcheck": (),
     "initcheck": (),
@@ -89,8 +89,8 @@ DTYPES = ("float16", "bfloat16", "float32", "float64")
 SECONDS_FOR_A_TOOL = 480  # beside tests
 #: Parts of tests/support/sanitized_calls.py. They run in parallel: a tool uses little of the GPU and one CPU.
 SANITIZED_PARTS = (
-    "plain", "features", "pairs", "functions", "short", "both", "packed", "sparse", "float32-59", "float32-128",
-    "float32-250", "float32-96-64", "float64", "decode", "second-order-float32", "second-order-float64",
+    "plain", "features", "pairs", "shared-rows", "functions", "short", "both", "packed", "sparse", "float32-59",
+    "float32-128", "float32-250", "float32-96-64", "float64", "decode", "second-order-float32", "second-order-float64",
     "second-order-bfloat16", "copies",
 )  # fmt: skip
 # Sections of the benchmark that check a change. The others only compare with peers, and would take the check beyond ten

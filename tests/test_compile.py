@@ -15,6 +15,7 @@ import struct
 import subprocess
 import sys
 import textwrap
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -171,6 +172,12 @@ OF_DECODING = (
 )  # fmt: skip
 
 
+def forwards_of_shared_rows() -> Iterator[KernelSpec]:
+    pairs = ((320, 264), (384, 384), (512, 256), (512, 512))
+    for (head_dim, head_dim_v), causal, num_splits in itertools.product(pairs, (False, True), (1, 2)):
+        yield from default_specs(H100, "bfloat16", head_dim, causal, num_splits=num_splits, head_dim_v=head_dim_v)
+
+
 @functools.cache
 def selected_specs() -> tuple[KernelSpec, ...]:
     specs = {}
@@ -201,6 +208,7 @@ def selected_specs() -> tuple[KernelSpec, ...]:
         *itertools.product(map(DeviceInfo.named, ("sm_80", "sm_86")), ("bfloat16",), (64, 128, 256), (False, True)),
     )
     specs.update(dict.fromkeys(itertools.chain(*itertools.starmap(second_order_specs, of_second_order))))
+    specs.update(dict.fromkeys(forwards_of_shared_rows()))
     # The kernel that owns tiles of a broadcast bias.
     for arch, dtype, head_dim in itertools.product(
         ("sm_80", "sm_86", "sm_90"), ("float16", "float32", "float64"), (32, 64, 128, 256)
@@ -515,6 +523,7 @@ def test_every_file_of_kernels_is_used_by_some_kernel():
         specs += default_specs(DeviceInfo.named("sm_90"), "float16", 64, True, method, num_splits=2)
         specs += default_specs(DeviceInfo.named("sm_90"), "float32", 64, True, method, "sm90")
         specs += default_specs(DeviceInfo.named("sm_90"), "float64", 64, True, method, "sm80")
+    specs += default_specs(H100, "float16", 512, True)
     specs += [merge_spec(H100, "float16", 64), *decode_specs(H100, "float16", 64), *decode_specs(H100, "float32", 64)]
     specs += [*specs_of_ranks("sm_90", ["float16"]), *second_order_specs(H100, "float32", 64)]
     for arch, dtype in (("sm_80", "float16"), ("sm_80", "float64"), ("sm_90", "float16")):

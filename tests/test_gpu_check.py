@@ -50,7 +50,7 @@ def test_gpu_check_runs_the_sections_that_a_change_is_held_to(monkeypatch, tmp_p
 
 def test_gpu_check_judges_each_part_of_the_sanitized_calls(monkeypatch, tmp_path):
     def run(command, **options):
-        assert {"racecheck", "pairs"} - set(command)  # the tool cannot run clusters
+        assert all({"racecheck", part} - set(command) for part in ("pairs", "shared-rows"))  # it cannot run clusters
         if "--tool" not in command:
             assert options["check"] and command[1:3] == [str(gpu_check.NOTED_RUN), str(tmp_path)]
             return None
@@ -66,7 +66,7 @@ def test_gpu_check_judges_each_part_of_the_sanitized_calls(monkeypatch, tmp_path
     each = {part: "3 errors" if part == "packed" else "0 errors" for part in gpu_check.SANITIZED_PARTS}
     assert found["memcheck"] == "; ".join(f"{part}: {text}" for part, text in each.items())
     assert found["initcheck"] == "0 errors" and re.fullmatch(
-        "0 errors; not judged: .*; not run: pairs", found["racecheck"]
+        "0 errors; not judged: .*; not run: pairs, shared-rows", found["racecheck"]
     )
     assert gpu_check._passed(found | {"memcheck": "0 errors"}) and not gpu_check._passed(found)
     monkeypatch.setattr(gpu_check.shutil, "which", lambda _: None)

@@ -8,6 +8,7 @@ from support.feature_cases import extras, gradient_names, options_of
 from support.traced_cases import on_gpu
 
 import fa2cupy
+from fa2cupy import TileConfig
 from fa2cupy.testing import Expectation, make_inputs
 
 cp = pytest.importorskip("cupy")
@@ -69,6 +70,20 @@ def test_packed_sequences(dtype):
     offsets = [cp.asarray(np.array(ends, "int32")) for ends in ([3, 90, 90, 168], [0, 50, 110, 197])]
     inputs = tuple(x[0] for x in draw(dtype, (170, 200), (512, 320), batch=1))
     check(inputs, causal=True, cu_seqlens_q=offsets[0], cu_seqlens_k=offsets[1])
+
+
+@pytest.mark.parametrize("tile", [TileConfig(64, 48, 12, 2), TileConfig(128, 32, 12, 2)], ids=str)
+@pytest.mark.parametrize("pair", [(512, 256), (384, 384), (320, 264), (264, 40)], ids=str)
+def test_blocks_and_clusters_of_hopper_have_the_same_results_whenever_they_are_called(pair, tile):
+    if cp.cuda.Device().compute_capability != "90":
+        pytest.skip("a tile of sm90")
+    for lengths, causal in (((2000, 1500), False), ((1500, 2000), True), ((700, 129), True), ((3, 5000), False)):
+        q, k, v, do = draw("bfloat16", lengths, pair)
+        options = {"causal": causal, "config": tile, "family": "sm90", "num_splits": 1}
+        o, lse = fa2cupy.forward(q, k, v, **options)
+        Expectation(q, k, v, do, causal=causal).check(o=o, lse=lse)
+        for _ in range(5):
+            assert all(x.tobytes() == y.tobytes() for x, y in zip((o, lse), fa2cupy.forward(q, k, v, **options)))
 
 
 def test_results_are_the_same_bit_for_bit():

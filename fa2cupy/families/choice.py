@@ -339,7 +339,8 @@ def _splits(choice: Choice, problem: AttentionProblem, device: DeviceInfo, optio
     if options.num_splits is not None:
         numbers = [int(options.num_splits)]
     elif choice.method is None:
-        numbers = [forward_splits(_costs(choice), problem, device, tile, MAX_SPLITS)]
+        of_tile = choice.family.blocks_of_tile(Kernel.of(operation, problem), tile)
+        numbers = [forward_splits(_costs(choice), problem, device, tile, MAX_SPLITS, of_tile)]
     else:
         numbers = split_candidates(operation, problem, tile, MAX_SPLITS)
     return [replace(choice, num_splits={operation: n} if n > 1 else {}) for n in numbers]
@@ -453,7 +454,7 @@ def _why_not(
         if operation not in family.operations:
             return f"has no kernel of {operation}"
         reason = (
-            family.why_not_columns(*columns)
+            family.why_not_columns(operation, *columns)
             or why_not_one_tile(family, operation, problem, strides)
             or family.why_not(operation, problem, strides)
         )

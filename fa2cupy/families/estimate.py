@@ -146,22 +146,29 @@ def _of_widest(rows: Mapping[int, _Cost], problem: AttentionProblem) -> _Cost:
     return rows[min((limit for limit in rows if widest <= limit), default=max(rows))]
 
 
-def forward_splits(costs: Costs, problem: AttentionProblem, device: DeviceInfo, tile: TileConfig, most: int) -> int:
-    """The number of blocks, up to `most`, that share a query tile's keys in the estimated fastest forward."""
+def forward_splits(
+    costs: Costs,
+    problem: AttentionProblem,
+    device: DeviceInfo,
+    tile: TileConfig,
+    most: int,
+    blocks_of_tile: int = 1,
+) -> int:
+    """How many blocks or clusters, up to `most`, share a query tile's keys in the estimated fastest forward."""
     sequences = _Sequences.of(problem)
     steps = sequences.steps_of_queries(tile)
     heads = sequences.number * problem.num_heads
     rows = sum(steps.values()) * tile.b_r * heads * problem.mean_head_dim / 1e6
     keys = problem.batch * problem.seqlen_k * problem.num_heads_kv * problem.mean_head_dim / 1e6
-    cost = costs.of_block("forward", problem)
+    cost = costs.of_block("forward", problem, blocks_of_tile)
     step = _step(cost, tile, problem.mean_head_dim)
 
     def time(splits: int) -> float:
         shares = _shares(steps, 1, splits, heads)
-        kernel = max(_time_of_blocks(cost, step, shares, device, tile), costs.read_rows * keys)
+        kernel = max(_time_of_blocks(cost, step, shares, device, tile, blocks_of_tile), costs.read_rows * keys)
         return kernel + (costs.merge + costs.merge_rows * rows * splits if splits > 1 else 0.0)
 
-    slots = device.multiprocessors * tile.blocks_per_sm
+    slots = device.multiprocessors * tile.blocks_per_sm // blocks_of_tile
     if sum(steps.values()) * heads > _ASSIGNED_SINGLY * slots:
         return 1  # so many blocks fill the slots evenly; shares of them read more keys at a time
     most = min(most, _most_copies(4e6 * rows), max(steps, default=0))

@@ -6,6 +6,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import NamedTuple
 
 from ..problem.attention import AttentionProblem
@@ -115,6 +116,8 @@ class Family(ABC):
         The columns that a row occupies on chip are a multiple of this.
     most_columns : int
         The most columns of q, k, v and the like that its kernels hold.
+    more_columns : mapping of operation to int
+        The same of kernels that hold more.
     arch_suffix : str
         Suffix of the architecture's name: ``"a"`` if the code uses instructions of this architecture only.
     features : tuple of str
@@ -159,6 +162,7 @@ class Family(ABC):
     head_dim_step: int
     column_step: int
     most_columns: int = 256
+    more_columns: Mapping[str, int] = MappingProxyType({})
     arch_suffix: str = ""
     features: tuple[str, ...] = tuple(name for name in FEATURES if name not in ("given_lse", "kept_bias"))
     needs_positive_scale: bool = False
@@ -204,11 +208,12 @@ class Family(ABC):
         """The reason why a kernel cannot take a problem and its arrays, or None if it can."""
         return None
 
-    def why_not_columns(self, head_dim: int, head_dim_v: int) -> str | None:
-        """The reason why its kernels do not hold so many columns, or None if they do."""
+    def why_not_columns(self, operation: str, head_dim: int, head_dim_v: int) -> str | None:
+        """The reason why the kernels of an operation or call do not hold so many columns, or None if they do."""
+        most = self.more_columns.get(operation, self.most_columns)
         for name, columns in (("head_dim", head_dim), ("head_dim_v", head_dim_v)):
-            if columns > self.most_columns:
-                return f"{name}={columns} is above {self.most_columns}"
+            if columns > most:
+                return f"{name}={columns} is above {most}"
         return None
 
     def methods_of(self, problem: AttentionProblem) -> tuple[str, ...]:

@@ -61,8 +61,8 @@ class Float32Parts(Family):
             return "there is no query head"  # while K and V have heads, and gradients
         return None
 
-    def why_not_columns(self, head_dim: int, head_dim_v: int) -> str | None:
-        most, why_not = self.largest_head_dim, super().why_not_columns(head_dim, head_dim_v)
+    def why_not_columns(self, operation: str, head_dim: int, head_dim_v: int) -> str | None:
+        most, why_not = self.largest_head_dim, super().why_not_columns(operation, head_dim, head_dim_v)
         if why_not:
             return why_not
         if self.padded_head_dim(head_dim_v) > most:

@@ -52,7 +52,8 @@ def choose_family(
     UnsupportedProblemError
         No family, or not the requested one, supports the operation and dtype on the device, or has the features.
     """
-    return _of_columns(supporting_families(operation, dtype, device, family, features, precision), columns)
+    supporting = supporting_families(operation, dtype, device, family, features, precision)
+    return _of_columns(supporting, operation, columns)
 
 
 def family_of_kernel(
@@ -73,12 +74,12 @@ def family_of_kernel(
     supporting = supporting_families(operation, dtype, device, family, features)
     having = [one for one in supporting if one.supports(operation, dtype, device)]
     if having:
-        return _of_columns(having, columns)
+        return _of_columns(having, operation, columns)
     raise UnsupportedProblemError(f"family {supporting[0].public_name!r} has no kernel of {operation} for {dtype}")
 
 
-def _of_columns(families: Sequence[Family], columns: tuple[int, int]) -> Family:
-    return next((one for one in families if one.why_not_columns(*columns) is None), families[0])
+def _of_columns(families: Sequence[Family], operation: str, columns: tuple[int, int]) -> Family:
+    return next((one for one in families if one.why_not_columns(operation, *columns) is None), families[0])
 
 
 def family_of_decode(dtype: str) -> Family:

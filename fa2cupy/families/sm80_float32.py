@@ -71,7 +71,7 @@ class Sm80Float32(Float32Parts):
         operation, _, head_dim, head_dim_v, _ = kernel
         own, other = _SIDES[operation]
         rows, others = getattr(tile, own), getattr(tile, other)
-        why_not = self.why_not_columns(head_dim, head_dim_v)
+        why_not = self.why_not_columns(operation, head_dim, head_dim_v)
         if why_not:
             return why_not
         for side in (own, other):

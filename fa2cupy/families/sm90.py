@@ -22,6 +22,7 @@ __all__ = ["SM90", "Sm90"]
 
 _H100, _H100_LATER = "NVIDIA H100 80GB HBM3, 2026-11-21", "NVIDIA H100 80GB HBM3, 2026-11-22"
 _H100_LAST, _H200 = "NVIDIA H100 80GB HBM3, 2026-11-27", "NVIDIA H200, 2026-11-27"
+_H200_LATER = "NVIDIA H200, 2026-11-28"
 _H100_SHORT = "NVIDIA H100 80GB HBM3, 2026-11-28"  # biases, and sequences of 256 rows and more
 _H200_SHORT = "NVIDIA H200, 2026-11-28"  # sequences of 64 rows
 #: Features that need registers in the inner loop, so that the backward with more queries at a time would spill. (With a
@@ -39,6 +40,7 @@ _BY_POSITION = (*_FUNCTIONS, "bias", "mask")
 _SHARED_BYTES = 227 * 1024  # the most that a block can have
 _LEAST_WARPS = 12  # of a multiprocessor: with fewer, threads would start with more registers than they have later
 _WIDE = 128  # for a larger head_dim, a warp group's registers hold only one of dK and dV
+_WIDER = 256  # for a larger one, two warp groups of the forward have the same rows, and there is no backward
 _MOST_OF_BOTH = 1024  # rows of a head whose delta a block of both passes keeps
 _MOST_COLUMNS_OF_BOTH = 64  # wider heads have other tiles in each pass
 _MAX_STRIDE = 2**40  # bytes; a limit of tensor maps
@@ -125,8 +127,9 @@ _COSTS = Costs(
         **ONE_TILE_COSTS,
         "backward_dkdv": {64: BlockCost(1.256, 4.48), 128: BlockCost(1.27, 9.18), 256: BlockCost(1.563, 11.36)},
     },
-    # The start is that of a block; the step is from times of 192/128 relative to those of ``two_pass``, on the H200.
-    clusters={"backward": BlockCost(2.12, 11.6)},
+    # The starts are those of blocks. Steps are from times on the H200: 192/128 relative to ``two_pass``, and
+    # 512 columns with 8192 rows.
+    clusters={"forward": BlockCost(0.467, 1.5), "backward": BlockCost(2.12, 11.6)},
     read_rows=0.83,
     merge=2.0,
     merge_rows=2.0,
@@ -160,6 +163,7 @@ class Sm90(Family):
     min_compute_capability = max_compute_capability = 90
     row_alignment = 16
     head_dim_step = 8
+    more_columns = MappingProxyType({"forward": 512})
     column_step = 16  # a k-step of wgmma; the panels in shared memory are wider
     arch_suffix = "a"
     clears_unlisted_keys = True
@@ -192,6 +196,9 @@ class Sm90(Family):
             TileRow(256, TileConfig(128, 64, 12, 3), _H200, head_dim_v=128),
             TileRow(160, TileConfig(128, 96, 12, 2), _H200),
             TileRow(256, TileConfig(128, 64, 12, 2), _H100),
+            TileRow(384, TileConfig(128, 48, 12, 2), _H200_LATER),
+            TileRow(512, TileConfig(128, 48, 12, 2), _H200_LATER, head_dim_v=256),
+            TileRow(512, TileConfig(128, 32, 12, 2), _H200_LATER),
         ),
         "backward": (
             TileRow(64, TileConfig(128, 128, 12, 2), _H100),
@@ -295,6 +302,8 @@ class Sm90(Family):
         array = _held_array(features)
         if operation in ONE_TILE:
             return SM80.shared_memory_with(features, kernel, tile)
+        if _shares_rows(kernel):
+            return _shared_rows_bytes(head_dim, head_dim_v, tile)
         if operation == "forward":
             return _forward_bytes(head_dim, head_dim_v, tile, array, kept_keys)
         if operation == "backward_dq":
@@ -315,6 +324,8 @@ class Sm90(Family):
         return _backward_bytes(head_dim, head_dim_v, tile, array, with_dq=with_dq)
 
     def blocks_of_tile(self, kernel: Kernel, tile: TileConfig) -> int:
+        if _shares_rows(kernel):
+            return tile.b_r // 64
         # The same as in kernels/sm90/backward_shape.cuh.
         return 2 if kernel.operation == "backward" and _is_pair(kernel.head_dim, kernel.head_dim_v, tile) else 1
 
@@ -322,6 +333,8 @@ class Sm90(Family):
         operation, _, head_dim, head_dim_v, _ = kernel
         if operation in ONE_TILE:
             return SM80.why_not_shape(kernel, tile)
+        if _shares_rows(kernel):
+            return _why_no_shared_rows(tile, head_dim_v, kernel.kept_keys)
         if operation == "forward":
             return _why_no_forward(tile, head_dim_v)
         if operation == "backward_dq":
@@ -418,6 +431,41 @@ def _forward_bytes(head_dim: int, head_dim_v: int, tile: TileConfig, array: str 
         pieces = [max(0, most - fixed) // panel * panel]
     besides = (output + queries, output, *pieces, 0)
     return next((fixed + n for n in besides if fixed + n <= most), fixed)
+
+
+def _shares_rows(kernel: Kernel) -> bool:
+    """True if two consumer groups of a kernel have the same rows, each with half of the columns of O."""
+    return kernel.operation == "forward" and max(kernel.head_dim, kernel.head_dim_v) > _WIDER
+
+
+def _shared_rows_bytes(head_dim: int, head_dim_v: int, tile: TileConfig) -> int:
+    """Dynamic shared memory of the forward whose two consumer groups have the same rows."""
+    # The same as in kernels/sm90/shared_rows_shape.cuh.
+    row, row_v = _row_bytes(head_dim, -(-head_dim_v // 128) * 128)
+    exchanged = 2 * 64 * tile.b_c + 8 * 128 + 4 * 64
+    barriers = 8 * (2 + 2 * tile.num_stages + 4 * 2 + 2 * 4 + 4) + 4 * 32
+    needed = 1024 + 64 * max(row, row_v) + tile.num_stages * tile.b_c * row + exchanged + barriers
+    return needed + max(1, min(2, (_SHARED_BYTES - needed) // (tile.b_c * row_v))) * tile.b_c * row_v
+
+
+def _why_no_shared_rows(tile: TileConfig, head_dim_v: int, kept_keys: int) -> str | None:
+    """The reason why the forward whose two consumer groups have the same rows cannot have this tile, or None."""
+    if tile.b_r not in (64, 128) or (tile.num_warps, tile.blocks_per_sm) != (12, 1):
+        return (
+            f"b_r={tile.b_r}, num_warps={tile.num_warps} and blocks_per_sm={tile.blocks_per_sm} are not one or two "
+            "blocks of 64 rows, for which two warp groups of 4 warps multiply, and one more that loads"
+        )
+    if tile.b_c % 16:
+        return f"b_c={tile.b_c} is not a multiple of 16"
+    if not 2 <= tile.num_stages <= 4:
+        return f"num_stages={tile.num_stages} is not from 2 to 4"
+    if kept_keys:
+        return "there is no room to keep the bias"
+    columns = -(-head_dim_v // 128) * 64
+    accumulators = columns // 2 + tile.b_c // 2 + 2 * (tile.b_c // 4)  # O, S and P of both groups
+    if accumulators + 32 > 232:
+        return f"its accumulators take {accumulators} of the 232 registers that a thread can have"
+    return None
 
 
 def _dividers(tile: TileConfig) -> int:

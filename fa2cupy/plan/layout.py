@@ -130,11 +130,12 @@ class StageLayout:
             values |= series_values(problem, self.device, tile, num_tiles, sharers(self.strides["bias"], problem.batch))
         record = param_layout(operation, self.family, problem.dtype, is_split=is_split)
         blocks = num_tiles * heads * values.get("num_series", problem.batch)
-        if TILE_COUNTER in record.pointers:  # a persistent kernel: as many blocks as are resident at the same time
-            blocks = min(blocks, self.device.multiprocessors * tile.blocks_per_sm)
         of_tile = self.family.blocks_of_tile(Kernel.of(operation, problem), tile)
+        if TILE_COUNTER in record.pointers:  # a persistent kernel: as many blocks as are resident at the same time
+            blocks = min(blocks, self.device.multiprocessors * tile.blocks_per_sm // of_tile)
         blocks *= of_tile
-        maps = tuple(self._map(name, tile.b_r, tile.b_c // of_tile) for name in record.maps)
+        b_r, b_c = (tile.b_r // of_tile, tile.b_c) if side == "queries" else (tile.b_r, tile.b_c // of_tile)
+        maps = tuple(self._map(name, b_r, b_c) for name in record.maps)
         if is_split:
             values["num_splits"] = num_splits
         if "block_mask" in self.used_features:

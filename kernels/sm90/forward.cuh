@@ -24,28 +24,12 @@
 // TMA loads columns beyond head_dim and rows beyond the sequence as zeros, and does not store them.
 #pragma once
 #include "sm90/forward_consumer.cuh"
+#include "sm90/forward_kernel.cuh"
 #include "sm90/forward_producer.cuh"
 
 namespace fa2::sm90 {
 
-template <class Spec>
-struct Forward {
-    using Shape = ForwardShape<Spec>;
-    static constexpr bool kFindsSequences = true;
-
-    __device__ static void run(const Params& params, char* dynamic_smem) {
-        const ForwardMemory<Shape> memory(dynamic_smem);
-        if (threadIdx.x == 0) memory.init_barriers();
-        __syncthreads();
-        const int32 group = __shfl_sync(common::kFullWarp, threadIdx.x / kGroupThreads, 0);
-        if (group == 0) {
-            deallocate_registers<Shape::kProducerRegisters>();
-            if (threadIdx.x == 0) ForwardProducer<Spec>(params, memory).run();
-        } else {
-            allocate_registers<Shape::kConsumerRegisters>();
-            ForwardConsumer<Spec>(params, memory, group - 1).run();
-        }
-    }
-};
+template <class Spec, class Shape = ForwardShape<Spec>, class Memory = ForwardMemory<Shape>>
+using Forward = ForwardKernel<Shape, Memory, ForwardProducer<Spec, Shape, Memory>, ForwardConsumer<Spec>>;
 
 }  // namespace fa2::sm90

@@ -16,36 +16,27 @@
 // overlap with the last P V of this one. There is no vote on these exponentials; a store of their sum, which no thread
 // reads, keeps them before the second wait (kPinExponentials).
 #pragma once
-#include "common/mask.cuh"
-#include "common/online_softmax.cuh"
-#include "common/scores.cuh"
-#include "common/statistics.cuh"
+#include "sm90/forward_scores.cuh"
 #include "sm90/forward_shape.cuh"
-#include "sm90/query_tile_consumer.cuh"
 #include "sm90/store_box.cuh"
 
 namespace fa2::sm90 {
 
-// The terms of heads, distances and keys are base classes so that they take no space when empty (empty-base
-// optimisation).
 template <class Spec>
-class ForwardConsumer : common::HeadTerms<Spec>,
-                        common::NextDistances<Spec::kBc / 8>,
-                        common::KeyPadding<Spec, Spec::kBc / 8, false>,
-                        QueryTileConsumer<Spec, ForwardShape<Spec>, ForwardMemory<ForwardShape<Spec>>> {
-    using Terms = common::HeadTerms<Spec>;
-    using Padding = common::KeyPadding<Spec, Spec::kBc / 8, false>;
+class ForwardConsumer : ForwardScores<Spec, ForwardShape<Spec>, ForwardMemory<ForwardShape<Spec>>> {
     using Shape = ForwardShape<Spec>;
     using Memory = ForwardMemory<Shape>;
-    using Base = QueryTileConsumer<Spec, Shape, Memory>;
-    using Base::first_row, Base::load_array, Base::make_positions_uniform, Base::mask, Base::multiply_keys,
-        Base::output_box, Base::score_tile, Base::wait_for_box, typename Base::TileMask;
+    using Own = ForwardScores<Spec, Shape, Memory>;
+    using Base = typename Own::Base;
+    using Base::first_row, Base::make_positions_uniform, Base::mask, Base::multiply_keys, Base::output_box,
+        Base::score_tile, Base::wait_for_box, typename Base::TileMask;
     using Base::group_, Base::lane_, Base::memory_, Base::params_, Base::warp_;
     using Base::kBc, Base::kBr, Base::kD, Base::kLeftLimit, Base::kRightLimit;
+    using Own::drop, Own::exponentials, Own::load_ahead, Own::modify, Own::needs_mask, Own::scores_, Own::softmax_;
+    using typename Own::Probabilities, typename Own::Scores, typename Own::Softmax;
     static constexpr int kDv = Shape::kDv;
     using Base::keys_, Base::queries_, Base::release_key, Base::release_value, Base::tiles_, Base::values_;
     using Element = typename Spec::Element;
-    friend Base;
     static constexpr bool kTwoP = Shape::kTwoP, kTakeTurns = !kTwoP && Shape::kGroups > 1, kPinExponentials = true;
     // Skipping more could deadlock: this group would wait for a K whose stage other groups still hold, while they wait
     // for its turn or for a V whose stage it has not released.
@@ -53,14 +44,11 @@ class ForwardConsumer : common::HeadTerms<Spec>,
         common::kListsTiles<Spec> ? 0 : min_of(ceil_div(kBr - kGroupRows, kBc), kTakeTurns ? 1 : 2);
     static constexpr int kTurnBarrier = Base::kOwnBarrier;
 
-    using Scores = QuadFragment<kBc / 8>;
     using Output = QuadFragment<kDv / 8>;
-    using Probabilities = PackedFragment<Element, kBc / 8>;
-    using Softmax = common::OnlineSoftmax<float, 2, 4, common::exp2_approx, false, 1, common::kNaturalInExponent<Spec>>;
 
   public:
     __device__ ForwardConsumer(const Params& params, const Memory& memory, int32 group)
-        : Base(params, memory, group),
+        : Own(params, memory, group),
           query_operand_(matrix_descriptor(memory.query(0) + group * kGroupRows * kPanelRowBytes, 0)),
           key_operand_(matrix_descriptor(memory.key(0), 0)),
           value_operand_(matrix_descriptor(memory.value(0), Shape::kKeyPanelBytes)) {}
@@ -180,21 +168,6 @@ class ForwardConsumer : common::HeadTerms<Spec>,
         drop(tile, block, p);
     }
 
-    // True if the row shift was kept; else O must be multiplied by `rescale`.
-    __device__ __forceinline__ bool exponentials(Probabilities& p, bool masked, float (&rescale)[2]) {
-        if (__builtin_expect(!masked, 1)) {
-            bool kept;
-            if constexpr (common::kCapsLate<Spec>)
-                kept = common::try_capped<Spec, 2>(softmax_, scores_, params_, p);
-            else
-                kept = softmax_.template try_row_shift<2>(scores_, common::score_scale<Spec>(params_), p);
-            if (__builtin_expect(kept, 1)) return true;
-        }
-        softmax_.update_raw(scores_, common::score_scale<Spec>(params_), rescale);
-        p.set(scores_);
-        return false;
-    }
-
     // Computes P of a query tile's first key tile, in `scores_`.
     __device__ __forceinline__ void first_scores(const TileInSlot& tile, const GroupKeys& keys, Softmax& softmax) {
         skip_keys(keys);
@@ -217,9 +190,6 @@ class ForwardConsumer : common::HeadTerms<Spec>,
         softmax.reset();
         softmax.update_raw(scores_, common::score_scale<Spec>(params_), rescale);
     }
-    __device__ __forceinline__ static bool needs_mask(const GroupKeys& keys, int32 block) {
-        return block >= keys.full_end || (kLeftLimit && block < (kLeftLimit ? keys.full_begin : 0));
-    }
     __device__ __forceinline__ void take_first(const TileInSlot& tile, const GroupKeys& keys, Probabilities& p) {
         p.set(scores_);
         drop(tile, keys.end - 1, p);
@@ -229,36 +199,9 @@ class ForwardConsumer : common::HeadTerms<Spec>,
         if (kPinExponentials) store_shared(memory_.scratch(threadIdx.x), softmax.sum[0] + softmax.sum[1]);
     }
 
-    __device__ __forceinline__ void modify(const TileInSlot& tile, int32 block, bool is_last) {
-        if constexpr (common::kModifiesScores<Spec>) Base::with_array(*this, tile, block, false, is_last);
-    }
-    // Loads the padding, and evaluates the terms of the caller's function that depend on the distance, while the scores
-    // are in flight.
-    __device__ __forceinline__ void load_ahead(const TileInSlot& tile, int32 block) {
-        if constexpr (common::kHasDistanceTerms) this->terms = Base::distances_of(tile, block);
-        if constexpr (!__is_empty(Padding))
-            static_cast<Padding&>(*this) = {record_of<Spec>(params_, tile), score_tile(tile, block)};
-    }
-    template <class Held>
-    __device__ __forceinline__ void use_array(const Held& held, const TileInSlot& tile, int32 block, bool) {
-        common::modify_scores_with<Spec>(held, scores_, record_of<Spec>(params_, tile), score_tile(tile, block),
-                                         this->distances(), static_cast<const Padding&>(*this),
-                                         static_cast<const Terms&>(*this));
-    }
-    __device__ __forceinline__ void drop(const TileInSlot& tile, int32 block, Probabilities& p) const {
-        if constexpr (common::kDrops<Spec>) common::drop<Spec>(p, params_, score_tile(tile, block));
-    }
-
     // ------------------------------------------------------------------------------------------- the group's own keys
 
-    // Also loads the terms of the tile's head, and its first score array: its scores are computed next.
-    __device__ __forceinline__ GroupKeys keys_of(const TileInSlot& tile) {
-        if constexpr (common::kHasHeadTerms<Spec>)
-            static_cast<Terms&>(*this) = common::head_terms<Spec>(params_, tile.batch(), tile.head());
-        const GroupKeys keys = keys_of_group<Spec>(params_, tile, group_, kMaxSkipped);
-        load_array(tile, keys.end - 1);
-        return keys;
-    }
+    __device__ __forceinline__ GroupKeys keys_of(const TileInSlot& tile) { return Own::keys_of(tile, kMaxSkipped); }
     __device__ __forceinline__ void skip_keys(const GroupKeys& keys) {
         if constexpr (kRightLimit && kMaxSkipped > 0) {
 #pragma unroll 1
@@ -380,12 +323,7 @@ class ForwardConsumer : common::HeadTerms<Spec>,
         const int32 row = first_row(tile), head = tile.head(), batch = tile.batch();
         const auto& own = record_of<Spec>(params_, tile);
         const auto rows = query_tma_rows<Spec>(params_, batch);
-        float* lse = own.lse + common::first_statistic<Spec>(params_, batch, head);
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            const int32 at = row + Output::row(i, lane_);
-            if (lane_ % 4 == 0 && at < own.seqlen_q) lse[at] = row_lse[i];
-        }
+        Own::store_lse(own, row, head, batch, row_lse);
 
         const auto box = output_box(memory_.query(buffer));
         multiply_output(inverse_sum);
@@ -409,9 +347,7 @@ class ForwardConsumer : common::HeadTerms<Spec>,
     }
 
     const uint64 query_operand_, key_operand_, value_operand_;
-    Scores scores_;
     Output output_;
-    Softmax softmax_;
 };
 
 }  // namespace fa2::sm90

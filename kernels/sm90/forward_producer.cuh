@@ -1,15 +1,12 @@
 // The forward's producer: one thread loads Q, K and V in the order in which the consumers use them.
 #pragma once
-#include "sm90/forward_shape.cuh"
 #include "sm90/query_tile_producer.cuh"
 
 namespace fa2::sm90 {
 
-template <class Spec>
-class ForwardProducer : QueryTileProducer<Spec, ForwardShape<Spec>, ForwardMemory<ForwardShape<Spec>>> {
-    using Shape = ForwardShape<Spec>;
-    using Memory = ForwardMemory<Shape>;
-    using Base = QueryTileProducer<Spec, Shape, Memory>;
+// `Base` loads operands; a QueryTileProducer.
+template <class Spec, class Shape, class Memory, class Base = QueryTileProducer<Spec, Shape, Memory>>
+class ForwardProducer : Base {
     using Base::load_key, Base::load_rows, Base::load_value, Base::publish;
     using Base::memory_, Base::params_, Base::queries_;
     using typename Base::Tile;
@@ -21,7 +18,7 @@ class ForwardProducer : QueryTileProducer<Spec, ForwardShape<Spec>, ForwardMemor
     // K of the next query tile is loaded before the last V of this one, because the consumers overlap the next tile's
     // first scores with this tile's last P V. With a single buffer for Q they cannot, and the order is reversed.
     __device__ void run() {
-        int32 index = blockIdx.x;
+        int32 index = first_index<Spec>();
         Tile tile = query_tile<Spec>(params_, index);
         publish(tile);
         if (Spec::kVarlen && tile.key_tiles == 0) return leave_counter(params_);
@@ -31,7 +28,7 @@ class ForwardProducer : QueryTileProducer<Spec, ForwardShape<Spec>, ForwardMemor
             int32 block = tile.key_tiles - 1;
             load_down_to(tile, block, last + kDrawnAhead);
             const bool goes_on = tile.rest_of_series > 0;
-            if (!goes_on) index = next_index(params_, index);
+            if (!goes_on) index = next_index<Spec>(params_, index);
             load_down_to(tile, block, last);
             const Tile next = goes_on ? tile_of_next_sequence<Spec>(params_, tile) : query_tile<Spec>(params_, index);
             publish(next);
@@ -47,8 +44,9 @@ class ForwardProducer : QueryTileProducer<Spec, ForwardShape<Spec>, ForwardMemor
 
   private:
     __device__ void start(const Tile& tile) {
-        load_query(tile);
+        if constexpr (!Shape::kKeysFirst) load_query(tile);
         load_key(tile, tile.key_tiles - 1);
+        if constexpr (Shape::kKeysFirst) load_query(tile);
     }
 
     // Loads K of the key tiles from `block` - 1 to `end`, and V of those before them.

@@ -12,6 +12,7 @@ struct ForwardShape : QueryTileShape<Spec, 1> {
     using Base::kHeldBytes, Base::kFixedBytes, Base::kIsPair, Base::kKeepsArray, Base::kKeyBytes, Base::kPanelsV,
         Base::kQueryBytes, Base::kQueryPanelBytes, Base::kValueBytes;
 
+    static constexpr bool kKeysFirst = false;  // K of a query tile is loaded before its Q
     static constexpr int kValueStages = kStages;
     static constexpr int kScratchBytes = 4 * 32 * Spec::kWarps;
     static constexpr int kWithoutArray = kFixedBytes + kStages * kKeyBytes + kValueStages * kValueBytes + kScratchBytes;

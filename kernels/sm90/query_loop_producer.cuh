@@ -34,7 +34,7 @@ class QueryLoopProducer : QueryTileProducer<Spec, Shape, QueryTileMemory<Shape>>
             const int32 first = kLeftLimit ? tile.first_key_tile : 0;
             int32 block = tile.key_tiles - 2;
             load_down_to(tile, block, first + kDrawnAhead);
-            index = next_index(params_, index);
+            index = next_index<Spec>(params_, index);
             load_down_to(tile, block, first);
         }
         leave_counter(params_);

@@ -30,10 +30,22 @@ inline constexpr bool kHasBegin = common::kLeftLimit<Spec> || Spec::kSplit;
 inline constexpr int kDrawnAhead = 2;
 
 // Block b starts with tile b and then draws indices from the shared counter; -1: none left. Without a counter the
-// stride is gridDim.x, so that the order is fixed.
+// stride is gridDim.x, so that the order is fixed. The blocks of a cluster have the same tiles, without a counter: the
+// first cluster of a round, with the longest tile, is the last of the next one.
+template <class Spec>
+__device__ __forceinline__ int32 first_index() {
+    return blockIdx.x / Spec::kCluster;
+}
+template <class Spec>
 __device__ __forceinline__ int32 next_index(const Params& params, int32 previous) {
     if (previous < 0) return -1;
-    const int32 index = (params.tile_counter ? atomicAdd(params.tile_counter, 1) : previous) + gridDim.x;
+    int32 index;
+    if constexpr (Spec::kCluster > 1) {
+        const int32 clusters = gridDim.x / Spec::kCluster;
+        index = 2 * (previous / clusters + 1) * clusters - 1 - previous;
+    } else {
+        index = (params.tile_counter ? atomicAdd(params.tile_counter, 1) : previous) + gridDim.x;
+    }
     return index < params.num_tiles * params.scheduled_heads * params.schedule().batch ? index : -1;
 }
 
@@ -85,7 +97,7 @@ __device__ __forceinline__ LoadedTile<Spec> query_tile(const Params& params, int
         const int32 rest = common::enter_series<Spec>(where, params);
         const auto& own = common::record_of_sequence<Spec>(params, where.batch);
         if (Spec::kVarlen && !common::has_tile(where.tile, Spec::kBr, own.seqlen_q)) {
-            index = next_index(params, index);
+            index = next_index<Spec>(params, index);
             continue;
         }
         auto keys = common::key_tiles<Spec>(own, where);
@@ -192,6 +204,13 @@ __device__ __forceinline__ GroupKeys keys_of_group(const Params& params, const T
     int32 begin = 0;
     if constexpr (common::kLeftLimit<Spec> && !Spec::kSplit) begin = tile.first_key_tile();
     return {skipped, all - skipped, own.full_end - first, own.full_begin - first, begin};
+}
+
+// The first row of a block among those of its cluster.
+template <class Spec>
+__device__ __forceinline__ int32 first_row_of_block() {
+    if constexpr (Spec::kCluster > 1) return rank_in_cluster() * (Spec::kBr / Spec::kCluster);
+    return 0;
 }
 
 // Called once per block, after its last draw. The last block resets the counter for the next launch; its plain stores

@@ -60,8 +60,8 @@ class QueryTileProducer {
     __device__ void load_panels(const TensorMap& map, uint32 smem, uint32 full, const Tile& tile) const {
 #pragma unroll
         for (int panel = 0; panel < kPanels; ++panel)
-            tile.queries.load(smem + panel * Shape::kQueryPanelBytes, map, full, panel * kPanelColumns, tile.first_row,
-                              tile.head, tile.batch);
+            tile.queries.load(smem + panel * Shape::kQueryPanelBytes, map, full, panel * kPanelColumns,
+                              tile.first_row + first_row_of_block<Spec>(), tile.head, tile.batch);
     }
 
     template <int kPanels, class... Tangent>

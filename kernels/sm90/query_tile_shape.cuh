@@ -12,7 +12,9 @@ namespace fa2::sm90 {
 template <class Spec, int kOperands_, int kParts_ = 1, int kSharers_ = 1, int kDividers_ = 1>
 struct QueryTileShape {
     static constexpr int kOperands = kOperands_, kParts = kParts_;
-    static constexpr int kBr = Spec::kBr, kBc = Spec::kBc, kStages = Spec::kStages;
+    static constexpr int kBr = Spec::kBr / Spec::kCluster;  // of the block
+    static constexpr int kBc = Spec::kBc, kStages = Spec::kStages;
+    static constexpr int kCluster = Spec::kCluster;  // blocks that divide the rows of a tile
     static constexpr int kSharers = kSharers_, kDividers = kDividers_;
     static constexpr int kGroups = kBr / kGroupRows * kSharers * kDividers;  // consumer warp groups
     static constexpr int kD = round_up(Spec::kHeadDim, 16);

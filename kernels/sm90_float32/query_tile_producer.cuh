@@ -105,7 +105,7 @@ class QueryTileProducer {
             const int32 begin = kHasBegin<Spec> ? tile.first_key_tile : 0;
             int32 block = tile.key_tiles - 1;
             load_down_to(first, first_v, begin, block, begin + kDrawnAhead);
-            index = next_index(params_, index);
+            index = next_index<Spec>(params_, index);
             load_down_to(first, first_v, begin, block, begin);
         }
         publish_tile<Spec>(memory_, tiles_, {});
@@ -118,7 +118,7 @@ class QueryTileProducer {
         Tile tile = query_tile<Spec>(params_, index);
         while (tile.key_tiles > 0 &&
                common::is_exception<Spec>(params_, tile.batch, tile.head / params_.heads_per_group)) {
-            index = next_index(params_, index);
+            index = next_index<Spec>(params_, index);
             tile = query_tile<Spec>(params_, index);
         }
         return tile;

@@ -66,6 +66,20 @@ def pairs() -> None:
     with_features((PAIR,))
 
 
+def shared_rows() -> None:
+    """Calls forwards whose warp groups share rows, in clusters: features, shares of keys, packed sequences."""
+    sizes = {"batch": 2, "num_heads": 2, "seqlen_q": 150, "seqlen_k": 230}
+    offsets = dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), cupy.asarray(np.array([3, 90, 90, 150], np.int32)))
+    for columns in ((320, 264), (512, 512)):
+        q, k, v, _ = make_inputs("bfloat16", **sizes, num_heads_kv=1, **columns_of(*columns), xp=cupy)
+        for causal, num_splits in itertools.product((False, True), (1, 3)):
+            fa2cupy.forward(q, k, v, causal=causal, num_splits=num_splits)
+        fa2cupy.forward(*(x[0] for x in (q, k, v)), **offsets, causal=True)
+        for names in FEATURES:
+            given = {key: value for name in names for key, value in options_of(name, "bfloat16", sizes).items()}
+            fa2cupy.forward(q, k, v, **on_gpu(given, cupy.asarray))
+
+
 def plain(kinds: tuple = KINDS) -> None:
     """Calls forward, delta and both backward methods: ragged tiles, a diagonal, grouped heads, rows that see no key."""
     for dtype, *columns in kinds:
@@ -78,9 +92,10 @@ def plain(kinds: tuple = KINDS) -> None:
                 **columns_of(*columns),
             }
             q, k, v, do = make_inputs(dtype, **sizes, xp=cupy)
-            fa2cupy.forward(q, k, v, causal=causal, num_splits=1)
-            # The tool considers results that TMA stores as unwritten, so no other kernel may read them.
             half = dtype in ("float16", "bfloat16")
+            if not half or max(columns) <= 256:  # `shared_rows` has the others
+                fa2cupy.forward(q, k, v, causal=causal, num_splits=1)
+            # The tool considers results that TMA stores as unwritten, so no other kernel may read them.
             o, lse = fa2cupy.forward(q, k, v, causal=causal, family="sm80" if half else None, num_splits=1)
             splits = (1, 3) if causal and (dtype, *columns) in (*FEATURE_KINDS, PAIR) and half else (1,)
             for family, num_splits in itertools.product((None, "sm80")[: 1 + half], splits):
@@ -308,7 +323,8 @@ def forward_by_threads(q, k, v, dtype: str, options: dict, family: str | None = 
 
 
 PARTS = {
-    "plain": plain, "features": with_settings, "pairs": pairs, "functions": with_functions, "short": short,
+    "plain": plain, "features": with_settings, "pairs": pairs, "shared-rows": shared_rows,
+    "functions": with_functions, "short": short,
     "both": both, "packed": packed, "sparse": sparse,
     "float32-59": functools.partial(of_parts, 59), "float32-128": functools.partial(of_parts, 128),
     "float32-250": functools.partial(of_parts, 250), "float32-96-64": functools.partial(of_parts, 96, 64),

@@ -1,0 +1,199 @@
+// Two consumer warp groups that own the same 64 rows, because the registers of one do not hold O: each has half of the
+// columns of V and O. They compute scores by turns, of one key tile each, and hand each other P, so that no product is
+// computed twice:
+//
+//   of its own key tiles           S = Q K^T, P = 2^(S - row_shift), O += P V, and P goes to the other group
+//   of those of the other group    O += P V, where P comes from shared memory
+//
+// The row shifts and the row sums go from group to group together with P: the group that computes P has those of all key
+// tiles before, and both groups have those of all rows at the end. A thread of one group and that of the same number in
+// the other hold the same rows and keys of P, so a thread writes what exactly one other thread reads. One buffer serves
+// both directions, because a thread reads what is there before it writes, and one mbarrier for each pair of warps.
+//
+// While a group computes exponentials, its own product P V of the key tile before and the products of the other group keep
+// the tensor cores busy. The steps of a group, for its key tiles t:
+//
+//   issue   O += P(t - 2) V(t - 2), S = Q K(t)^T
+//   read    P(t - 1); wait for O -> release V(t - 2)
+//   issue   O += P(t - 1) V(t - 1)
+//   wait    S -> release K(t); P(t) = 2^(S - row_shift)
+//   wait    O -> release V(t - 1)
+#pragma once
+#include "common/math.cuh"
+#include "sm90/multiply_panels.cuh"
+
+namespace fa2::sm90 {
+
+// What one group hands to the other: P, row sums of each thread, and row shifts.
+template <int kBc>
+struct ExchangedTile {
+    static constexpr int kStepBytes = 16 * kGroupThreads;  // of P of one k-step
+    static constexpr int kSums = kBc / 16 * kStepBytes, kShifts = kSums + 8 * kGroupThreads;
+    static constexpr int kBytes = kShifts + 4 * kGroupRows;
+};
+
+// `Shape` has the constants kBc, kD (the columns of Q and K), kOwnDv (of a group's part of O), kQueryPanelBytes and
+// kKeyPanelBytes. `Own` is the class of the consumer, which has the members scores_, a QuadFragment<kBc / 8>, and
+// softmax_, an OnlineSoftmax. Its functions get the position of a key tile among those of the rows, which counts from 0 in
+// the order in which they are processed:
+//
+//   query_operand()                    the K-major descriptor of Q
+//   key_operand(t)                     that of K; waits until it is there
+//   value_operand(t)                   the MN-major descriptor of the group's columns of V; waits until they are there
+//   release_key(t), release_value(t)   the group has finished reading K or its columns of V
+//   take_probabilities(t, p, rescale)  computes `p` from scores_ by softmax_; false if O must be multiplied by `rescale`
+template <class Own, class Shape, class Element>
+class SharedRowsConsumer {
+  protected:
+    using Output = QuadFragment<Shape::kOwnDv / 8>;
+    using Probabilities = PackedFragment<Element, Shape::kBc / 8>;
+    using Exchanged = ExchangedTile<Shape::kBc>;
+
+    // `part`: the group's columns of O. `exchange`: Exchanged::kBytes of shared memory; `barriers`: mbarriers of one
+    // arrival for each of the 4 pairs of warps.
+    __device__ SharedRowsConsumer(int32 part, uint32 exchange, uint32 barriers)
+        : part_(part),
+          exchange_(exchange + 16 * (threadIdx.x % kGroupThreads)),
+          shifts_(exchange + Exchanged::kShifts + 4 * (threadIdx.x % kGroupThreads / 32 * 16 + threadIdx.x % 32 / 4)),
+          barrier_(barriers + 8 * (threadIdx.x % kGroupThreads / 32)) {}
+
+    // Computes O, row shifts and row sums of `tiles` key tiles. Both groups have the same number of them, one at least.
+    __device__ __forceinline__ void take_tiles(int32 tiles) {
+        own().softmax_.reset();
+        output_.fill(0.0f);
+        int32 t = (turn_ + part_) % 2;
+        if (t < tiles) {
+            if (t == 0)
+                step<false, false>(t);
+            else
+                step<false, true>(t);
+#pragma unroll 1
+            for (t += 2; t < tiles; t += 2) step<true, true>(t);
+            issue_output(p_, t - 2);
+            if (t == tiles) take_other<0>(t - 1, true);
+            finish_output<0>(tiles - 1);
+        } else {
+            take_other<0>(0, false);
+            finish_output<0>(0);
+        }
+        turn_ += tiles;
+    }
+
+    __device__ __forceinline__ void multiply_output(const float (&factor)[2]) {
+#pragma unroll
+        for (int n = 0; n < Shape::kOwnDv / 8; ++n)
+#pragma unroll
+            for (int e = 0; e < 4; ++e) output_.value[n][e] *= factor[e / 2];
+    }
+
+    const int32 part_;
+    uint32 turn_ = 0;  // key tiles so far; the groups take turns also across the ends of rows
+    Output output_;
+
+  private:
+    // From key tile t - 2 of this group, whose P is there, to P of key tile t. kHasOwn, kHasOther: there are key tiles t - 2
+    // and t - 1. No product is in flight at the beginning and at the end, where the compiler would not know it in a loop.
+    template <bool kHasOwn, bool kHasOther>
+    __device__ __forceinline__ void step(int32 t) {
+        if constexpr (kHasOwn) issue_output(p_, t - 2);
+        issue_scores(t);
+        if constexpr (kHasOther) take_other<1>(t - 1, kHasOwn);
+        wgmma_wait<kHasOther ? 1 : 0>();
+        pin(own().scores_);
+        own().release_key(t);
+        float rescale[2];
+        const bool kept = own().take_probabilities(t, p_, rescale);
+        hand_over();
+        if constexpr (kHasOther) {
+            finish_output<0>(t - 1);
+            pin(other_p_);
+            if (__builtin_expect(!kept, 0)) multiply_output(rescale);
+        }
+    }
+
+    // Waits for the product P V of key tile t, after which kPending others have been issued.
+    template <int kPending>
+    __device__ __forceinline__ void finish_output(int32 t) {
+        wgmma_wait<kPending>();
+        pin(output_);
+        own().release_value(t);
+    }
+
+    // Issues the product of the other group's P of key tile t. kPending: products issued after that of the key tile before,
+    // which is in flight if `waits`.
+    template <int kPending>
+    __device__ __forceinline__ void take_other(int32 t, bool waits) {
+        const float before[2] = {own().softmax_.row_shift[0], own().softmax_.row_shift[1]};
+        read(t);
+        if (waits) {
+            finish_output<kPending>(t - 1);
+            pin(p_);
+        }
+        float rescale[2];
+        bool kept = true;
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const float shift = own().softmax_.row_shift[i];
+            kept &= before[i] == shift;
+            rescale[i] = before[i] == shift ? 1.0f : common::exp2_approx(before[i] - shift);
+        }
+        if (!__all_sync(common::kFullWarp, kept)) multiply_output(rescale);
+        issue_output(other_p_, t);
+    }
+
+    __device__ __forceinline__ void issue_scores(int32 t) {
+        const uint64 q = as_if_new(own().query_operand()), k = own().key_operand(t);
+        pin(own().scores_);
+        wgmma_fence();
+        multiply_panels<Shape::kD, Shape::kQueryPanelBytes, Shape::kKeyPanelBytes>(own().scores_, q, k);
+        wgmma_commit();
+        pin(own().scores_);
+    }
+
+    __device__ __forceinline__ void issue_output(const Probabilities& p, int32 t) {
+        const uint64 v = own().value_operand(t);
+        pin(output_);
+        wgmma_fence();
+#pragma unroll
+        for (int s = 0; s < Shape::kBc / 16; ++s) wgmma_output(output_, p.k16(s), v + along_rows(s));
+        wgmma_commit();
+        pin(output_);
+    }
+
+    __device__ __forceinline__ void hand_over() {
+        const int32 lane = threadIdx.x % 32;
+#pragma unroll
+        for (int s = 0; s < Shape::kBc / 16; ++s) store_shared(exchange_ + s * Exchanged::kStepBytes, p_.k16(s));
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            store_shared(sum_address(i), own().softmax_.sum[i]);
+            if (lane % 4 == 0) store_shared(shifts_ + 32 * i, own().softmax_.row_shift[i]);
+        }
+        __syncwarp();
+        if (lane == 0) mbarrier_arrive(barrier_);
+    }
+    __device__ __forceinline__ void read(int32 t) {
+        mbarrier_wait(barrier_, (turn_ + t) % 2);
+#pragma unroll
+        for (int s = 0; s < Shape::kBc / 16; ++s) {
+            const OperandA step = load_shared_operand(exchange_ + s * Exchanged::kStepBytes);
+#pragma unroll
+            for (int r = 0; r < 4; ++r) other_p_.word[2 * s + r / 2][r % 2] = step.reg[r];
+        }
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            own().softmax_.sum[i] = load_shared<float>(sum_address(i));
+            own().softmax_.row_shift[i] = load_shared<float>(shifts_ + 32 * i);
+        }
+    }
+    __device__ __forceinline__ uint32 sum_address(int i) const {
+        return exchange_ - 12 * (threadIdx.x % kGroupThreads) + Exchanged::kSums + i * 4 * kGroupThreads;
+    }
+
+    __device__ __forceinline__ Own& own() { return static_cast<Own&>(*this); }
+
+    const uint32 exchange_, shifts_, barrier_;  // of this thread, and of this warp
+    Probabilities p_, other_p_;
+};
+
+}  // namespace fa2::sm90
