@@ -32,6 +32,7 @@ CATCHES = mutant.CATCHES | {
 #: Devices: one with blocks that have parts of several jobs, one with enough blocks for two levels of merges.
 FEW = dataclasses.replace(DeviceInfo.named("sm_90"), multiprocessors=2)
 MANY = dataclasses.replace(DeviceInfo.named("sm_80"), multiprocessors=23)
+AMPERE = dataclasses.replace(DeviceInfo.named("sm_80"), multiprocessors=2)
 #: One with three clusters for a job.
 CLUSTERS = dataclasses.replace(FEW, multiprocessors=34)
 
@@ -144,12 +145,12 @@ MUTANTS = (
     Mutant("a group of one block", "return (count - 1) % size == 0 ? size + 1 : size;", "return size;", "unwritten",
            TWO_JOBS, device=dataclasses.replace(FEW, multiprocessors=24)),
     Mutant("queries before they are there", "__syncthreads();  // all of Q is there", "__syncwarp();  //", "race"),
-    Mutant("keys before they are there", "wait();\n            Warp::sync();\n            load", "load", "race",
+    Mutant("keys before they are there", "kStages - 2>();\n            Warp::sync();", "kStages - 1>();", "race",
            dataclasses.replace(DENSE, lengths=(900, 90))),
     Mutant("a slot that is still read", "filled = taken;", "filled = taken == 0 ? kStages - 1 : taken - 1;",
            "uninitialised"),
     Mutant("steps of the block before again", "? position - job.start : 0", "? 0 : 0", "counter"),
-    Mutant("every warp the same keys", "static_cast<int32>(threadIdx.x) / kGroupThreads * kKeys;", "0;", "numbers"),
+    Mutant("every warp the same keys", "static_cast<int32>(threadIdx.x) / kGroupThreads * kKeys", "0", "numbers"),
     Mutant("heads of a group in another order", "packed - query * params.heads_per_group;",
            "params.heads_per_group - 1 - (packed - query * params.heads_per_group);", "numbers"),
     Mutant("rows that are queries", "of_queries.end_key(row / heads_per_group)", "of_queries.end_key(row)", "numbers",
@@ -162,8 +163,9 @@ MUTANTS = (
     Mutant("columns of O of one sharer by both", "return kSharers > 1 ? threadIdx.x / 32 % kSharers : 0;", "return 0;",
            "race", WIDE),
     Mutant("values behind the keys that hold them", "(kValuesInKeys ? 0 : kKeyBytes), 0", "kKeyBytes, 0",
-           "uninitialised", LATENT),
-    Mutant("values in columns that end with them", "kValuesInKeys ? kD : kDv>", "kDv>", "numbers", LATENT),
+           "uninitialised", LATENT, device=AMPERE),
+    Mutant("values in columns that end with them", "kValuesInKeys ? kD : kDv>", "kDv>", "numbers", LATENT,
+           device=AMPERE),
     # Clusters
     Mutant("shares that are still sent", "wait();\n        const auto statistics",
            "__syncthreads();\n        const auto statistics", "uninitialised", ONE_CLUSTER, device=CLUSTERS),

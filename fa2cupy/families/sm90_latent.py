@@ -44,6 +44,7 @@ class Sm90Latent(Family):
         return None
 
     def shared_memory_bytes(self, kernel: Kernel, tile: TileConfig) -> int:
+        _check_operation(kernel)
         columns, columns_v = _COLUMNS
         slots = tile.num_stages * 2 * tile.b_c * columns
         scratch = tile.b_r * (2 * tile.b_c + 4 * 4 + 4)  # P, four maxima of each row, and a factor
@@ -55,6 +56,7 @@ class Sm90Latent(Family):
         return tile.cluster
 
     def why_not_shape(self, kernel: Kernel, tile: TileConfig) -> str | None:
+        _check_operation(kernel)
         reason = self.why_not_columns(kernel.head_dim, kernel.head_dim_v)
         if reason:
             return reason
@@ -65,6 +67,11 @@ class Sm90Latent(Family):
         if tile.b_r not in (16, 32, 64):
             return f"b_r={tile.b_r} is not 16, 32 or 64"
         return None if tile.num_stages == 2 else f"num_stages={tile.num_stages} is not 2"
+
+
+def _check_operation(kernel: Kernel) -> None:
+    if kernel.operation != "decode":
+        raise KeyError(kernel.operation)
 
 
 SM90_LATENT = Sm90Latent()
