@@ -44,7 +44,7 @@ struct Decode {
     static constexpr bool kIsCluster = Spec::kCluster > 1;
     static constexpr bool kIsProduced = Warp::kProducers > 0;
     // Segments whose Q is there. A block of a cluster has one segment; large slots leave no room for a second Q.
-    static constexpr int kQueries = kIsCluster || Warp::kRefills ? 1 : 2;
+    static constexpr int kQueries = kIsCluster || Warp::kRefills || Warp::kCopiesMeanwhile ? 1 : 2;
     using Shares = decode::Shares<Spec, Warp::kColumns>;
     using Work = typename WorkOf<Spec>::Type;
     static constexpr int kSharedBytes =
@@ -91,9 +91,17 @@ struct Decode {
             for (int32 step = ring.first_step(segment); step < segment.end; ++step) {
                 const char* slot = ring.acquire(segment, step);
                 const int32 first_key = (job.first_tile + step) * kBc + group * kKeys;
-                if (keys.sees(first_key, kKeys))
+                if constexpr (Warp::kCopiesMeanwhile) {
+                    const auto copy = [&] { ring.load(segment, step + kStages - 1); };
+                    if (keys.sees(first_key, kKeys))
+                        state.step(params, q, slot, slots + kStages * Warp::kSlotBytes, mask, first_row, first_key,
+                                   keys.needs_mask(first_key, kKeys), copy);
+                    else
+                        copy();
+                } else if (keys.sees(first_key, kKeys)) {
                     state.step(params, q, slot, slots + kStages * Warp::kSlotBytes, mask, first_row, first_key,
                                keys.needs_mask(first_key, kKeys));
+                }
                 ring.release(segment, step);
             }
             next = line.after(segment, cuts_jobs);
@@ -131,7 +139,7 @@ struct Decode {
         __device__ __forceinline__ const char* acquire(const Segment& segment, int32 step) {
             Warp::template wait<Warp::kRefills ? kStages - 1 : kStages - 2>();
             Warp::sync();
-            if constexpr (!Warp::kRefills) load(segment, step + kStages - 1);
+            if constexpr (!Warp::kRefills && !Warp::kCopiesMeanwhile) load(segment, step + kStages - 1);
             const char* slot = slots + taken * Warp::kSlotBytes;
             taken = taken + 1 == kStages ? 0 : taken + 1;
             return slot;
@@ -180,6 +188,8 @@ struct Decode {
             rows.stride = strides.row;
             return rows;
         }
+
+      public:
         __device__ __forceinline__ void load(const Segment& segment, int32 step) {
             const Job& job = segment.job;
             const int32 first = first_key(job, step);

@@ -64,7 +64,8 @@ class DecodeWarp {
   public:
     static constexpr int kD = Spec::kHeadDim, kDv = Spec::kHeadDimV;
     static constexpr int kSharers = 8, kKeys = Spec::kBc, kProducers = Spec::kWarps - kSharers;
-    static constexpr bool kValuesInKeys = true, kRefills = true;
+    static constexpr bool kValuesInKeys = true, kCopiesMeanwhile = Spec::kBr == 64 && kProducers == 0,
+                          kRefills = !kCopiesMeanwhile;
 
   private:
     using Element = typename Spec::Element;
@@ -159,12 +160,20 @@ class DecodeWarp {
         for (int m = 0; m < kGroupPanels; ++m) output_[m].fill(0.0f);
     }
 
-    template <class Mask>
+    struct Nothing {
+        __device__ __forceinline__ void operator()() const {}
+    };
+    // Calls `meanwhile` while S^T is computed.
+    template <class Mask, class Meanwhile = Nothing>
     __device__ __forceinline__ void step(const Params& params, const char* q, const char* slot, char* scratch,
-                                         const Mask& mask, int32 first_row, int32 first_key, bool masked) {
+                                         const Mask& mask, int32 first_row, int32 first_key, bool masked,
+                                         const Meanwhile& meanwhile = {}) {
         const uint32 keys = shared_address(slot), probabilities = shared_address(scratch);
         Scores scores;
         multiply_scores(scores, keys, shared_address(q) + group() * kGroupRows * kPanelRowBytes);
+        meanwhile();
+        sm90::wgmma_wait<0>();
+        sm90::pin(scores.transposed);
         first_key += 16 * warp();
         decode::modify<Spec>(scores, params, slopes_, 0, first_key, lane());
         if (masked || !has_shifts_ || !try_row_shift(params, scores, probabilities)) {
@@ -251,6 +260,7 @@ class DecodeWarp {
     __device__ __forceinline__ static int32 own_row(int i) { return group() * kGroupRows + Scores::row(i, lane()); }
     __device__ __forceinline__ static void group_sync() { common::barrier_sync(kOfGroup + group(), kGroupThreads); }
 
+    // Issues S^T = K Q^T.
     __device__ __forceinline__ static void multiply_scores(Scores& scores, uint32 keys, uint32 queries) {
         const uint64 left = sm90::matrix_descriptor(keys, 0), right = sm90::matrix_descriptor(queries, 0);
         sm90::wgmma_fence();
@@ -260,8 +270,6 @@ class DecodeWarp {
             wgmma_scores(scores.transposed, left + along_columns<KTile::kPanelBytes>(s),
                          right + along_columns<QTile::kPanelBytes>(s));
         sm90::wgmma_commit();
-        sm90::wgmma_wait<0>();
-        sm90::pin(scores.transposed);
     }
 
     // Leaves P with the current row shifts, and returns true if all threads find that they can stay.
