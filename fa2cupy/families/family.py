@@ -144,6 +144,8 @@ class Family(ABC):
         The numbers of keys for which it has forwards whose blocks keep the bias; empty if it has none.
     least_warps : int
         The compiler limits registers as if at least so many warps were on a multiprocessor.
+    divides_rows : bool
+        True if clusters of ``decode`` that are left over take a part of the rows, for which they read the keys again.
     costs : Costs or None
         The constants of estimated times, if there are any.
     query_rows, key_rows, warps : sequence of int
@@ -172,6 +174,7 @@ class Family(ABC):
     split_operations: tuple[str, ...] = ()
     kept_keys: tuple[int, ...] = ()
     least_warps: int = 0
+    divides_rows: bool = True
     costs: Costs | None = None
     query_rows: tuple[int, ...] = (8, 16, 32, 64, 96, 128, 192, 256)
     key_rows: tuple[int, ...] = (8, 16, 32, 64, 96, 128, 192, 256)

@@ -25,12 +25,13 @@ class Sm90Latent(Family):
     column_step = 64  # of a panel in shared memory
     most_columns = _COLUMNS[0]
     arch_suffix = "a"
+    divides_rows = False
     backward_owns = "queries"
     default_methods = ()
     # Their b_r is the most rows of a tile.
     tiles = {
         "decode": (
-            TileRow(576, TileConfig(16, _KEYS, 12, 2, cluster=8), most_jobs=1 / 8, head_dim_v=512),
+            TileRow(576, TileConfig(64, _KEYS, 8, 2, cluster=8), most_jobs=1 / 8, head_dim_v=512),
             TileRow(576, TileConfig(64, _KEYS, 8, 2), head_dim_v=512),
         )
     }
@@ -49,7 +50,8 @@ class Sm90Latent(Family):
         slots = tile.num_stages * 2 * tile.b_c * columns
         scratch = tile.b_r * (2 * tile.b_c + 4 * 4 + 4)  # P, four maxima of each row, and a factor
         signals = 2 * tile.num_stages * 8
-        share = tile.cluster * (8 * tile.b_r + 16 * -(-tile.b_r * columns_v // (4 * tile.cluster)))
+        items = 16 * tile.cluster * -(-tile.b_r * columns_v // (4 * tile.cluster))
+        share = 8 * tile.cluster * tile.b_r + items if items < 1 << 16 else 0  # else it is in the workspace
         return 2 * tile.b_r * columns + slots + scratch + signals + 8 * tile.b_r + (share if tile.cluster > 1 else 0)
 
     def blocks_of_tile(self, kernel: Kernel, tile: TileConfig) -> int:

@@ -289,12 +289,12 @@ struct Decode {
         const int32 first_row = job.row_tile * kBr;
         const Partials partials{params, job, first_row, min_of(line.rows() - first_row, kBr)};
         if constexpr (kIsCluster) {
-            const Shares shares{partials, smem + kFirstShare, worker % Spec::kCluster};
+            const Shares shares{partials, smem + kFirstShare, worker % Spec::kCluster, worker};
             merge_warps(
                 partials, state, smem, distance, false,
                 [&](int32 row, int32 column, const Item& merged) { shares.send(row, column, merged); },
                 [] { Shares::wait(); });
-            shares.merge(worker, line.clusters(), line.number());
+            shares.merge(line.clusters(), line.number());
         } else {
             const bool is_whole = segment.is_whole();
             const Contributors blocks = is_whole ? Contributors{} : line.blocks_of(job);
