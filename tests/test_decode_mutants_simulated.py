@@ -47,6 +47,9 @@ TWO_CLUSTERS = dataclasses.replace(ONE_CLUSTER, lengths=(2000,))
 TOO_LONG = dataclasses.replace(DENSE, lengths=(91, 90), capacity=92)
 WIDE = Case("float16", (90, 140), heads=(3, 1), head_dim=264)
 LATENT = Case("float16", (90, 140), heads=(3, 1), head_dim=576, head_dim_v=512, page_size=16)
+LATENT_HOPPER = dataclasses.replace(LATENT, heads=(24, 1), lengths=(400, 340))
+LATENT_ROWS = dataclasses.replace(LATENT_HOPPER, heads=(40, 1))
+LATENT_CLUSTERS = dataclasses.replace(LATENT_ROWS, lengths=(1400,))
 PAIR = dataclasses.replace(PAGED, head_dim=40, head_dim_v=72)
 PAIR_IEEE = dataclasses.replace(PAIR, dtype="float32")
 
@@ -166,6 +169,38 @@ MUTANTS = (
            "uninitialised", LATENT, device=AMPERE),
     Mutant("values in columns that end with them", "kValuesInKeys ? kD : kDv>", "kDv>", "numbers", LATENT,
            device=AMPERE),
+    # Latent attention on Hopper
+    Mutant("keys for wgmma without a fence", "cp_async_wait<kPending>();\n        sm90::async_proxy_fence();",
+           "cp_async_wait<kPending>();", "proxy", LATENT_HOPPER),
+    Mutant("P for wgmma without a fence", "value[2 * n + 1][1]));\n            sm90::async_proxy_fence();",
+           "value[2 * n + 1][1]));", "proxy", LATENT_HOPPER),
+    Mutant("rows of the first group of queries for both", "shared_address(q) + group() * kGroupRows * kPanelRowBytes",
+           "shared_address(q)", "numbers", LATENT_HOPPER),
+    Mutant("columns of the first group for both", "keys + group() * kGroupPanels * KTile::kPanelBytes", "keys",
+           "numbers", LATENT_HOPPER),
+    Mutant("P in the rows of the first group", "row = group() * kGroupRows + lane() % 8", "row = lane() % 8", "race",
+           LATENT_HOPPER),
+    Mutant("keys of other warps", "chunk = 2 * warp() + lane() / 8 % 2", "chunk = lane() / 8 % 2", "race",
+           LATENT_HOPPER),
+    Mutant("P of the other group that is not there", "p.store(to);\n        sync();", "p.store(to);\n        group_sync();",
+           "race", LATENT_HOPPER),
+    Mutant("maxima that are not there", "highest[i]);\n        group_sync();", "highest[i]);\n        __syncwarp();",
+           "race", LATENT_HOPPER),
+    Mutant("the maximum of one warp's keys", "for (int w = 0; w < 4; ++w)\n                highest[i]",
+           "for (int w = 0; w < 1; ++w)\n                highest[i]", "numbers", LATENT_HOPPER),
+    Mutant("the sum of one warp's keys", "for (int w = 0; w < 4; ++w) sum", "for (int w = 0; w < 1; ++w) sum", "numbers",
+           LATENT_HOPPER),
+    Mutant("factors of the first rows for all", "(8 * n + lane() % 4 * 2) * 4, factor", "lane() % 4 * 2 * 4, factor",
+           "numbers", LATENT_HOPPER),
+    Mutant("shifts without a vote", "if (!sm80::barrier_all(kOfBoth, kThreads, fits)) return false;",
+           "if (!sm80::barrier_all(kOfBoth, kThreads, true)) return false;", "numbers",
+           dataclasses.replace(LATENT_HOPPER, lengths=(400, 400), page_size=None, dominant=192)),
+    Mutant("a slot that wgmma reads", "Warp::sync();\n                load(segment, step + kStages);",
+           "load(segment, step + kStages);", "race", LATENT_HOPPER),
+    Mutant("no keys of the next step", "meanwhile();\n        sm90::wgmma_wait<0>();", "sm90::wgmma_wait<0>();",
+           "uninitialised", LATENT_ROWS),
+    Mutant("parts of the first block of a cluster for all", "(3 * (worker - rank + s) + 1, row);",
+           "(3 * (worker - rank) + 1, row);", "numbers", LATENT_CLUSTERS, device=CLUSTERS),
     # Clusters
     Mutant("shares that are still sent", "wait();\n        const auto statistics",
            "__syncthreads();\n        const auto statistics", "uninitialised", ONE_CLUSTER, device=CLUSTERS),
