@@ -70,7 +70,7 @@ def test_more_than_256_columns(dtype, pair, page_size):
 @pytest.mark.parametrize("heads", [16, 32, 64, 128])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_latent_attention(dtype, heads):
-    """Tiles of 16, 32 and 64 rows, alone and in clusters, whole sequences and parts of them; results have equal bits."""
+    """Tiles of 16, 32 and 64 rows, alone and in clusters, whole sequences and parts; results have equal bits."""
     sizes = {"head_dim": 576, "head_dim_v": 512, "heads": (heads, 1)}
     for lengths in ((0, 1, 47, 64, 1023, 3000), (20_000,), (*range(900, 1300, 4),)):
         check(on_gpu, Case(dtype, lengths, num_new=2, seqlen_q=2, page_size=16, **sizes), causal=True)

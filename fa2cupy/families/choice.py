@@ -147,9 +147,7 @@ def choices_with_copies(
         if choice is not None:
             return [choice]
     refusals = []
-    families = supporting_families(
-        call, problem.dtype, device, options.family, problem.features, options.precision
-    )
+    families = supporting_families(call, problem.dtype, device, options.family, problem.features, options.precision)
     for family in families:
         problem, strides = taken_by(family)
         if call == "decode":

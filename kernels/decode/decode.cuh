@@ -158,7 +158,8 @@ struct Decode {
 
       protected:
         __device__ __forceinline__ static int32 first_key(const Job& job, int32 step) {
-            return (job.first_tile + step) * kBc + (kIsProduced ? 0 : static_cast<int32>(threadIdx.x) / kGroupThreads * kKeys);
+            return (job.first_tile + step) * kBc +
+                   (kIsProduced ? 0 : static_cast<int32>(threadIdx.x) / kGroupThreads * kKeys);
         }
         // Finds the pages of a step ahead of its copy, which would wait for them.
         __device__ __forceinline__ void look_up(const Segment& segment, int32 step) {

@@ -301,8 +301,7 @@ class DecodeWarp {
         softmax_.move_row_shift(highest, scores, rescale);
         if (warp() == 0 && lane() < 4)
 #pragma unroll
-            for (int i = 0; i < Scores::kRows; ++i)
-                common::store_shared(to + kFactors + own_row(i) * 4, rescale[i]);
+            for (int i = 0; i < Scores::kRows; ++i) common::store_shared(to + kFactors + own_row(i) * 4, rescale[i]);
         Probabilities p;
 #pragma unroll
         for (int i = 0; i < Scores::kRows; ++i) p.set(i, 0, scores(i, 0), scores(i, 1));
