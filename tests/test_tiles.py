@@ -187,9 +187,10 @@ def test_an_illegal_tile_of_parts_is_refused(operation, tile, reason):
     ("columns", "tile", "reason"),
     [
         ((576, 512), TileConfig(8, 64, 8, 2), "b_r=8"),
+        ((576, 512), TileConfig(64, 64, 12, 2), "b_r=64"),
         ((576, 512), TileConfig(16, 128, 8, 2), "b_c=128"),
         ((576, 512), TileConfig(16, 64, 4, 2), "num_warps=4"),
-        ((576, 512), TileConfig(64, 64, 8, 2, cluster=2), "shared memory"),
+        ((576, 512), TileConfig(16, 64, 8, 3), "num_stages=3"),
         ((576, 576), TileConfig(16, 64, 8, 2), "head_dim_v=576"),
         ((512, 512), TileConfig(16, 64, 8, 2), "head_dim=512"),
     ],
@@ -591,11 +592,11 @@ def rows_of_some_sizes() -> set[int]:
                 call = dataclasses.replace(problem(head_dim=entry.head_dim), seqlen_q=tile.b_r, seqlen_k=tile.b_c)
                 assert choose_tile_of(operation, family, call.with_settings(settings), H100) == tile
                 found.add(number)
-        elif entry.most_jobs < math.inf:
-            jobs = int(entry.most_jobs * H100.multiprocessors)
+        elif entry.most_jobs < math.inf or entry.most_rows < math.inf:
+            jobs = int(min(entry.most_jobs, 1) * H100.multiprocessors)
             keys = int(min(entry.most_keys, 1 << 20) * H100.multiprocessors / jobs)
             call = problem(head_dim=entry.head_dim, num_heads=jobs, head_dim_v=entry.head_dim_v)
-            call = dataclasses.replace(call, seqlen_q=1, seqlen_k=keys)
+            call = dataclasses.replace(call, seqlen_q=entry.tile.b_r, seqlen_k=keys)
             assert choose_tile_of(operation, family, call, H100) == entry.tile
             found.add(position)
     return found

@@ -78,6 +78,8 @@ class TileRow:
     most_keys : float
         The row applies only to calls of ``decode`` whose jobs have at most so many keys for each multiprocessor. These
         are all rows of the cache, since the tile must not depend on lengths.
+    most_rows : float
+        The row applies only to calls of ``decode`` with at most so many rows, queries of the heads that share keys.
     head_dim_v : int or None
         The largest of v, padded; None is that of q. Rows that have one stand behind those that serve equal head
         dimensions up to it.
@@ -93,6 +95,7 @@ class TileRow:
     least_saving: float = 0
     most_jobs: float = math.inf
     most_keys: float = math.inf
+    most_rows: float = math.inf
 
 
 class Family(ABC):

@@ -8,8 +8,9 @@ from .tile import TileConfig
 
 __all__ = ["SM90_LATENT", "Sm90Latent"]
 
+_H200 = "NVIDIA H200, 2026-11-28"
 _COLUMNS = 576, 512  # of k, and those of v among them
-_KEYS, _MULTIPLIERS = 64, 8  # of a tile; warps that multiply, beside producers
+_KEYS, _MULTIPLIERS, _PRODUCERS = 64, 8, 4  # of a tile; warps that multiply, and those beside them, if there are any
 
 
 class Sm90Latent(Family):
@@ -28,11 +29,15 @@ class Sm90Latent(Family):
     divides_rows = False
     backward_owns = "queries"
     default_methods = ()
-    # Their b_r is the most rows of a tile.
+    # Their b_r is the most rows of a tile. Clusters merge the parts of few jobs; with more, they leave multiprocessors
+    # idle. Up to 32 rows the memory is the limit, and producers keep more copies under way. The registers of 64 rows
+    # leave none to producers.
     tiles = {
         "decode": (
-            TileRow(576, TileConfig(64, _KEYS, 8, 2, cluster=8), most_jobs=1 / 8, head_dim_v=512),
-            TileRow(576, TileConfig(64, _KEYS, 8, 2), head_dim_v=512),
+            TileRow(576, TileConfig(32, 64, 8, 2, cluster=8), _H200, most_jobs=1 / 32, most_rows=32, head_dim_v=512),
+            TileRow(576, TileConfig(32, 64, 12, 2), _H200, most_rows=32, head_dim_v=512),
+            TileRow(576, TileConfig(64, 64, 8, 2, cluster=8), _H200, most_jobs=1 / 16, head_dim_v=512),
+            TileRow(576, TileConfig(64, 64, 8, 2), _H200, head_dim_v=512),
         )
     }
 
@@ -64,10 +69,10 @@ class Sm90Latent(Family):
             return reason
         if tile.b_c != _KEYS:
             return f"b_c={tile.b_c} is not {_KEYS}"
-        if tile.num_warps - _MULTIPLIERS not in (0, 4):
-            return f"num_warps={tile.num_warps} is not {_MULTIPLIERS} or {_MULTIPLIERS + 4}"
-        if tile.b_r not in (16, 32, 64):
-            return f"b_r={tile.b_r} is not 16, 32 or 64"
+        if tile.num_warps - _MULTIPLIERS not in (0, _PRODUCERS):
+            return f"num_warps={tile.num_warps} is not {_MULTIPLIERS} or {_MULTIPLIERS + _PRODUCERS}"
+        if tile.b_r not in (16, 32, 64) or (tile.b_r == 64 and tile.num_warps > _MULTIPLIERS):
+            return f"b_r={tile.b_r} is not 16, 32 or, without producers, 64"
         return None if tile.num_stages == 2 else f"num_stages={tile.num_stages} is not 2"
 
 

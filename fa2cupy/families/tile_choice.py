@@ -247,7 +247,9 @@ def saves(row: TileRow, rows: Sequence[TileRow], problem: AttentionProblem) -> b
 
 
 def _suits_jobs(row: TileRow, problem: AttentionProblem, device: DeviceInfo, *, for_any_batch: bool) -> bool:
-    """True if a call of ``decode`` has as many jobs and keys as the row is for."""
+    """True if a call of ``decode`` has as many rows, jobs and keys as the row is for."""
+    if problem.seqlen_q * problem.heads_per_group > row.most_rows:
+        return False
     if not row.least_jobs and row.most_jobs == math.inf:
         return True
     if for_any_batch:
