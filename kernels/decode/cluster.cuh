@@ -7,6 +7,9 @@
 //   items [block][share]                    that block             this one
 //   statistics [block][kBr]                 that block             this one
 //
+// Where shared memory has no room for a whole O beside the slots, a block leaves its partial in the workspace, where
+// those of its cluster read their shares.
+//
 // Item i of a row tile (partials.cuh) is in the share of block i % kCluster. The workspace has the share of each block:
 // items, then the statistic of each of them.
 #pragma once

@@ -4,21 +4,23 @@
 //   block   a stretch of the line of all steps (work.cuh): segments of jobs, one after the other
 //   warp    16 or 32 keys of each step, against all kBr rows of the job, with an O of its own, or, where O is wide, a part
 //           of its columns beside other sharers of the keys, a group. Groups copy their keys themselves, through a ring of
-//           kStages slots of their own, so that no barrier of the block is in the main loop
+//           kStages slots of their own, so that no barrier of the block is in the main loop. A single group may have
+//           producers beside it, warps that only copy
 //
 // At the end of a segment the block merges the warps' O and statistics, and stores them as results, or in the workspace if other
 // blocks have steps of the same job: the last of these merges all (partials.cuh). Meanwhile the keys of the next segment are
 // on their way, into all slots but the one through which the warps exchange O.
 //
 //   shared memory                         written by             read by
-//   Q [2][kBr rows]                       all warps              all warps; one of this segment, one of the next
+//   Q [kQueries][kBr rows]                all warps              all warps; one of this segment, one of the next
 //   slots [group][kStages][K, V][keys]    the group              the group
 //   O [group][16 rows], in a free slot    the group              all warps
 //   statistics [group][kBr]               the group              all warps
 //
 // Barriers: one at the beginning of a segment, at its end one behind every 16 rows of O and one between them, and those of
 // a merge of blocks.
-// The arithmetic of a warp is that of its family: DecodeWarp of sm80/decode.cuh and simt/decode.cuh.
+// The arithmetic of a warp is that of its family: DecodeWarp of sm80/decode.cuh, simt/decode.cuh and
+// sm90_latent/decode.cuh.
 #pragma once
 #include "decode/cache.cuh"
 #include "decode/cluster.cuh"
@@ -134,8 +136,8 @@ struct Decode {
             if constexpr (Warp::kRefills) load(segment, segment.begin + kStages - 1);
             return segment.begin;
         }
-        // The slot with the keys of a step, after which the slot of the step before is filled again, unless `release`
-        // does that.
+        // The slot with the keys of a step, after which the slot of the step before is filled again, unless the step or
+        // `release` does that.
         __device__ __forceinline__ const char* acquire(const Segment& segment, int32 step) {
             Warp::template wait<Warp::kRefills ? kStages - 1 : kStages - 2>();
             Warp::sync();
@@ -144,7 +146,7 @@ struct Decode {
             taken = taken + 1 == kStages ? 0 : taken + 1;
             return slot;
         }
-        // Fills the slot of a step again.
+        // Fills the slot of a step again as soon as its group has read it: copies of kStages steps are then under way.
         __device__ __forceinline__ void release(const Segment& segment, int32 step) {
             if constexpr (Warp::kRefills) {
                 Warp::sync();

@@ -64,8 +64,10 @@ class DecodeWarp {
   public:
     static constexpr int kD = Spec::kHeadDim, kDv = Spec::kHeadDimV;
     static constexpr int kSharers = 8, kKeys = Spec::kBc, kProducers = Spec::kWarps - kSharers;
-    static constexpr bool kValuesInKeys = true, kCopiesMeanwhile = Spec::kBr == 64 && kProducers == 0,
-                          kRefills = !kCopiesMeanwhile;
+    static constexpr bool kValuesInKeys = true;
+    // A slot is filled again as soon as it is free, but for 64 rows, whose arithmetic is the limit, while the scores of the
+    // next step are computed.
+    static constexpr bool kCopiesMeanwhile = Spec::kBr == 64, kRefills = !kCopiesMeanwhile;
 
   private:
     using Element = typename Spec::Element;
