@@ -317,7 +317,7 @@ def _families() -> dict[str, tuple[str, ...]]:
     """The dtypes of each public name."""
     dtypes: dict[str, tuple[str, ...]] = {}
     for one in FAMILIES:
-        dtypes[one.public_name] = dtypes.get(one.public_name, ()) + one.dtypes
+        dtypes[one.public_name] = tuple(dict.fromkeys(dtypes.get(one.public_name, ()) + one.dtypes))
     return dtypes
 
 

@@ -119,7 +119,7 @@ def of_family(device: DeviceInfo, family: Family, dtype: str, head_dims: Sequenc
     for head_dim in head_dims:
         yield merge_spec(device, dtype, head_dim)
         if "decode" in family.operations:
-            yield from decode_specs(device, dtype, head_dim)
+            yield from decode_specs(device, dtype, *columns_of_decode(family, head_dim))
         if family.has_kernels("jvp"):
             yield from second_order_specs(device, dtype, head_dim, causal=True)
 
@@ -138,10 +138,15 @@ def of_features(device: DeviceInfo, family: Family, dtype: str) -> Iterator[Kern
                 device, dtype, 64, False, method, family.public_name, features=features, functions=functions
             )
     if "decode" in family.operations:
-        yield from decode_specs(device, dtype, 64, features=OPERATIONS["decode"].features)
+        yield from decode_specs(device, dtype, *columns_of_decode(family, 64), features=OPERATIONS["decode"].features)
     if family.has_kernels("jvp"):
         features = ("bias", "sink", "softcap", "dropout_p", *OF_TANGENTS, "return_dbias", "return_dsink")
         yield from second_order_specs(device, dtype, 64, causal=True, features=features)
+
+
+def columns_of_decode(family: Family, head_dim: int) -> tuple[int, int]:
+    """Returns the columns of k and v in a cache: those of latent attention for a family that has no others."""
+    return (head_dim, head_dim) if family.why_not_columns(head_dim, head_dim) is None else (576, 512)
 
 
 def has_method(family: Family, method: str | None) -> bool:

@@ -32,6 +32,7 @@ CATCHES = mutant.CATCHES | {
 #: Devices: one with blocks that have parts of several jobs, one with enough blocks for two levels of merges.
 FEW = dataclasses.replace(DeviceInfo.named("sm_90"), multiprocessors=2)
 MANY = dataclasses.replace(DeviceInfo.named("sm_80"), multiprocessors=23)
+AMPERE = dataclasses.replace(DeviceInfo.named("sm_80"), multiprocessors=2)
 #: One with three clusters for a job.
 CLUSTERS = dataclasses.replace(FEW, multiprocessors=34)
 
@@ -46,6 +47,9 @@ TWO_CLUSTERS = dataclasses.replace(ONE_CLUSTER, lengths=(2000,))
 TOO_LONG = dataclasses.replace(DENSE, lengths=(91, 90), capacity=92)
 WIDE = Case("float16", (90, 140), heads=(3, 1), head_dim=264)
 LATENT = Case("float16", (90, 140), heads=(3, 1), head_dim=576, head_dim_v=512, page_size=16)
+LATENT_HOPPER = dataclasses.replace(LATENT, heads=(24, 1), lengths=(400, 340))
+LATENT_ROWS = dataclasses.replace(LATENT_HOPPER, heads=(40, 1))
+LATENT_CLUSTERS = dataclasses.replace(LATENT_ROWS, lengths=(1400,))
 PAIR = dataclasses.replace(PAGED, head_dim=40, head_dim_v=72)
 PAIR_IEEE = dataclasses.replace(PAIR, dtype="float32")
 
@@ -144,12 +148,12 @@ MUTANTS = (
     Mutant("a group of one block", "return (count - 1) % size == 0 ? size + 1 : size;", "return size;", "unwritten",
            TWO_JOBS, device=dataclasses.replace(FEW, multiprocessors=24)),
     Mutant("queries before they are there", "__syncthreads();  // all of Q is there", "__syncwarp();  //", "race"),
-    Mutant("keys before they are there", "wait();\n            Warp::sync();\n            load", "load", "race",
+    Mutant("keys before they are there", "kStages - 2>();\n            Warp::sync();", "kStages - 1>();", "race",
            dataclasses.replace(DENSE, lengths=(900, 90))),
     Mutant("a slot that is still read", "filled = taken;", "filled = taken == 0 ? kStages - 1 : taken - 1;",
            "uninitialised"),
     Mutant("steps of the block before again", "? position - job.start : 0", "? 0 : 0", "counter"),
-    Mutant("every warp the same keys", "static_cast<int32>(threadIdx.x) / kGroupThreads * kKeys;", "0;", "numbers"),
+    Mutant("every warp the same keys", "static_cast<int32>(threadIdx.x) / kGroupThreads * kKeys", "0", "numbers"),
     Mutant("heads of a group in another order", "packed - query * params.heads_per_group;",
            "params.heads_per_group - 1 - (packed - query * params.heads_per_group);", "numbers"),
     Mutant("rows that are queries", "of_queries.end_key(row / heads_per_group)", "of_queries.end_key(row)", "numbers",
@@ -162,8 +166,50 @@ MUTANTS = (
     Mutant("columns of O of one sharer by both", "return kSharers > 1 ? threadIdx.x / 32 % kSharers : 0;", "return 0;",
            "race", WIDE),
     Mutant("values behind the keys that hold them", "(kValuesInKeys ? 0 : kKeyBytes), 0", "kKeyBytes, 0",
-           "uninitialised", LATENT),
-    Mutant("values in columns that end with them", "kValuesInKeys ? kD : kDv>", "kDv>", "numbers", LATENT),
+           "race", LATENT, device=AMPERE),
+    Mutant("values in columns that end with them", "kValuesInKeys ? kD : kDv>", "kDv>", "numbers", LATENT,
+           device=AMPERE),
+    # Latent attention on Hopper
+    Mutant("keys for wgmma without a fence", "cp_async_wait<kPending>();\n        sm90::async_proxy_fence();",
+           "cp_async_wait<kPending>();", "proxy", LATENT_ROWS),
+    Mutant("keys of producers without a fence", "filled_at(slot), turn);\n            sm90::async_proxy_fence();",
+           "filled_at(slot), turn);", "proxy", LATENT_HOPPER),
+    Mutant("keys before producers have copied them", "sm90::mbarrier_wait(filled_at(slot), turn);", "", "race",
+           LATENT_HOPPER),
+    Mutant("a slot that producers fill while it is read", "sm90::mbarrier_wait(free_at(slot), turn ^ 1);", "",
+           "deadlock", LATENT_HOPPER),
+    Mutant("P that the other group still reads", "wait_filled(this->taken, turn);\n            Warp::sync();",
+           "wait_filled(this->taken, turn);", "race", LATENT_HOPPER),
+    Mutant("P for wgmma without a fence", "value[2 * n + 1][1]));\n            sm90::async_proxy_fence();",
+           "value[2 * n + 1][1]));", "proxy", LATENT_HOPPER),
+    Mutant("rows of the first group of queries for both", "shared_address(q) + group() * kGroupRows * kPanelRowBytes",
+           "shared_address(q)", "numbers", LATENT_HOPPER),
+    Mutant("columns of the first group for both", "keys + group() * kGroupPanels * KTile::kPanelBytes", "keys",
+           "numbers", LATENT_HOPPER),
+    Mutant("P in the rows of the first group", "row = group() * kGroupRows + lane() % 8", "row = lane() % 8", "race",
+           LATENT_HOPPER),
+    Mutant("keys of other warps", "chunk = 2 * warp() + lane() / 8 % 2", "chunk = lane() / 8 % 2", "race",
+           LATENT_HOPPER),
+    Mutant("P of the other group that is not there", "p.store(to);\n        sync();",
+           "p.store(to);\n        group_sync();", "race", LATENT_HOPPER),
+    Mutant("maxima that are not there", "highest[i]);\n        group_sync();", "highest[i]);\n        __syncwarp();",
+           "race", LATENT_HOPPER),
+    Mutant("the maximum of one warp's keys", "for (int w = 0; w < 4; ++w)\n                highest[i]",
+           "for (int w = 0; w < 1; ++w)\n                highest[i]", "numbers", LATENT_HOPPER),
+    Mutant("the sum of one warp's keys", "for (int w = 0; w < 4; ++w) sum", "for (int w = 0; w < 1; ++w) sum",
+           "numbers", LATENT_HOPPER),
+    Mutant("factors of the first rows for all", "(8 * n + lane() % 4 * 2) * 4, factor", "lane() % 4 * 2 * 4, factor",
+           "numbers", LATENT_HOPPER),
+    Mutant("shifts without a vote", "if (!sm80::barrier_all(kOfBoth, kThreads, fits)) return false;",
+           "if (!sm80::barrier_all(kOfBoth, kThreads, true)) return false;", "numbers",
+           dataclasses.replace(LATENT_HOPPER, lengths=(400, 400), page_size=None, dominant=192)),
+    Mutant("a slot that wgmma reads", "Warp::sync();\n                load(segment, step + kStages);",
+           "load(segment, step + kStages);", "race",
+           dataclasses.replace(LATENT_CLUSTERS, heads=(16, 1), lengths=(6200,)), device=CLUSTERS),
+    Mutant("no keys of the next step", "meanwhile();\n        sm90::wgmma_wait<0>();", "sm90::wgmma_wait<0>();",
+           "uninitialised", LATENT_ROWS),
+    Mutant("parts of the first block of a cluster for all", "(3 * (worker - rank + s) + 1, row);",
+           "(3 * (worker - rank) + 1, row);", "numbers", LATENT_CLUSTERS, device=CLUSTERS),
     # Clusters
     Mutant("shares that are still sent", "wait();\n        const auto statistics",
            "__syncthreads();\n        const auto statistics", "uninitialised", ONE_CLUSTER, device=CLUSTERS),

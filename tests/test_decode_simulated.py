@@ -81,6 +81,34 @@ def test_more_than_256_columns(launched, dtype, pair):
     assert {(stage.spec.head_dim, stage.spec.head_dim_v or stage.spec.head_dim) for stage in launched} == {pair}
 
 
+#: Calls of latent attention, and the rows, warps and cluster of their tiles; everyday tests take the first three.
+LATENT = {"head_dim": 576, "head_dim_v": 512}
+LATENT_CALLS = (
+    (Case("bfloat16", (70, 0, 130), heads=(128, 1), page_size=48, num_new=3, **LATENT), {}, FEW, (64, 8, 1)),
+    (Case("float16", (17, 330), heads=(16, 1), num_new=1, **LATENT), {"sink": True}, H100, (16, 8, 8)),
+    (Case("bfloat16", (5, 0, 200), heads=(16, 1), seqlen_q=2, num_new=2, **LATENT), {"causal": True}, FEW, (32, 12, 1)),
+    (Case("bfloat16", (17, 200), heads=(16, 1), layout="bhsd", **LATENT), {}, FEW, (16, 12, 1)),
+    (
+        Case("float16", (9, 330), heads=(26, 2), seqlen_q=3, page_size=16, **LATENT),
+        {"window": (100, 0), "sink": True, "alibi_slopes": "batch"},
+        FEW,
+        (64, 8, 1),
+    ),
+    (Case("bfloat16", (1300,), heads=(40, 1), **LATENT), {}, CLUSTERS, (64, 8, 8)),
+    (Case("bfloat16", (600, 20), heads=(24, 2), seqlen_q=4, **LATENT), {"window": (90, 0)}, CLUSTERS, (64, 8, 8)),
+)
+
+
+@pytest.mark.sample(case=[case for case, *_ in LATENT_CALLS[:3]])
+@pytest.mark.parametrize(("case", "options", "device", "wanted"), LATENT_CALLS, ids=lambda one: str(one)[:60])
+def test_latent_attention_on_hopper(monkeypatch, case, options, device, wanted):
+    with simulated_gpu(monkeypatch, device, seed=1) as launched:
+        check(on_device, case, **options)
+    specs = {stage.spec for stage in launched}
+    assert {spec.folder for spec in specs} == {"sm90_latent"}
+    assert {(spec.tile.b_r, spec.tile.num_warps, spec.tile.cluster) for spec in specs} == {wanted}
+
+
 #: Calls, and the cluster and the keys of their tiles; everyday tests take the first four.
 CLUSTERED = (
     (Case("bfloat16", (1,), head_dim=128, heads=(8, 1)), {}, (8, 128)),

@@ -67,6 +67,20 @@ def test_more_than_256_columns(dtype, pair, page_size):
     check(on_gpu, Case(dtype, (500, 20), heads=(128, 1), **sizes), sink=True)
 
 
+@pytest.mark.parametrize("heads", [16, 32, 64, 128])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_latent_attention(dtype, heads):
+    """Tiles of 16, 32 and 64 rows, alone and in clusters, whole sequences and parts; results have equal bits."""
+    sizes = {"head_dim": 576, "head_dim_v": 512, "heads": (heads, 1)}
+    for lengths in ((0, 1, 47, 64, 1023, 3000), (20_000,), (*range(900, 1300, 4),)):
+        check(on_gpu, Case(dtype, lengths, num_new=2, seqlen_q=2, page_size=16, **sizes), causal=True)
+        check(on_gpu, Case(dtype, lengths, **sizes), window=(700, 0), sink=True, alibi_slopes="batch")
+        q, *caches, ends, _ = Case(dtype, lengths, **sizes).arguments()
+        found = [on_gpu(q, *caches, ends) for _ in range(2)]
+        for one, other in zip(*found, strict=True):
+            np.testing.assert_array_equal(one.view(f"u{one.itemsize}"), other.view(f"u{other.itemsize}"))
+
+
 @pytest.mark.parametrize("seqlen_q", [1, 4, 9])
 @pytest.mark.parametrize("heads", [(8, 8), (32, 8), (8, 1), (16, 1)])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])

@@ -22,6 +22,7 @@ from fa2cupy.families.family import Family, Kernel
 from fa2cupy.families.kept_bias import kept_biases
 from fa2cupy.families.operations import OPERATIONS, TILED
 from fa2cupy.families.registry import FAMILIES, choose_family, family_of_kernel
+from fa2cupy.families.sm90_latent import SM90_LATENT
 from fa2cupy.families.tile_choice import choose_tile as choose_tile_of
 from fa2cupy.jit.compiler import compile_source
 from fa2cupy.jit.source import render_kernel
@@ -182,6 +183,22 @@ def test_an_illegal_tile_of_parts_is_refused(operation, tile, reason):
     assert family.why_not_shape(Kernel(operation, "float32", 144, 144), tile) == "head_dim=144 is above 128"
 
 
+@pytest.mark.parametrize(
+    ("columns", "tile", "reason"),
+    [
+        ((576, 512), TileConfig(8, 64, 8, 2), "b_r=8"),
+        ((576, 512), TileConfig(64, 64, 12, 2), "b_r=64"),
+        ((576, 512), TileConfig(16, 128, 8, 2), "b_c=128"),
+        ((576, 512), TileConfig(16, 64, 4, 2), "num_warps=4"),
+        ((576, 512), TileConfig(16, 64, 8, 3), "num_stages=3"),
+        ((576, 576), TileConfig(16, 64, 8, 2), "head_dim_v=576"),
+        ((512, 512), TileConfig(16, 64, 8, 2), "head_dim=512"),
+    ],
+)
+def test_an_illegal_tile_of_latent_attention_is_refused(columns, tile, reason):
+    assert reason in SM90_LATENT.why_illegal(Kernel("decode", "bfloat16", *columns), tile, H100)
+
+
 #: The numbers of stages that each kernel can have, from the least to the most.
 STAGES = {
     "sm90": {
@@ -195,6 +212,7 @@ STAGES = {
         "backward_one_tile": (1, 1), "backward_one_tile_dbias": (1, 1),
     },
     "sm90_float32": {"forward": (1, 4), "backward": (1, 4), "backward_dq": (1, 4), "backward_dkdv": (1, 4)},
+    "sm90_latent": {"decode": (2, 2)},
     "sm80_float32": {"forward": (1, 1), "backward_dq": (1, 2), "backward_dkdv": (1, 2)},
     "sm80_float64": {
         "forward": (1, 1), "backward": (1, 2), "backward_dq": (1, 1), "backward_dkdv": (1, 2),
@@ -216,10 +234,11 @@ def test_every_kernel_has_the_stages_that_its_main_loop_knows():
     assert {family.name: set(family.operations) for family in FAMILIES} == {
         kernel: set(of_kernel) for kernel, of_kernel in STAGES.items()
     }
-    for family, head_dim in itertools.product(FAMILIES, (32, 64, 96, 128, 160, 256)):
+    kinds = [(family, (n, n)) for family in FAMILIES for n in (32, 64, 96, 128, 160, 256) if family != SM90_LATENT]
+    for family, (head_dim, head_dim_v) in (*kinds, (SM90_LATENT, (576, 512))):
         dtype, padded = family.dtypes[0], family.padded_head_dim(head_dim)
         for operation, (least, most) in STAGES[family.name].items():
-            kernel = Kernel(operation, dtype, padded, padded)
+            kernel = Kernel(operation, dtype, padded, family.padded_head_dim(head_dim_v))
             rows = (row.tile for row in family.tiles[operation] if row.head_dim >= padded)
             tile = next((tile for tile in rows if not family.why_not_shape(kernel, tile)), None)
             if tile is None:
@@ -464,7 +483,7 @@ def chosen_rows() -> set[int]:
                     # Wide rows of float64 exceed the shared memory of GPUs before Ampere, and on tensor cores that of
                     # GeForce, wide rows of two parts that of Ampere, and dK and dV of two parts, beside dQ, that of
                     # all GPUs. Two stages of keys and values of float64 exceed that of small GPUs.
-                    if operation == "decode" and (device in OLDER or dtype == "float64"):
+                    if operation == "decode" and (device in OLDER or dtype == "float64" or row == SM90_LATENT):
                         continue
                     if (row.name, operation) in NARROW and max(head_dim, call.columns_of("v")) > 128:
                         continue
@@ -600,11 +619,11 @@ def rows_of_some_sizes() -> set[int]:
                 call = dataclasses.replace(problem(head_dim=entry.head_dim), seqlen_q=tile.b_r, seqlen_k=tile.b_c)
                 assert choose_tile_of(operation, family, call.with_settings(settings), H100) == tile
                 found.add(number)
-        elif entry.most_jobs < math.inf:
-            jobs = int(entry.most_jobs * H100.multiprocessors)
+        elif entry.most_jobs < math.inf or entry.most_rows < math.inf:
+            jobs = int(min(entry.most_jobs, 1) * H100.multiprocessors)
             keys = int(min(entry.most_keys, 1 << 20) * H100.multiprocessors / jobs)
-            call = problem(head_dim=entry.head_dim, num_heads=jobs)
-            call = dataclasses.replace(call, seqlen_q=1, seqlen_k=keys)
+            call = problem(head_dim=entry.head_dim, num_heads=jobs, head_dim_v=entry.head_dim_v)
+            call = dataclasses.replace(call, seqlen_q=entry.tile.b_r, seqlen_k=keys)
             assert choose_tile_of(operation, family, call, H100) == entry.tile
             found.add(position)
     return found

@@ -147,10 +147,16 @@ def choices_with_copies(
         if choice is not None:
             return [choice]
     refusals = []
-    for family in supporting_families(call, problem.dtype, device, options.family, problem.features, options.precision):
+    families = supporting_families(call, problem.dtype, device, options.family, problem.features, options.precision)
+    for family in families:
         problem, strides = taken_by(family)
         if call == "decode":
-            tile = decode_tile(family, problem, device, for_any_batch=options.num_splits is not None)
+            try:
+                tile = decode_tile(family, problem, device, for_any_batch=options.num_splits is not None)
+            except UnsupportedProblemError:
+                if family is families[-1]:
+                    raise
+                continue
             return [Choice(family, {"decode": tile})]
         owners = _ways_of_dbias(call, family, problem, device, strides, options, is_launched)
         choices: list[Choice] = []
@@ -268,8 +274,10 @@ def _choice_of_few_queries(problem: AttentionProblem, device: DeviceInfo, taken_
     """
     if problem.is_packed or not set(problem.features) <= set(OPERATIONS["decode"].features):
         return None
+    columns = problem.head_dim, problem.columns_of("v")
     for family in FAMILIES:
-        if family.supports("decode", problem.dtype, device) and "decode" in family.operations:
+        has_it = family.supports("decode", problem.dtype, device) and "decode" in family.operations
+        if has_it and family.why_not_columns(*columns) is None:
             problem, _ = taken_by(family)
             try:
                 most = default_tile(family, "decode", problem, device).b_r

@@ -79,6 +79,8 @@ class TileRow:
     most_keys : float
         The row applies only to calls of ``decode`` whose jobs have at most so many keys for each multiprocessor. These
         are all rows of the cache, since the tile must not depend on lengths.
+    most_rows : float
+        The row applies only to calls of ``decode`` with at most so many rows, queries of the heads that share keys.
     head_dim_v : int or None
         The largest of v, padded; None is that of q. Rows that have one stand behind those that serve equal head
         dimensions up to it.
@@ -94,6 +96,7 @@ class TileRow:
     least_saving: float = 0
     most_jobs: float = math.inf
     most_keys: float = math.inf
+    most_rows: float = math.inf
 
 
 class Family(ABC):
@@ -147,6 +150,8 @@ class Family(ABC):
         The numbers of keys for which it has forwards whose blocks keep the bias; empty if it has none.
     least_warps : int
         The compiler limits registers as if at least so many warps were on a multiprocessor.
+    divides_rows : bool
+        True if clusters of ``decode`` that are left over take a part of the rows, for which they read the keys again.
     costs : Costs or None
         The constants of estimated times, if there are any.
     query_rows, key_rows, warps : sequence of int
@@ -176,6 +181,7 @@ class Family(ABC):
     split_operations: tuple[str, ...] = ()
     kept_keys: tuple[int, ...] = ()
     least_warps: int = 0
+    divides_rows: bool = True
     costs: Costs | None = None
     query_rows: tuple[int, ...] = (8, 16, 32, 64, 96, 128, 192, 256)
     key_rows: tuple[int, ...] = (8, 16, 32, 64, 96, 128, 192, 256)

@@ -13,11 +13,12 @@ from .sm80_float32 import SM80_FLOAT32
 from .sm80_float64 import SM80_FLOAT64
 from .sm90 import SM90
 from .sm90_float32 import SM90_FLOAT32
+from .sm90_latent import SM90_LATENT
 
 __all__ = ["FAMILIES", "choose_family", "family_of_decode", "family_of_kernel", "supporting_families"]
 
 #: The families in the order in which they are tried.
-FAMILIES: tuple[Family, ...] = (SM90, SM90_FLOAT32, SM80, SM80_FLOAT32, SM80_FLOAT64, SIMT)
+FAMILIES: tuple[Family, ...] = (SM90, SM90_LATENT, SM90_FLOAT32, SM80, SM80_FLOAT32, SM80_FLOAT64, SIMT)
 
 
 def choose_family(
@@ -84,7 +85,7 @@ def _of_columns(families: Sequence[Family], operation: str, columns: tuple[int, 
 
 def family_of_decode(dtype: str) -> Family:
     """The family whose kernel of ``decode`` takes a dtype, on every GPU that has one."""
-    return next(one for one in FAMILIES if dtype in one.dtypes and "decode" in one.operations)
+    return next(one for one in reversed(FAMILIES) if dtype in one.dtypes and "decode" in one.operations)
 
 
 def supporting_families(
@@ -120,7 +121,8 @@ def _listed_families() -> str:
     """The families, those with the same public name and GPUs as one."""
     dtypes: dict[tuple[str, str], tuple[str, ...]] = {}
     for one in FAMILIES:
-        dtypes[one.public_name, one.gpus] = dtypes.get((one.public_name, one.gpus), ()) + one.dtypes
+        known = dtypes.get((one.public_name, one.gpus), ())
+        dtypes[one.public_name, one.gpus] = tuple(dict.fromkeys(known + one.dtypes))
     return ", ".join(f"{name} ({', '.join(of)}; {gpus})" for (name, gpus), of in dtypes.items())
 
 

@@ -176,7 +176,8 @@ def decode_tile(
     tile = default_tile(family, "decode", problem, device, for_any_batch=for_any_batch)
     kernel, rows = Kernel.of("decode", problem), problem.heads_per_group * problem.seqlen_q
     # Clusters that are left over take half of the rows, which their blocks merge in half the time.
-    clusters = device.resident_clusters(tile.cluster) if tile.cluster > 1 else 0
+    divides = tile.cluster > 1 and family.divides_rows
+    clusters = device.resident_clusters(tile.cluster) if divides else 0
     while family.why_illegal(kernel, half := replace(tile, b_r=tile.b_r // 2), device) is None:
         if rows > half.b_r and _jobs(problem, half) > clusters:
             break
@@ -267,7 +268,9 @@ def saves(row: TileRow, rows: Sequence[TileRow], problem: AttentionProblem) -> b
 
 
 def _suits_jobs(row: TileRow, problem: AttentionProblem, device: DeviceInfo, *, for_any_batch: bool) -> bool:
-    """True if a call of ``decode`` has as many jobs and keys as the row is for."""
+    """True if a call of ``decode`` has as many rows, jobs and keys as the row is for."""
+    if problem.seqlen_q * problem.heads_per_group > row.most_rows:
+        return False
     if not row.least_jobs and row.most_jobs == math.inf:
         return True
     if for_any_batch:

@@ -175,14 +175,16 @@ def decode_specs(
     all combined. Forwards with few queries have the same kernels.
     """
     specs: dict[KernelSpec, None] = {}
-    family = choose_family("decode", dtype, device)
+    family = choose_family("decode", dtype, device, columns=(head_dim, head_dim_v or head_dim))
     tiles = family.tiles["decode"]
     jobs = {1, *(math.ceil(row.least_jobs * device.multiprocessors) for row in tiles if row.least_jobs)}
     jobs |= {int(row.most_jobs * device.multiprocessors) + 1 for row in tiles if row.most_jobs < math.inf}
     clusters = {row.tile.cluster for row in tiles if row.tile.cluster > 1}
     jobs |= {device.resident_clusters(cluster) // 2 + 1 for cluster in clusters}  # from which on none is left over
     keys = {0, *(row.most_keys for row in tiles if row.most_keys < math.inf)}
-    for batch, most_keys, rows in itertools.product(sorted(jobs), sorted(keys), (1, 2, 4, 8, 16, 32)):
+    most_rows = max(32, *(row.tile.b_r for row in tiles))
+    all_rows = [rows for rows in (1, 2, 4, 8, 16, 32, 64) if rows <= most_rows]
+    for batch, most_keys, rows in itertools.product(sorted(jobs), sorted(keys), all_rows):
         length = max(_ROWS, int(most_keys * device.multiprocessors / batch) + 1)
         (keywords,) = _examples(features, dtype, {})
         q, k_cache = _array((batch, rows, 1, head_dim), dtype), _array((batch, length, 1, head_dim), dtype)

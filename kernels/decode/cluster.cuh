@@ -7,6 +7,9 @@
 //   items [block][share]                    that block             this one
 //   statistics [block][kBr]                 that block             this one
 //
+// Where shared memory has no room for a whole O beside the slots, a block leaves its partial in the workspace, where
+// those of its cluster read their shares.
+//
 // Item i of a row tile (partials.cuh) is in the share of block i % kCluster. The workspace has the share of each block:
 // items, then the statistic of each of them.
 #pragma once
@@ -60,13 +63,16 @@ struct Shares {
     static constexpr int kShare = ceil_div(Spec::kBr * kItems, kCluster);  // items
     static constexpr int kItemBytes = 16;
     static constexpr int kFirstStatistic = kCluster * kShare * kItemBytes;
-    static constexpr int kBytes = kFirstStatistic + kCluster * Spec::kBr * sizeof(Statistic);
+    // Where shared memory does not hold a whole O beside the slots, the blocks leave their partials in the workspace.
+    static constexpr bool kInShared = kFirstStatistic < 1 << 16;
+    static constexpr int kBytes = kInShared ? kFirstStatistic + kCluster * Spec::kBr * sizeof(Statistic) : 0;
     static constexpr int kShareElements = kShare * (kVector + 2);
-    static_assert(sizeof(typename Partials::Accum) == 4 && kCluster * kShareElements <= 3 * Partials::kPartialElements);
+    static constexpr int kWorkerElements = kInShared ? kShareElements : 3 * Partials::kPartialElements;
+    static_assert(sizeof(typename Partials::Accum) == 4 && kShareElements <= Partials::kPartialElements);
 
     const Partials& partials;
     const char* smem;
-    int32 rank;
+    int32 rank, worker;
 
     // Tells the other blocks that this one runs, and waits for them: only then has their shared memory begun.
     __device__ __forceinline__ static void begin() {
@@ -78,6 +84,7 @@ struct Shares {
 
     // Sends an item to the block in whose share it is, and the row's statistic to those with items of the row.
     __device__ __forceinline__ void send(int32 row, int32 column, const Item& merged) const {
+        if constexpr (!kInShared) return partials.store_partial(3 * worker + 1, row, column, merged);
         const int32 item = row * kItems + column / kVector;
         const uint32 own = common::shared_address(smem);
         const uint32 to = common::in_block(item % kCluster, own + (rank * kShare + item / kCluster) * kItemBytes);
@@ -95,15 +102,25 @@ struct Shares {
 
     // Merges the items of this block's share, of the partials of its cluster and then of those of the job's `clusters`.
     // All threads of the block call this when they have sent their items.
-    __device__ __forceinline__ void merge(int32 worker, int32 clusters, int32 number) const {
+    __device__ __forceinline__ void merge(int32 clusters, int32 number) const {
         asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
         wait();
         const auto statistics = reinterpret_cast<const Statistic*>(smem + kFirstStatistic);
         const bool is_result = clusters == 1;
         float* const own = share_at(worker);
         merge_items<kCluster>(
-            kCluster, is_result, [&](int32 s, int32, int32 row) { return statistics[s * Spec::kBr + row]; },
-            [&](int32 s, int32 i) { return reinterpret_cast<const float*>(smem + (s * kShare + i) * kItemBytes); },
+            kCluster, is_result,
+            [&](int32 s, int32, int32 row) {
+                if constexpr (!kInShared) return partials.statistic(3 * (worker - rank + s) + 1, row);
+                return statistics[s * Spec::kBr + row];
+            },
+            [&](int32 s, int32 i) {
+                if constexpr (!kInShared) {
+                    const int32 item = i * kCluster + rank;
+                    return partials.columns(3 * (worker - rank + s) + 1, item / kItems, item % kItems * kVector);
+                }
+                return reinterpret_cast<const float*>(smem + (s * kShare + i) * kItemBytes);
+            },
             [&](int32 i, int32 row, int32 column, const Item& merged) {
                 if (is_result) return partials.store_result(row, column, merged);
                 reinterpret_cast<float4*>(own)[i] =
@@ -124,7 +141,7 @@ struct Shares {
         return reinterpret_cast<Statistic*>(share + kVector * kShare);
     }
     __device__ __forceinline__ float* share_at(int32 worker) const {
-        return partials.params.partials + static_cast<int64>(worker) * kShareElements;
+        return partials.params.partials + static_cast<int64>(worker) * kWorkerElements;
     }
 
     template <int kAtOnce, class StatisticOf, class ColumnsOf, class Store>

@@ -119,6 +119,14 @@ struct Partials {
             count, sink, statistic_of, [&](int32 s) { return *reinterpret_cast<const Columns*>(columns_of(s)); });
     }
 
+    // The statistic of a row, and an item of O, of a partial in the workspace.
+    __device__ __forceinline__ Statistic statistic(int32 partial, int32 row) const {
+        return statistics_of(static_cast<const Accum*>(partial_at(partial)))[row];
+    }
+    __device__ __forceinline__ const Accum* columns(int32 partial, int32 row, int32 column) const {
+        return partial_at(partial) + row * kD + column;
+    }
+
     // Stores an item as a result, or in a partial in the workspace.
     __device__ __forceinline__ void store_result(int32 row, int32 column, Item merged) const {
         merged.divide();

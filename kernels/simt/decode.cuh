@@ -12,7 +12,8 @@ class DecodeWarp {
   public:
     static constexpr int kKeys = 16;  // of a step
     static constexpr int kSharers = 1;
-    static constexpr bool kValuesInKeys = false;
+    static constexpr bool kValuesInKeys = false, kRefills = false, kCopiesMeanwhile = false;
+    static constexpr int kProducers = 0;
 
   private:
     using Real = typename Spec::Element;
@@ -87,7 +88,7 @@ class DecodeWarp {
         MicroV::accumulate(output_, rescale, posted, k + kKeys * Rows::kRowLength, lane);
     }
 
-    __device__ __forceinline__ void finish(common::RowStatistic<Real>* rows) {
+    __device__ __forceinline__ void finish(common::RowStatistic<Real>* rows, char*) {
         const int32 lane = threadIdx.x % 32;
         Real total[kRows];
         softmax_.totals(total);

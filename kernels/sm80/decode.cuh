@@ -15,7 +15,8 @@ class DecodeWarp {
     static constexpr int kSharers = sharers_of_gradient(kDv);
     static constexpr int kKeys = Spec::kBc / (Spec::kWarps / kSharers);  // of a step
     // V is the first columns of K, and not copied.
-    static constexpr bool kValuesInKeys = Spec::kHeadDim > 512;
+    static constexpr bool kValuesInKeys = Spec::kHeadDim > 512, kRefills = false, kCopiesMeanwhile = false;
+    static constexpr int kProducers = 0;
 
   private:
     using Element = typename Spec::Element;
@@ -123,7 +124,7 @@ class DecodeWarp {
     }
 
     // Writes the statistics of the rows.
-    __device__ __forceinline__ void finish(common::RowStatistic<float>* rows) {
+    __device__ __forceinline__ void finish(common::RowStatistic<float>* rows, char*) {
         if (part() != 0) return;
         const int32 lane = threadIdx.x % 32;
 #pragma unroll

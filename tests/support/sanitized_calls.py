@@ -147,6 +147,7 @@ def decoding() -> None:
             Case(dtype, (0, 17, 900), page_size=16, num_new=1, seqlen_q=2, **columns_of(*columns)),
             Case(dtype, (20_000,), heads=(8, 1), **columns_of(*columns)),
             Case(dtype, tuple(range(40, 1400, 70)), **columns_of(*columns)),
+            *([Case(dtype, (700, 90), heads=(64, 1), **columns_of(*columns))] if columns[0] > 512 else []),
         ):
             q, k_cache, v_cache, lengths, options = case.arguments()
             keywords = {name: cupy.asarray(x) for name, x in options.items()}

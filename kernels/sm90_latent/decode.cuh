@@ -1,0 +1,345 @@
+// The arithmetic of a block in decode/decode.cuh on wgmma, for latent attention: V is the first columns of K. A left
+// operand of wgmma has 64 rows, and the queries of a tile may be fewer. Keys and columns of V are the rows, therefore,
+// and all products are transposed:
+//
+//   S^T = K Q^T       64 keys by the rows of a warp group, half of those of the tile
+//   O^T += V^T P^T    half of the columns of V, those of a warp group, by all rows of the tile
+//
+// P is computed with the current row shifts, and kept unless a vote of all threads finds that those of a row must move.
+// The warps, each of which has 16 of the keys, exchange their maxima only then.
+//
+//   scratch                             written by               read by
+//   P [kBr][64 keys]                    a group for its rows     both groups
+//   maxima, or sums [warp][kBr]         a group for its rows     this group
+//   factors of O [kBr]                  a group for its rows     both groups
+//   signals                             mbarriers of the slots
+//
+// Warps behind those of the two groups are producers, which copy the keys.
+#pragma once
+#include "common/online_softmax.cuh"
+#include "decode/decode.cuh"
+#include "sm80/smem_tile.cuh"
+#include "sm90/layout.cuh"
+#include "sm90_latent/wgmma.cuh.j2"
+
+namespace fa2::sm90_latent {
+
+using common::kFullWarp, common::shared_address;
+using sm90::along_columns, sm90::along_rows, sm90::kGroupThreads, sm90::kPanelColumns, sm90::kPanelRowBytes;
+
+// Rows in panels of shared memory, as the copies of sm80/smem_tile.cuh need them.
+template <int kRows_, int kCols_>
+struct Panels {
+    static constexpr int kRows = kRows_, kCols = kCols_, kChunks = kCols / 8, kPeriod = 8;
+    static constexpr int kPanelBytes = kRows * kPanelRowBytes, kBytes = kCols / kPanelColumns * kPanelBytes;
+    static_assert(kCols % kPanelColumns == 0 && kRows % 8 == 0);
+
+    __device__ __forceinline__ static uint32 offset(int32 row, int32 chunk) {
+        return chunk / 8 * kPanelBytes + row * kPanelRowBytes + ((chunk % 8 ^ row % 8) << 4);
+    }
+};
+
+// The scores of 16 keys, which are the rows of an accumulator of S^T, by the fragment contract.
+template <int kN8>
+struct ScoresOfKeys {
+    static constexpr int kRows = 2 * kN8, kCols = 2, kLanesPerRow = 8, kLaneStep = 4;
+
+    QuadFragment<kN8> transposed;
+
+    __device__ static int32 row(int i, int32 lane) { return QuadFragment<kN8>::col(i, lane); }
+    __device__ static int32 col(int j, int32 lane) { return QuadFragment<kN8>::row(j, lane); }
+    __device__ float& operator()(int i, int j) { return transposed(j, i); }
+    __device__ float operator()(int i, int j) const { return transposed(j, i); }
+};
+
+// Stores two 8x8 matrices of 16-bit elements, each transposed; lane l < 16 passes the address of row l % 8 of matrix l / 8.
+__device__ __forceinline__ void stmatrix_x2_transposed(uint32 address, uint32 first, uint32 second) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};" ::"r"(address), "r"(first),
+                 "r"(second)
+                 : "memory");
+}
+
+template <class Spec>
+class DecodeWarp {
+  public:
+    static constexpr int kD = Spec::kHeadDim, kDv = Spec::kHeadDimV;
+    static constexpr int kSharers = 8, kKeys = Spec::kBc, kProducers = Spec::kWarps - kSharers;
+    static constexpr bool kValuesInKeys = true;
+    // A slot is filled again as soon as it is free, but for 64 rows, whose arithmetic is the limit, while the scores of the
+    // next step are computed.
+    static constexpr bool kCopiesMeanwhile = Spec::kBr == 64, kRefills = !kCopiesMeanwhile;
+
+  private:
+    using Element = typename Spec::Element;
+    static constexpr int kBr = Spec::kBr, kStages = Spec::kStages;
+    static constexpr int kThreads = 32 * kSharers, kGroups = kThreads / kGroupThreads;  // that multiply
+    static constexpr int kGroupRows = kBr / kGroups, kGroupPanels = kDv / kPanelColumns / kGroups;
+    using QTile = Panels<kBr, kD>;
+    using KTile = Panels<kKeys, kD>;
+    using PTile = Panels<kBr, kKeys>;
+    using Scores = ScoresOfKeys<kGroupRows / 8>;
+    using Softmax = common::OnlineSoftmax<float, Scores::kRows, Scores::kLanesPerRow, common::exp2_approx, false,
+                                          Scores::kLaneStep>;
+    using Job = decode::Job;
+    static_assert(kGroups == 2 && kKeys == sm90::kGroupRows && kBr % 16 == 0);
+    static_assert(kDv % (kGroups * kPanelColumns) == 0 && kDv <= kD);
+    static constexpr int kMaxima = PTile::kBytes, kFactors = kMaxima + 4 * kBr * 4;
+    static constexpr int kOfBoth = 1, kOfGroup = 2;  // named barriers; the second of each group
+
+  public:
+    static constexpr int kColumns = kDv;
+    static constexpr int kKeyBytes = KTile::kBytes, kQueryBytes = QTile::kBytes, kSlotBytes = kKeyBytes;
+    static constexpr int kSignals = kFactors + kBr * 4, kScratchBytes = kSignals + 2 * kStages * 8;
+    static_assert(kQueryBytes % sm90::kAlignment == 0 && kSlotBytes % sm90::kAlignment == 0);
+
+    template <int kThreads>
+    __device__ __forceinline__ static void copy_queries(char* to, const Params& params, const Job& job, int32 rows) {
+        const auto source_of = [&](int32 row) -> const Element* {
+            const int32 packed = job.row_tile * kBr + row, query = decode::quotient(packed, params.heads_per_group);
+            if (packed >= rows) return nullptr;
+            const int32 head = job.head_kv * params.heads_per_group + packed - query * params.heads_per_group;
+            return params.q + params.q_strides.offset(job.batch, query, head);
+        };
+        sm80::load_rows_async<QTile, kThreads, kD>(shared_address(to), source_of, threadIdx.x);
+    }
+    __device__ __forceinline__ static void sync() { common::barrier_sync(kOfBoth, kThreads); }
+    template <class SourceOf>
+    __device__ __forceinline__ static void copy_keys(char* to, const SourceOf& source_of) {
+        constexpr int kCopying = kProducers == 0 ? kThreads : 32 * kProducers;
+        sm80::load_rows_async<KTile, kCopying, kD>(shared_address(to), source_of, threadIdx.x % kThreads);
+    }
+    __device__ __forceinline__ static void commit() { sm80::cp_async_commit(); }
+    // Rows that this thread has copied, others may then multiply behind a barrier.
+    template <int kPending>
+    __device__ __forceinline__ static void wait() {
+        sm80::cp_async_wait<kPending>();
+        sm90::async_proxy_fence();
+    }
+
+    __device__ __forceinline__ static bool is_producer() { return threadIdx.x >= kThreads; }
+
+    // Tell of the slots: of each one that its keys have arrived, and that nobody reads them any more.
+    class Signals {
+      public:
+        __device__ __forceinline__ explicit Signals(const char* scratch) : first_(shared_address(scratch) + kSignals) {}
+
+        __device__ __forceinline__ void init() const {
+            if (threadIdx.x == 0) {
+                for (int32 slot = 0; slot < kStages; ++slot) {
+                    sm90::mbarrier_init(filled_at(slot), 32 * kProducers);
+                    sm90::mbarrier_init(free_at(slot), kSharers);
+                }
+                sm90::mbarrier_init_fence();
+            }
+            __syncthreads();
+        }
+        __device__ __forceinline__ void filled(int32 slot) const { sm90::mbarrier_arrive_with_copies(filled_at(slot)); }
+        __device__ __forceinline__ void wait_filled(int32 slot, int32 turn) const {
+            sm90::mbarrier_wait(filled_at(slot), turn);
+            sm90::async_proxy_fence();
+        }
+        __device__ __forceinline__ void free(int32 slot) const {
+            __syncwarp();
+            if (lane() == 0) sm90::mbarrier_arrive(free_at(slot));
+        }
+        __device__ __forceinline__ void wait_free(int32 slot, int32 turn) const {
+            sm90::mbarrier_wait(free_at(slot), turn ^ 1);
+        }
+
+      private:
+        __device__ __forceinline__ uint32 filled_at(int32 slot) const { return first_ + slot * 8; }
+        __device__ __forceinline__ uint32 free_at(int32 slot) const { return first_ + (kStages + slot) * 8; }
+
+        uint32 first_;
+    };
+
+    // Begins a job whose first row is `first_row`.
+    __device__ __forceinline__ void begin(const Params& params, const Job& job, int32 first_row) {
+        slopes_.load(params, job, [=](int i) { return first_row + own_row(i); });
+        has_shifts_ = false;
+        softmax_.reset();
+#pragma unroll
+        for (int m = 0; m < kGroupPanels; ++m) output_[m].fill(0.0f);
+    }
+
+    struct Nothing {
+        __device__ __forceinline__ void operator()() const {}
+    };
+    // Calls `meanwhile` while S^T is computed.
+    template <class Mask, class Meanwhile = Nothing>
+    __device__ __forceinline__ void step(const Params& params, const char* q, const char* slot, char* scratch,
+                                         const Mask& mask, int32 first_row, int32 first_key, bool masked,
+                                         const Meanwhile& meanwhile = {}) {
+        const uint32 keys = shared_address(slot), probabilities = shared_address(scratch);
+        Scores scores;
+        multiply_scores(scores, keys, shared_address(q) + group() * kGroupRows * kPanelRowBytes);
+        meanwhile();
+        sm90::wgmma_wait<0>();
+        sm90::pin(scores.transposed);
+        first_key += 16 * warp();
+        decode::modify<Spec>(scores, params, slopes_, 0, first_key, lane());
+        if (masked || !has_shifts_ || !try_row_shift(params, scores, probabilities)) {
+            if constexpr (!decode::kScalesFirst<Spec>) {
+                const float scale = common::capped_scale<Spec>(params);
+#pragma unroll
+                for (int i = 0; i < Scores::kRows; ++i)
+#pragma unroll
+                    for (int j = 0; j < Scores::kCols; ++j) scores(i, j) *= scale;
+            }
+            if (masked)
+                common::mask_scores(scores, mask,
+                                    common::TilePosition{first_row + group() * kGroupRows, first_key, lane()},
+                                    -common::infinity<float>());
+            move_row_shift(scores, probabilities);
+        }
+        multiply_output(keys, probabilities);
+        has_shifts_ = true;
+    }
+
+    // Writes the statistics of the rows.
+    __device__ __forceinline__ void finish(common::RowStatistic<float>* rows, char* scratch) {
+        float total[Scores::kRows];
+        softmax_.totals(total);
+        float* const sums = reinterpret_cast<float*>(scratch + kMaxima);
+        if (lane() < 4)
+#pragma unroll
+            for (int i = 0; i < Scores::kRows; ++i) sums[warp() * kBr + own_row(i)] = total[i];
+        group_sync();
+        if (warp() == 0 && lane() < 4)
+#pragma unroll
+            for (int i = 0; i < Scores::kRows; ++i) {
+                float sum = 0;
+#pragma unroll
+                for (int w = 0; w < 4; ++w) sum += sums[w * kBr + own_row(i)];
+                rows[own_row(i)] = {softmax_.row_shift[i], sum};
+            }
+    }
+
+    // Writes 16 rows of O, from the tile's row `begin` on.
+    template <class Exchange>
+    __device__ __forceinline__ void put(char* to, int32 begin) const {
+        float* rows = reinterpret_cast<float*>(to);
+#pragma unroll
+        for (int n = 0; n < kBr / 8; ++n) {
+            if (n / 2 * 16 != begin) continue;
+#pragma unroll
+            for (int m = 0; m < kGroupPanels; ++m)
+#pragma unroll
+                for (int e = 0; e < 4; ++e) {
+                    const int32 row = n % 2 * 8 + lane() % 4 * 2 + e % 2;
+                    const int32 column =
+                        (group() * kGroupPanels + m) * kPanelColumns + warp() * 16 + lane() / 4 + e / 2 * 8;
+                    rows[Exchange::offset(row, column)] = output_[m].value[n][e];
+                }
+        }
+    }
+
+  private:
+    // P with the current row shifts, or with new ones, as stmatrix takes it.
+    struct Probabilities {
+        float value[Scores::kRows][2];
+
+        __device__ __forceinline__ void set(int i, int, float even, float odd) {
+            value[i][0] = even;
+            value[i][1] = odd;
+        }
+        // Leaves it in shared memory, where wgmma reads it behind a barrier.
+        __device__ __forceinline__ void store(uint32 to) const {
+            const int32 row = group() * kGroupRows + lane() % 8, chunk = 2 * warp() + lane() / 8 % 2;
+#pragma unroll
+            for (int n = 0; n < kGroupRows / 8; ++n)
+                stmatrix_x2_transposed(to + PTile::offset(row + 8 * n, chunk),
+                                       common::pack<Element>(value[2 * n][0], value[2 * n + 1][0]),
+                                       common::pack<Element>(value[2 * n][1], value[2 * n + 1][1]));
+            sm90::async_proxy_fence();
+        }
+    };
+
+    __device__ __forceinline__ static int32 group() { return threadIdx.x / kGroupThreads; }
+    __device__ __forceinline__ static int32 warp() { return threadIdx.x / 32 % 4; }
+    __device__ __forceinline__ static int32 lane() { return threadIdx.x % 32; }
+    // The tile's row that is the i-th one of this lane's scores.
+    __device__ __forceinline__ static int32 own_row(int i) { return group() * kGroupRows + Scores::row(i, lane()); }
+    __device__ __forceinline__ static void group_sync() { common::barrier_sync(kOfGroup + group(), kGroupThreads); }
+
+    // Issues S^T = K Q^T.
+    __device__ __forceinline__ static void multiply_scores(Scores& scores, uint32 keys, uint32 queries) {
+        const uint64 left = sm90::matrix_descriptor(keys, 0), right = sm90::matrix_descriptor(queries, 0);
+        sm90::wgmma_fence();
+        wgmma_first_scores(scores.transposed, left, right);
+#pragma unroll
+        for (int s = 1; s < kD / 16; ++s)
+            wgmma_scores(scores.transposed, left + along_columns<KTile::kPanelBytes>(s),
+                         right + along_columns<QTile::kPanelBytes>(s));
+        sm90::wgmma_commit();
+    }
+
+    // Leaves P with the current row shifts, and returns true if all threads find that they can stay.
+    __device__ __forceinline__ bool try_row_shift(const Params& params, const Scores& scores, uint32 to) {
+        const float scale = decode::kScalesFirst<Spec> ? 1.0f : common::capped_scale<Spec>(params);
+        Probabilities p;
+        float share[Scores::kRows];
+        const bool fits = softmax_.attempt(scores, scale, p, share);
+        p.store(to);
+        if (!sm80::barrier_all(kOfBoth, kThreads, fits)) return false;
+        softmax_.keep(share);
+        return true;
+    }
+
+    // Moves the row shifts to the maxima of scores in units of the base, and leaves P.
+    __device__ __forceinline__ void move_row_shift(Scores& scores, uint32 to) {
+        const auto maximum_at = [=](int w, int i) { return to + kMaxima + (w * kBr + own_row(i)) * 4; };
+        float highest[Scores::kRows], rescale[Scores::kRows];
+        softmax_.maximum_of(scores, highest);
+        if (lane() < 4)
+#pragma unroll
+            for (int i = 0; i < Scores::kRows; ++i) common::store_shared(maximum_at(warp(), i), highest[i]);
+        group_sync();
+#pragma unroll
+        for (int i = 0; i < Scores::kRows; ++i)
+#pragma unroll
+            for (int w = 0; w < 4; ++w)
+                highest[i] = common::maximum(highest[i], common::load_shared<float>(maximum_at(w, i)));
+        softmax_.move_row_shift(highest, scores, rescale);
+        if (warp() == 0 && lane() < 4)
+#pragma unroll
+            for (int i = 0; i < Scores::kRows; ++i) common::store_shared(to + kFactors + own_row(i) * 4, rescale[i]);
+        Probabilities p;
+#pragma unroll
+        for (int i = 0; i < Scores::kRows; ++i) p.set(i, 0, scores(i, 0), scores(i, 1));
+        p.store(to);
+        sync();
+#pragma unroll
+        for (int n = 0; n < kBr / 8; ++n) {
+            float factor[2];
+            common::load_shared(to + kFactors + (8 * n + lane() % 4 * 2) * 4, factor);
+#pragma unroll
+            for (int m = 0; m < kGroupPanels; ++m)
+#pragma unroll
+                for (int e = 0; e < 4; ++e) output_[m].value[n][e] *= factor[e % 2];
+        }
+    }
+
+    __device__ __forceinline__ void multiply_output(uint32 keys, uint32 probabilities) {
+        const uint64 left = sm90::matrix_descriptor(keys + group() * kGroupPanels * KTile::kPanelBytes, 0);
+        const uint64 right = sm90::matrix_descriptor(probabilities, 0);
+        sm90::wgmma_fence();
+#pragma unroll
+        for (int m = 0; m < kGroupPanels; ++m)
+#pragma unroll
+            for (int s = 0; s < kKeys / 16; ++s)
+                wgmma_output(output_[m], left + m * (KTile::kPanelBytes / 16) + along_rows(s),
+                             right + along_columns<PTile::kPanelBytes>(s));
+        sm90::wgmma_commit();
+        sm90::wgmma_wait<0>();
+#pragma unroll
+        for (int m = 0; m < kGroupPanels; ++m) sm90::pin(output_[m]);
+    }
+
+    decode::RowSlopes<Spec, Scores::kRows> slopes_;
+    Softmax softmax_;
+    bool has_shifts_;  // without, trying them is in vain
+    QuadFragment<kBr / 8> output_[kGroupPanels];
+};
+
+}  // namespace fa2::sm90_latent
