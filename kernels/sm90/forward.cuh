@@ -6,7 +6,8 @@
 // It draws them from a counter in global memory, because under a causal mask tiles differ in length; the longest come
 // first. Warp groups of a block:
 //
-//   0          producer: one thread loads Q, K and V by TMA; the group releases most of its registers
+//   0          producer: one thread loads Q, K and V by TMA, and a warp for each consumer the bias from which S starts;
+//              the group releases most of its registers
 //   1 ..       consumers: each owns 64 rows of the query tile, each of its warps 16; S, P and O are in registers
 //
 // Shared memory, in panels of 64 columns with the 128-byte swizzle that TMA writes and wgmma reads:
@@ -41,6 +42,10 @@ struct Forward {
         if (group == 0) {
             deallocate_registers<Shape::kProducerRegisters>();
             if (threadIdx.x == 0) ForwardProducer<Spec>(params, memory).run();
+            if constexpr (Shape::kLoadsStart) {
+                const int32 warp = __shfl_sync(common::kFullWarp, threadIdx.x / 32, 0);
+                if (warp > 0 && warp <= Shape::kGroups) ForwardBiasProducer<Spec>(params, memory, warp - 1).run();
+            }
         } else {
             allocate_registers<Shape::kConsumerRegisters>();
             ForwardConsumer<Spec>(params, memory, group - 1).run();
