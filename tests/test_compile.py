@@ -441,7 +441,7 @@ def test_the_first_kernels_of_a_process_are_compiled_side_by_side():
 #: Too many registers, or a number that setmaxnreg does not take, in each sm90 kernel with unequal shares of its warp
 # groups.
 WRONG_SHARES = (
-    ("forward", "* (kGroups + 1) - kProducerRegisters)", "* (kGroups + 1))"),
+    ("forward", "* (kGroups + 1) - producer)", "* (kGroups + 1))"),
     ("forward", "min_of(240, (kAtEntry", "max_of(240, (kAtEntry"),
     ("forward", "kGroups > 2 ? 32 : 24;", "kGroups > 2 ? 16 : 16;"),
     ("backward_dq", "min_of(240, (kAtEntry", "max_of(240, (kAtEntry"),

@@ -159,12 +159,7 @@ MUTANTS = {
         "(group_ * 4 + warp_)",
         "race",
     ),
-    "the bias is not waited for": (
-        "full",
-        "if (!Shape::kKeepsArray || !tile.bias_is_kept()) Held::Tile::wait(own.held_address(block), own.lane_);",
-        "",
-        "race",
-    ),
+    "the bias is not waited for": ("full", "Tile::wait(Base::held_address(0), lane_);", "", "race"),
     "a series goes on with the next bias": (
         "leading",
         "min_of(params.series_length, params.sharers - first) - 1",

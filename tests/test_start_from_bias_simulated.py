@@ -1,9 +1,10 @@
-"""Hopper's backward by key tiles, whose products start from the bias, executed without a GPU."""
+"""Hopper's forward, and its backward by key tiles, whose products start from the bias, executed without a GPU."""
 
 from __future__ import annotations
 
 import functools
 
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -11,7 +12,7 @@ pytest.importorskip("cupy")
 
 from mutants.mutant import CATCHES, replace_once
 from support.fake_cupy import place
-from support.fake_gpu import backward
+from support.fake_gpu import backward, forward
 from support.feature_cases import booleans, numbers
 from support.simulated_problems import HOPPER, draw
 from support.simulator import simulated_gpu
@@ -107,6 +108,58 @@ def test_infinities_and_nan(monkeypatch, bias):
     array[:, 7] = -np.inf
     array[:, 0, KEYS - ROWS + 1 :] = np.nan  # above the diagonal
     check(monkeypatch, "dkdv", array, causal=True)
+
+
+#: dtype, head_dim and tile of forwards: of one group to three, which may take turns, and without room for the bias.
+FORWARDS = {
+    "two groups": ("bfloat16", 32, TileConfig(128, 48, 12, 2)),
+    "one group": ("float16", 64, TileConfig(64, 64, 8, 2, 2)),
+    "three groups": ("bfloat16", 40, TileConfig(192, 32, 16, 2)),
+    "taking turns": ("float16", 128, TileConfig(128, 128, 12, 2)),
+    "without room": ("bfloat16", 256, TileConfig(128, 64, 12, 2)),
+}
+
+
+def check_forward(monkeypatch, name: str, bias, order: int | None = None, patch=None, **options) -> None:
+    """Checks o and lse of a forward whose blocks do not keep the bias."""
+    dtype, head_dim, tile = FORWARDS[name]
+    inputs = draw(dtype, (ROWS, KEYS), head_dim, batch=BATCH)
+    with simulated_gpu(monkeypatch, HOPPER, seed=order, patch=patch):
+        o, lse = forward(*inputs[:3], family="sm90", config=tile, bias=bias, **options)
+    Expectation(*inputs, bias=bias, **options).check(o=o, lse=lse)
+
+
+@pytest.mark.sample(bias=STARTS)
+@pytest.mark.parametrize("bias", BIASES)
+def test_biases_of_forwards(monkeypatch, bias):
+    check_forward(monkeypatch, "two groups", BIASES[bias]("bfloat16"), order=1)
+
+
+@pytest.mark.sample(name=("three groups",), options=("causal",))
+@pytest.mark.parametrize("options", ("causal", "window and sink", "large scale"))
+@pytest.mark.parametrize("name", FORWARDS)
+def test_forwards(monkeypatch, name, options):
+    own = {
+        "causal": {"causal": True},
+        **{key: BESIDES[key]() for key in BESIDES if key in ("window and sink", "large scale")},
+    }
+    check_forward(monkeypatch, name, BIASES["of heads"](FORWARDS[name][0]), order=2, **own[options])
+
+
+@pytest.mark.parametrize("bias", STARTS)
+def test_the_lowest_bias_hides_a_key_only_beside_others(monkeypatch, bias):
+    """Checks rows of nothing but it, in one key tile and in all: its quotient by the scale would be infinite."""
+    array = BIASES[bias]("bfloat16")
+    lowest = float(ml_dtypes.finfo("bfloat16").min)
+    array[:, 3], array[:, 5], array[:, 6, :90], array[:, 9, ::2] = lowest, -np.inf, lowest, -np.inf
+    array[:, 9, 1::2] = lowest
+    inputs = draw("bfloat16", (ROWS, KEYS), 32, batch=BATCH)
+    with simulated_gpu(monkeypatch, HOPPER):
+        o, lse = forward(*inputs[:3], family="sm90", config=FORWARDS["two groups"][2], bias=array)
+    expected = reference.forward(*inputs[:3], bias=array)
+    o, wanted = np.asarray(o, float), np.asarray(expected[0], float)
+    np.testing.assert_allclose(o, wanted, atol=0.02)
+    assert (np.isneginf(lse) == np.isneginf(expected[1])).all()
 
 
 #: By name: a change of the source, and the error that must catch it.

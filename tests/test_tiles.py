@@ -612,6 +612,10 @@ def rows_of_some_sizes() -> set[int]:
             calls = [dataclasses.replace(biased, seqlen_q=rows, seqlen_k=rows) for rows in (64, entry.tile.b_r)]
             if entry.tile in {one.tile for call in calls for one in kept_biases(family, call, H100, CallOptions())}:
                 found.add(position)
+        elif {*entry.features} in ({"bias"}, {"mask"}):
+            call = problem("bfloat16", entry.head_dim).with_settings(FeatureSettings(arrays=entry.features))
+            if choose_tile_of(operation, family, call, H100) == entry.tile:
+                found.add(position)
         elif entry.least_saving:  # it leaves calls that fill the tiles of the next row to that one
             following = ROWS[position + 1][2]
             settings = DROPPED if following.features else NO_SETTINGS

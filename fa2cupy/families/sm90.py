@@ -184,6 +184,8 @@ class Sm90(Family):
             TileRow(64, TileConfig(64, 64, 8, 2, 3), _H100_SHORT, features=_KEPT_BIAS),
             TileRow(64, TileConfig(64, 64, 8, 2, 2), _H100_SHORT, features=_KEPT_BIAS, least_saving=1.2),
             TileRow(64, TileConfig(128, 128, 12, 2), _H100_SHORT, features=_KEPT_BIAS),
+            TileRow(32, TileConfig(192, 96, 16, 2), features=("mask",)),
+            TileRow(32, TileConfig(128, 64, 12, 3, 2), _H200_LATER, features=("bias",)),
             TileRow(32, TileConfig(192, 96, 16, 2), features=_IN_REGISTERS),
             TileRow(32, TileConfig(64, 64, 8, 2, 3), _H200_SHORT, least_saving=1.5),
             TileRow(32, TileConfig(128, 64, 12, 3, 2), _H100_SHORT, least_saving=1.1),
@@ -423,6 +425,8 @@ def _forward_bytes(head_dim: int, head_dim_v: int, tile: TileConfig, array: str 
     barriers = 8 * (4 + 4 * tile.num_stages + 2 * 4) + 4 * 32 + 4 * tile.num_threads
     fixed = 1024 + tile.num_stages * tile.b_c * (row + row_v) + barriers
     held = _held_bytes("bias" if kept_keys else array, tile.b_r, tile.b_c) * max(1, -(-kept_keys // tile.b_c))
+    if array == "bias" and not kept_keys:  # the producer loads it for each group, with two barriers
+        held += tile.b_r // 64 * 2 * 8
     if kept_keys or fixed + queries + held <= most:
         fixed += held
     fixed += queries

@@ -4,7 +4,7 @@
 // exposed, and elements of S^T are not even pairs. Instead, a warp copies whole rows of its tile by cp.async one step
 // ahead, so that the latency overlaps with a step. ldmatrix then reads the tile in the layout of the accumulators, of S
 // or of S^T. A warp reads only what it has copied, so that it waits for no other, unless a producer copies the tile of
-// several warps (sm90/backward_producer.cuh).
+// several warps (those of sm90).
 //
 // Biases whose rows are not contiguous or do not begin at 16-byte boundaries are read in global memory
 // (score_arrays.cuh), and so are those for which a block's shared memory has no room (kHoldsArray).
@@ -15,6 +15,7 @@
 // Rows of the tile are queries, in chunks of 8 keys (16 bytes). Chunks are permuted, or rows padded, so that the eight
 // rows of a matrix that ldmatrix reads lie in different banks.
 #pragma once
+#include "common/math.cuh"
 #include "common/ptx.cuh"
 #include "common/score_tile.cuh"
 
@@ -59,31 +60,21 @@ struct BiasTile {
     __device__ __forceinline__ static void load(uint32 smem, const Record& params, const ScoreTile& first) {
         const auto [first_query, first_key, lane] = first.position;
         const int32 last_row = params.seqlen_q - 1;
-        if constexpr (32 % kChunks == 0) {
-            constexpr int kRows = 32 / kChunks;
-            const int32 chunk = lane % kChunks, existing = existing_bytes(params, first_key + 8 * chunk);
-            const auto* column = params.bias + params.bias_strides.offset(first.batch, first.head, 0,
-                                                                          existing ? first_key + 8 * chunk : 0);
-            int32 row = lane / kChunks;
-            const auto* from = column + min_of(first_query + row, last_row) * params.bias_strides.row;
-            // Opaque: it would be loaded from the record for each row.
-            const uint64 step = as_if_new(static_cast<uint64>(kRows * params.bias_strides.row));
+        static_assert(kChunks <= 32);
+        constexpr int kRows = 32 / kChunks;  // in one step of all lanes, or of as many as make whole rows
+        const int32 chunk = lane % kChunks, existing = existing_bytes(params, first_key + 8 * chunk);
+        const auto* column =
+            params.bias + params.bias_strides.offset(first.batch, first.head, 0, existing ? first_key + 8 * chunk : 0);
+        int32 row = lane / kChunks;
+        const auto* from = column + min_of(first_query + row, last_row) * params.bias_strides.row;
+        // Opaque: it would be loaded from the record for each row.
+        const uint64 step = as_if_new(static_cast<uint64>(kRows * params.bias_strides.row));
 #pragma unroll kUnrolled
-            for (int i = 0; i < kQueries / kRows; ++i) {
+        for (int i = 0; i < ceil_div(kQueries, kRows); ++i) {
+            if ((32 % kChunks == 0 || lane < kRows * kChunks) && (kQueries % kRows == 0 || row < kQueries))
                 cp_async_16(smem + offset(row, chunk), from, existing);
-                row += kRows;
-                if (first_query + row <= last_row) from += static_cast<int64>(step);
-            }
-        } else {
-            const auto* rows = params.bias + params.bias_strides.offset(first.batch, first.head, 0, 0);
-#pragma unroll 1
-            for (int32 index = lane; index < kQueries * kChunks; index += 32) {
-                const int32 row = index / kChunks, chunk = index % kChunks, key = first_key + 8 * chunk;
-                const int32 existing = existing_bytes(params, key);
-                cp_async_16(smem + offset(row, chunk),
-                            rows + min_of(first_query + row, last_row) * params.bias_strides.row + (existing ? key : 0),
-                            existing);
-            }
+            row += kRows;
+            if (first_query + row <= last_row) from += static_cast<int64>(step);
         }
     }
     // The same for any bias, without cp.async. Keys past the end are clamped to the last one.
@@ -109,6 +100,24 @@ struct BiasTile {
     // Waits until the tile has arrived.
     __device__ __forceinline__ static void wait(uint32, int32) {
         cp_async_wait_all();
+        __syncwarp();
+    }
+
+    // Replaces finite elements beyond `largest`, which is positive, by those next to it. Called by all lanes behind `wait`.
+    template <class Element>
+    __device__ __forceinline__ static void limit(uint32 smem, float largest, int32 lane) {
+        const auto limited = [&](float x) {
+            return fabsf(x) > largest && fabsf(x) <= kLargestFloat ? copysignf(largest, x) : x;
+        };
+#pragma unroll 1
+        for (int32 index = lane; index < kQueries * kChunks; index += 32) {
+            const uint32 chunk = smem + offset(index / kChunks, index % kChunks);
+            OperandA elements = load_shared_operand(chunk);
+#pragma unroll
+            for (uint32& two : elements.reg)
+                two = pack<Element>(limited(unpack_lo<Element>(two)), limited(unpack_hi<Element>(two)));
+            store_shared(chunk, elements);
+        }
         __syncwarp();
     }
 

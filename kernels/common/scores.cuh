@@ -56,6 +56,14 @@ __device__ __forceinline__ void hide_by_arrays(QuadFragment<kN8>& x, const Recor
     }
 }
 
+// Hides keys by the key padding mask, and by the mask of a kernel that keeps the bias.
+template <class Spec, int kN8, class Record>
+__device__ __forceinline__ void hide_keys(QuadFragment<kN8>& scores, const Record& params, const ScoreTile& tile,
+                                          const KeyPadding<Spec, kN8, false>& padding) {
+    hide_by_arrays<Spec>(scores, params, tile);
+    padding.hide(scores);
+}
+
 // Turns products into scores, which `score_scale` must still multiply. `distances`: the terms of the caller's function
 // that depend on the distance. `padding`: the KeyPadding of the tile. `terms`: the HeadTerms, if already loaded. `held`:
 // the score array that the warp holds, or ArraysInMemory (held_array.cuh).
@@ -75,8 +83,7 @@ __device__ __forceinline__ void modify_scores_with(const Held& held, QuadFragmen
             score_fragment<true>(scores, mod, first, held);
         else
             score_fragment<false>(scores, mod, first, held);
-        hide_by_arrays<Spec>(scores, params, tile);
-        padding.hide(scores);
+        hide_keys<Spec>(scores, params, tile, padding);
     }
 }
 template <class Spec, int kN8, class Record, class... Terms>

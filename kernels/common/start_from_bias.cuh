@@ -2,11 +2,14 @@
 //
 //   P = 2^(scale log2(e) (bias / scale - lse / scale + Q K^T))
 //
+// in the backward; in the forward, the row shift takes the place of lse and is subtracted in the exponent.
+//
 // What is left to do then is what a call without a bias does, and the work on the bias is done before the product, not
 // between the product and the exponentials that wait for it. It takes a bias that nothing follows but masks and dropout.
 //
 // Quotients of finite numbers may be infinite: such a bias alone makes P zero, or one. -lse / scale is kept finite
-// (`finite_product`), so that a row of such numbers has no NaN.
+// (`finite_product`), so that a row of such numbers has no NaN. In the forward, a row that has nothing but the lowest
+// number sees its keys: quotients are kept finite where such numbers may be all that the row has seen.
 #pragma once
 #include "common/held_array.cuh"
 #include "common/key_padding.cuh"
@@ -14,7 +17,7 @@
 namespace fa2::common {
 
 template <class Spec>
-inline constexpr bool kStartsFromBias = kMayHoldBias<Spec>;
+inline constexpr bool kStartsFromBias = kMayHoldBias<Spec> && kChangesOfScores<Spec> == 1;
 
 // The features of what is left to do to products that have started, besides the key padding mask.
 template <class Spec>
@@ -34,6 +37,15 @@ using AfterStart = typename AfterStartOf<Spec>::Type;
 // The keys that such products hide.
 template <class Spec, int kN8>
 using HiddenKeys = KeyPaddingIf<Spec, kN8, kStartsFromBias<Spec>>;
+
+// The largest product of finite numbers.
+inline constexpr float kLargestProduct = 0x1p127f;
+// The product, but of finite numbers a finite one, which a bfloat16 holds.
+__device__ __forceinline__ float finite_product(float x, float y) {
+    const float product = x * y;
+    return fabsf(product) > kLargestProduct && fabsf(x) <= kLargestFloat ? copysignf(kLargestProduct, product)
+                                                                         : product;
+}
 
 // Reads the bias in global memory, in the layout of the accumulators of S^T.
 template <class Spec, class Record>
@@ -69,8 +81,43 @@ class BiasOfKeysInMemory {
     const int32 query_, key_;
 };
 
-// x = factor bias. `bias` reads it as those of held_array.cuh do.
-template <int kN8, class Bias>
+// The same in the layout of those of S, 16 queries by 8 kN8 keys. kRegular: see ScoreArrays::is_regular.
+template <class Spec, class Record, int kN8, bool kRegular>
+class BiasOfQueriesInMemory {
+    using Fragment = QuadFragment<kN8>;
+    using Arrays = ScoreArrays<Spec, Record>;
+
+  public:
+    struct Elements {
+        typename Arrays::Term term[4][2];
+    };
+    __device__ __forceinline__ BiasOfQueriesInMemory(const Record& params, const ScoreTile& tile)
+        : arrays_(params, tile),
+          query_(tile.position.first_query + Fragment::row(0, tile.position.lane)),
+          key_(tile.position.first_key + Fragment::col(0, tile.position.lane)) {}
+
+    __device__ __forceinline__ bool is_regular() const {
+        return arrays_.template is_regular<8 * (kN8 - 1) + 1>(query_, key_);
+    }
+    __device__ __forceinline__ Elements k16(int s) const {
+        Elements elements;
+#pragma unroll
+        for (int r = 0; r < 4; ++r)
+            arrays_.template pair_at<kRegular>(query_ + r % 2 * 8, key_, 16 * s + r / 2 * 8, elements.term[r]);
+        return elements;
+    }
+    template <class Term>
+    __device__ __forceinline__ static void set(Term& term, const Elements& elements, int r, int e) {
+        term.bias = elements.term[r][e].bias;
+    }
+
+  private:
+    const Arrays arrays_;
+    const int32 query_, key_;
+};
+
+// x = factor bias. `bias` reads it as those of held_array.cuh do. kFinite: products of finite numbers are finite.
+template <bool kFinite = false, int kN8, class Bias>
 __device__ __forceinline__ void start_from(QuadFragment<kN8>& x, const Bias& bias, float factor) {
 #pragma unroll
     for (int s = 0; s < kN8 / 2; ++s) {
@@ -81,16 +128,10 @@ __device__ __forceinline__ void start_from(QuadFragment<kN8>& x, const Bias& bia
             for (int e = 0; e < 2; ++e) {
                 ArrayTerm<float> term;
                 bias.set(term, elements, r, e);
-                x.value[2 * s + r / 2][r % 2 * 2 + e] = term.bias * factor;
+                x.value[2 * s + r / 2][r % 2 * 2 + e] =
+                    kFinite ? finite_product(term.bias, factor) : term.bias * factor;
             }
     }
-}
-
-// The product, but of finite numbers a finite one, which a bfloat16 holds.
-__device__ __forceinline__ float finite_product(float x, float y) {
-    constexpr float kLimit = 0x1p127f;
-    const float product = x * y;
-    return fabsf(product) > kLimit && fabsf(x) <= kLargestFloat ? copysignf(kLimit, product) : product;
 }
 
 }  // namespace fa2::common

@@ -6,7 +6,8 @@
 // It draws them from a counter in global memory, because under a causal mask tiles differ in length; the longest come
 // first. Warp groups of a block:
 //
-//   0          producer: one thread loads Q, K and V by TMA; the group releases most of its registers
+//   0          producer: one thread loads Q, K and V by TMA, and a warp for each consumer the bias from which S starts;
+//              the group releases most of its registers
 //   1 ..       consumers: each owns 64 rows of the query tile, each of its warps 16; S, P and O are in registers
 //
 // Shared memory, in panels of 64 columns with the 128-byte swizzle that TMA writes and wgmma reads:
@@ -30,6 +31,7 @@
 namespace fa2::sm90 {
 
 template <class Spec, class Shape = ForwardShape<Spec>, class Memory = ForwardMemory<Shape>>
-using Forward = ForwardKernel<Shape, Memory, ForwardProducer<Spec, Shape, Memory>, ForwardConsumer<Spec>>;
+using Forward = ForwardKernel<Shape, Memory, ForwardProducer<Spec, Shape, Memory>, ForwardConsumer<Spec>,
+                              ForwardBiasProducer<Spec, Shape, Memory>>;
 
 }  // namespace fa2::sm90

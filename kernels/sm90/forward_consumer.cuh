@@ -16,6 +16,7 @@
 // overlap with the last P V of this one. There is no vote on these exponentials; a store of their sum, which no thread
 // reads, keeps them before the second wait (kPinExponentials).
 #pragma once
+#include "common/start_from_bias.cuh"
 #include "sm90/forward_scores.cuh"
 #include "sm90/forward_shape.cuh"
 #include "sm90/store_box.cuh"
@@ -28,20 +29,19 @@ class ForwardConsumer : ForwardScores<Spec, ForwardShape<Spec>, ForwardMemory<Fo
     using Memory = ForwardMemory<Shape>;
     using Own = ForwardScores<Spec, Shape, Memory>;
     using Base = typename Own::Base;
-    using Base::first_row, Base::make_positions_uniform, Base::mask, Base::multiply_keys, Base::output_box,
-        Base::score_tile, Base::wait_for_box, typename Base::TileMask;
+    using Base::first_row, Base::load_array, Base::make_positions_uniform, Base::mask, Base::multiply_keys,
+        Base::output_box, Base::score_tile, Base::wait_for_box, typename Base::TileMask;
     using Base::group_, Base::lane_, Base::memory_, Base::params_, Base::warp_;
     using Base::kBc, Base::kBr, Base::kD, Base::kLeftLimit, Base::kRightLimit;
-    using Own::drop, Own::exponentials, Own::load_ahead, Own::modify, Own::needs_mask, Own::scores_, Own::softmax_;
-    using typename Own::Probabilities, typename Own::Scores, typename Own::Softmax;
+    using Own::drop, Own::exponentials, Own::load_padding, Own::needs_mask, Own::score_scale, Own::scores_,
+        Own::softmax_, Own::take_distances;
+    using typename Own::Padding, typename Own::Probabilities, typename Own::Scores, typename Own::Softmax;
     static constexpr int kDv = Shape::kDv;
+    static constexpr bool kStarts = Shape::kStarts;
     using Base::keys_, Base::queries_, Base::release_key, Base::release_value, Base::tiles_, Base::values_;
     using Element = typename Spec::Element;
-    static constexpr bool kTwoP = Shape::kTwoP, kTakeTurns = !kTwoP && Shape::kGroups > 1, kPinExponentials = true;
-    // Skipping more could deadlock: this group would wait for a K whose stage other groups still hold, while they wait
-    // for its turn or for a V whose stage it has not released.
-    static constexpr int kMaxSkipped =
-        common::kListsTiles<Spec> ? 0 : min_of(ceil_div(kBr - kGroupRows, kBc), kTakeTurns ? 1 : 2);
+    static constexpr bool kTwoP = Shape::kTwoP, kTakeTurns = Shape::kTakeTurns, kPinExponentials = true;
+    static constexpr int kMaxSkipped = Shape::kMaxSkipped;
     static constexpr int kTurnBarrier = Base::kOwnBarrier;
 
     using Output = QuadFragment<kDv / 8>;
@@ -51,7 +51,8 @@ class ForwardConsumer : ForwardScores<Spec, ForwardShape<Spec>, ForwardMemory<Fo
         : Own(params, memory, group),
           query_operand_(matrix_descriptor(memory.query(0) + group * kGroupRows * kPanelRowBytes, 0)),
           key_operand_(matrix_descriptor(memory.key(0), 0)),
-          value_operand_(matrix_descriptor(memory.value(0), Shape::kKeyPanelBytes)) {}
+          value_operand_(matrix_descriptor(memory.value(0), Shape::kKeyPanelBytes)),
+          per_score_(kStarts ? static_cast<float>(common::kLog2e) / params.scale_log2 : 0.0f) {}
 
     // Inlined, however large the kernel is: its members are registers only then.
     __device__ __forceinline__ void run() {
@@ -93,7 +94,7 @@ class ForwardConsumer : ForwardScores<Spec, ForwardShape<Spec>, ForwardMemory<Fo
             if (Shape::kQueryBuffers == 2 && !is_last) {
                 skip_keys(keys);
                 mbarrier_wait(memory_.full_query(queries_.slot()), queries_.parity());
-                issue_both(p, next, keys.end - 1);
+                issue_both(p, next, keys.end - 1, true);
                 begin_rows(next, keys, next_softmax);
                 pin_exponentials(next_softmax);
                 wait_for_output();
@@ -131,8 +132,8 @@ class ForwardConsumer : ForwardScores<Spec, ForwardShape<Spec>, ForwardMemory<Fo
     __device__ __forceinline__ void step(const TileInSlot& tile, const GroupKeys& keys, int32 block,
                                          Probabilities& present, Probabilities& next) {
         const bool masked = kRightLimit && !common::kListsTiles<Spec> && needs_mask(keys, block);
-        const bool is_last = block == (kLeftLimit ? keys.begin : 0);
-        issue_both(present, tile, block);
+        const bool is_last = is_last_of(keys, block);
+        issue_both(present, tile, block, false);
         if (!common::kCapsLate<Spec> || masked) modify(tile, block, is_last);
         if (is_last) release_query();
         if (masked) mask(scores_, tile, block);
@@ -149,19 +150,18 @@ class ForwardConsumer : ForwardScores<Spec, ForwardShape<Spec>, ForwardMemory<Fo
 
     // The same for a key tile of a sparse map that needs the mask. Most of all may.
     __device__ __forceinline__ void masked_listed_step(const TileInSlot& tile, int32 block, Probabilities& p) {
-        start_both(p);
+        start_both(p, tile, block, false);
         const TileMask of_tile(params_, score_tile(tile, block));
-        load_ahead(tile, block);
+        take_distances(tile, block);
         wait_for_scores();
         if (block == 0) release_query();
         modify(tile, block, block == 0);
         mask(scores_, tile, of_tile);
         wait_for_output();
         float rescale[2];
-        const bool kept =
-            softmax_.has_shifts() && softmax_.template try_row_shift<2>(scores_, common::score_scale<Spec>(params_), p);
+        const bool kept = softmax_.has_shifts() && softmax_.template try_row_shift<2>(scores_, score_scale(), p);
         if (!kept) {
-            softmax_.update_raw(scores_, common::score_scale<Spec>(params_), rescale);
+            softmax_.update_raw(scores_, score_scale(), rescale);
             p.set(scores_);
             multiply_output(rescale);
         }
@@ -171,10 +171,11 @@ class ForwardConsumer : ForwardScores<Spec, ForwardShape<Spec>, ForwardMemory<Fo
     // Computes P of a query tile's first key tile, in `scores_`.
     __device__ __forceinline__ void first_scores(const TileInSlot& tile, const GroupKeys& keys, Softmax& softmax) {
         skip_keys(keys);
+        start(tile, keys.end - 1, true);
         mbarrier_wait(memory_.full_query(queries_.slot()), queries_.parity());
         mbarrier_wait(memory_.full_key(keys_.slot()), keys_.parity());
         issue_scores();
-        load_ahead(tile, keys.end - 1);
+        take_distances(tile, keys.end - 1);
         wgmma_wait<0>();
         pin(scores_);
         release_key();
@@ -183,12 +184,16 @@ class ForwardConsumer : ForwardScores<Spec, ForwardShape<Spec>, ForwardMemory<Fo
 
     __device__ __forceinline__ void begin_rows(const TileInSlot& tile, const GroupKeys& keys, Softmax& softmax) {
         const int32 block = keys.end - 1;
-        if (block == (kLeftLimit ? keys.begin : 0)) release_query();
-        modify(tile, block, block == (kLeftLimit ? keys.begin : 0));
+        if (is_last_of(keys, block)) release_query();
+        modify(tile, block, is_last_of(keys, block));
         if (needs_mask(keys, block)) mask(scores_, tile, block);
         float rescale[2];
         softmax.reset();
-        softmax.update_raw(scores_, common::score_scale<Spec>(params_), rescale);
+        softmax.update_raw(scores_, score_scale(), rescale);
+    }
+    // True if `block` is the last of the group's key tiles, which are processed downwards.
+    __device__ __forceinline__ static bool is_last_of(const GroupKeys& keys, int32 block) {
+        return block == (kLeftLimit ? keys.begin : 0);
     }
     __device__ __forceinline__ void take_first(const TileInSlot& tile, const GroupKeys& keys, Probabilities& p) {
         p.set(scores_);
@@ -199,9 +204,79 @@ class ForwardConsumer : ForwardScores<Spec, ForwardShape<Spec>, ForwardMemory<Fo
         if (kPinExponentials) store_shared(memory_.scratch(threadIdx.x), softmax.sum[0] + softmax.sum[1]);
     }
 
+    // Loads the bias with the first sequence of a series. Where it is to be divided by the scale, numbers whose quotient
+    // would be infinite are limited: a row that has nothing but the lowest number sees its keys.
+    __device__ __forceinline__ void keep_bias(const TileInSlot& tile, const GroupKeys& keys) const {
+        using Tile = typename Base::Held::Tile;
+        if (tile.bias_is_kept()) return;
+        const int32 begin = kLeftLimit ? keys.begin : 0;
+#pragma unroll 1
+        for (int32 block = begin; block < keys.end; ++block) load_array(tile, block);
+        Tile::wait(Base::held_address(0), lane_);
+        if constexpr (kStarts)
+#pragma unroll 1
+            for (int32 block = begin; block < keys.end; ++block)
+                Tile::template limit<Element>(Base::held_address(block), common::kLargestProduct / per_score_, lane_);
+    }
+    template <bool kRegular>
+    using InMemory = common::BiasOfQueriesInMemory<Spec, Params, kBc / 8, kRegular>;
+    // Starts S of a key tile, if it starts from the bias. `is_first`: it is the first of the query tile.
+    __device__ __forceinline__ void start(const TileInSlot& tile, int32 block, bool is_first) {
+        if constexpr (Shape::kKeepsArray && kStarts) {
+            common::start_from(scores_, typename Shape::Start(Base::held_address(block), lane_), per_score_);
+            return;
+        }
+        if constexpr (Shape::kLoadsStart) {
+            if (Shape::GroupStart::takes(params_)) {
+                mbarrier_wait(memory_.full_start(group_), starts_.parity());
+                start_from(typename Shape::Start(memory_.start(group_) + warp_ * Shape::Start::Tile::kBytes, lane_),
+                           is_first);
+                __syncwarp();  // all lanes have read it
+                if (lane_ == 0) mbarrier_arrive(memory_.empty_start(group_));
+                starts_.advance();
+                return;
+            }
+        }
+        if constexpr (kStarts && !Shape::kKeepsArray) {
+            const InMemory<false> in_memory(record_of<Spec>(params_, tile), score_tile(tile, block));
+            if (in_memory.is_regular())
+                common::start_from<true>(
+                    scores_, InMemory<true>(record_of<Spec>(params_, tile), score_tile(tile, block)), per_score_);
+            else
+                common::start_from<true>(scores_, in_memory, per_score_);
+        }
+    }
+    // Where all numbers that a row has seen are as low as if no key were visible, quotients must not be infinite.
+    template <class Bias>
+    __device__ __forceinline__ void start_from(const Bias& bias, bool is_first) {
+        constexpr float kLow = -0x1p100f;
+        if (is_first || !__all_sync(common::kFullWarp, softmax_.row_shift[0] > kLow && softmax_.row_shift[1] > kLow))
+            common::start_from<true>(scores_, bias, per_score_);
+        else
+            common::start_from(scores_, bias, per_score_);
+    }
+    // Also loads the key padding mask of the next key tile: its latency is longer than that of the product.
+    __device__ __forceinline__ void modify(const TileInSlot& tile, int32 block, bool is_last) {
+        if constexpr (kStarts)
+            common::hide_keys<Spec>(scores_, record_of<Spec>(params_, tile), score_tile(tile, block),
+                                    static_cast<const Padding&>(*this));
+        else
+            Own::modify(tile, block, is_last);
+        if (!is_last) load_padding(tile, block - 1);
+    }
+
     // ------------------------------------------------------------------------------------------- the group's own keys
 
-    __device__ __forceinline__ GroupKeys keys_of(const TileInSlot& tile) { return Own::keys_of(tile, kMaxSkipped); }
+    // Also loads the tile's first score array and padding.
+    __device__ __forceinline__ GroupKeys keys_of(const TileInSlot& tile) {
+        const GroupKeys keys = Own::keys_of(tile, kMaxSkipped);
+        if constexpr (Shape::kKeepsArray)
+            keep_bias(tile, keys);
+        else
+            load_array(tile, keys.end - 1);
+        load_padding(tile, keys.end - 1);
+        return keys;
+    }
     __device__ __forceinline__ void skip_keys(const GroupKeys& keys) {
         if constexpr (kRightLimit && kMaxSkipped > 0) {
 #pragma unroll 1
@@ -228,12 +303,15 @@ class ForwardConsumer : ForwardScores<Spec, ForwardShape<Spec>, ForwardMemory<Fo
     // ------------------------------------------------------------------------------------------------------- products
 
     // On return the scores of key tile `block` are complete; the output is still in flight.
-    __device__ __forceinline__ void issue_both(const Probabilities& p, const TileInSlot& tile, int32 block) {
-        start_both(p);
-        load_ahead(tile, block);
+    __device__ __forceinline__ void issue_both(const Probabilities& p, const TileInSlot& tile, int32 block,
+                                               bool is_first) {
+        start_both(p, tile, block, is_first);
+        take_distances(tile, block);
         wait_for_scores();
     }
-    __device__ __forceinline__ void start_both(const Probabilities& p) {
+    __device__ __forceinline__ void start_both(const Probabilities& p, const TileInSlot& tile, int32 block,
+                                               bool is_first) {
+        start(tile, block, is_first);
         mbarrier_wait(memory_.full_key(keys_.slot()), keys_.parity());
         if constexpr (kTakeTurns) wait_for_turn();
         issue_scores();
@@ -268,7 +346,7 @@ class ForwardConsumer : ForwardScores<Spec, ForwardShape<Spec>, ForwardMemory<Fo
 #pragma unroll
         for (int s = 0; s < kD / 16; ++s)
             wgmma_scores(scores_, q + along_columns<Shape::kQueryPanelBytes>(s),
-                         k + along_columns<Shape::kKeyPanelBytes>(s), s > 0);
+                         k + along_columns<Shape::kKeyPanelBytes>(s), kStarts || s > 0);
         wgmma_commit();
         pin(scores_);
     }
@@ -347,6 +425,8 @@ class ForwardConsumer : ForwardScores<Spec, ForwardShape<Spec>, ForwardMemory<Fo
     }
 
     const uint64 query_operand_, key_operand_, value_operand_;
+    const float per_score_;
+    RingPosition<1> starts_;
     Output output_;
 };
 

@@ -5,7 +5,7 @@
 
 namespace fa2::sm90 {
 
-template <class Shape, class Memory, class Producer, class Consumer>
+template <class Shape, class Memory, class Producer, class Consumer, class BiasProducer = void>
 struct ForwardKernel {
     static constexpr bool kFindsSequences = true;
 
@@ -17,6 +17,10 @@ struct ForwardKernel {
         if (group == 0) {
             deallocate_registers<Shape::kProducerRegisters>();
             if (threadIdx.x == 0) Producer(params, memory).run();
+            if constexpr (Shape::kLoadsStart) {
+                const int32 warp = __shfl_sync(common::kFullWarp, threadIdx.x / 32, 0);
+                if (warp > 0 && warp <= Shape::kGroups) BiasProducer(params, memory, warp - 1).run();
+            }
         } else {
             allocate_registers<Shape::kConsumerRegisters>();
             Consumer(params, memory, group - 1).run();

@@ -66,4 +66,43 @@ class ForwardProducer : Base {
     }
 };
 
+// Copies the bias from which S of one consumer group starts: a warp, one key tile ahead of the group.
+template <class Spec, class Shape, class Memory>
+class ForwardBiasProducer {
+    using Tile = typename Shape::GroupStart;
+
+  public:
+    __device__ ForwardBiasProducer(const Params& params, const Memory& memory, int32 group)
+        : params_(params), memory_(memory), group_(group) {}
+
+    __device__ void run() {
+        const bool takes = Tile::takes(params_);
+        const int32 lane = threadIdx.x % 32;
+        while (true) {
+            const TileInSlot tile = next_tile(memory_, tiles_);
+            if (tile.key_tiles() == 0) break;
+            const GroupKeys keys = keys_of_group<Spec>(params_, tile, group_, Shape::kMaxSkipped);
+            const int32 end = common::kLeftLimit<Spec> ? keys.begin : 0;
+#pragma unroll 1
+            for (int32 block = keys.end - 1; takes && block >= end; --block) {
+                mbarrier_wait(memory_.empty_start(group_), starts_.parity() ^ 1);
+                Tile::template load<4>(
+                    memory_.start(group_), record_of<Spec>(params_, tile),
+                    score_tile_of<Spec>(params_, tile, tile.batch(), group_ * kGroupRows, block, lane));
+                mbarrier_arrive_with_copies(memory_.full_start(group_));
+                starts_.advance();
+            }
+            __syncwarp();
+            if (lane == 0) mbarrier_arrive(tile.empty);
+        }
+    }
+
+  private:
+    const Params& params_;
+    const Memory memory_;
+    const int32 group_;
+    RingPosition<1> starts_;
+    RingPosition<kTileSlots> tiles_;
+};
+
 }  // namespace fa2::sm90

@@ -19,13 +19,16 @@ class ForwardScores : protected common::HeadTerms<Spec>,
     using Terms = common::HeadTerms<Spec>;
     using Padding = common::KeyPadding<Spec, Spec::kBc / 8, false>;
     using Base = QueryTileConsumer<Spec, Shape, Memory>;
-    using Base::Base, Base::load_array, Base::group_, Base::kBc, Base::kLeftLimit, Base::params_, Base::score_tile;
+    using Base::Base, Base::group_, Base::kBc, Base::kLeftLimit, Base::params_, Base::score_tile;
     friend Base;
 
     using Scores = QuadFragment<kBc / 8>;
     using Probabilities = PackedFragment<typename Spec::Element, kBc / 8>;
     using Softmax = common::OnlineSoftmax<float, 2, 4, common::exp2_approx, false, 1, common::kNaturalInExponent<Spec>>;
 
+    __device__ __forceinline__ float score_scale() const {
+        return common::score_scale<typename Shape::AfterStart>(params_);
+    }
     // True if the row shift was kept; else O must be multiplied by `rescale`.
     __device__ __forceinline__ bool exponentials(Probabilities& p, bool masked, float (&rescale)[2]) {
         if (__builtin_expect(!masked, 1)) {
@@ -33,10 +36,10 @@ class ForwardScores : protected common::HeadTerms<Spec>,
             if constexpr (common::kCapsLate<Spec>)
                 kept = common::try_capped<Spec, 2>(softmax_, scores_, params_, p);
             else
-                kept = softmax_.template try_row_shift<2>(scores_, common::score_scale<Spec>(params_), p);
+                kept = softmax_.template try_row_shift<2>(scores_, score_scale(), p);
             if (__builtin_expect(kept, 1)) return true;
         }
-        softmax_.update_raw(scores_, common::score_scale<Spec>(params_), rescale);
+        softmax_.update_raw(scores_, score_scale(), rescale);
         p.set(scores_);
         return false;
     }
@@ -47,10 +50,12 @@ class ForwardScores : protected common::HeadTerms<Spec>,
     __device__ __forceinline__ void modify(const TileInSlot& tile, int32 block, bool is_last) {
         if constexpr (common::kModifiesScores<Spec>) Base::with_array(*this, tile, block, false, is_last);
     }
-    // Loads the padding, and evaluates the terms of the caller's function that depend on the distance, while the scores
-    // are in flight.
-    __device__ __forceinline__ void load_ahead(const TileInSlot& tile, int32 block) {
+    // Evaluates the terms of the caller's function that depend on the distance, while the scores are in flight.
+    __device__ __forceinline__ void take_distances(const TileInSlot& tile, int32 block) {
         if constexpr (common::kHasDistanceTerms) this->terms = Base::distances_of(tile, block);
+    }
+    // Loads the key padding mask of a key tile.
+    __device__ __forceinline__ void load_padding(const TileInSlot& tile, int32 block) {
         if constexpr (!__is_empty(Padding))
             static_cast<Padding&>(*this) = {record_of<Spec>(params_, tile), score_tile(tile, block)};
     }
@@ -64,14 +69,11 @@ class ForwardScores : protected common::HeadTerms<Spec>,
         if constexpr (common::kDrops<Spec>) common::drop<Spec>(p, params_, score_tile(tile, block));
     }
 
-    // The group's own key tiles. Also loads the terms of the tile's head, and its first score array: its scores are
-    // computed next.
+    // The group's own key tiles. Also loads the terms of the tile's head: its scores are computed next.
     __device__ __forceinline__ GroupKeys keys_of(const TileInSlot& tile, int32 most_skipped) {
         if constexpr (common::kHasHeadTerms<Spec>)
             static_cast<Terms&>(*this) = common::head_terms<Spec>(params_, tile.batch(), tile.head());
-        const GroupKeys keys = keys_of_group<Spec>(params_, tile, group_, most_skipped);
-        load_array(tile, keys.end - 1);
-        return keys;
+        return keys_of_group<Spec>(params_, tile, group_, most_skipped);
     }
 
     // Stores lse of this warp's 16 rows from `row` on.

@@ -78,7 +78,8 @@ class ForwardSharedRowsConsumer
     __device__ __forceinline__ bool take_probabilities(int32 t, Probabilities& p, float (&rescale)[2]) {
         const int32 block = group_keys_.end - 1 - t;
         const bool masked = Own::needs_mask(group_keys_, block);
-        Own::load_ahead(tile_, block);
+        Own::take_distances(tile_, block);
+        Own::load_padding(tile_, block);
         if (!common::kCapsLate<Spec> || masked) Own::modify(tile_, block, true);
         if (masked) mask(scores_, tile_, block);
         const bool kept = Own::exponentials(p, masked, rescale);

@@ -213,6 +213,15 @@ __device__ __forceinline__ int32 first_row_of_block() {
     return 0;
 }
 
+// The scores of key tile `block` of GroupKeys, from row `row` of a query tile on.
+template <class Spec>
+__device__ __forceinline__ common::ScoreTile score_tile_of(const Params& params, const TileInSlot& tile, int32 batch,
+                                                           int32 row, int32 block, int32 lane) {
+    if constexpr (Spec::kSplit) block += tile.first_key_tile();
+    if constexpr (common::kListsTiles<Spec>) block = listed_keys<Spec>(params, tile).at(block);
+    return {batch, tile.head(), {tile.first_row() + row, block * Spec::kBc, lane}};
+}
+
 // Called once per block, after its last draw. The last block resets the counter for the next launch; its plain stores
 // must come after the draws of all others.
 __device__ __forceinline__ void leave_counter(const Params& params) {

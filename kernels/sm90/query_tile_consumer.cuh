@@ -25,9 +25,7 @@ class QueryTileConsumer {
 
     // This warp's scores of key tile `block` of GroupKeys.
     __device__ __forceinline__ common::ScoreTile score_tile(const TileInSlot& tile, int32 block) const {
-        if constexpr (Spec::kSplit) block += tile.first_key_tile();
-        if constexpr (common::kListsTiles<Spec>) block = listed_keys<Spec>(params_, tile).at(block);
-        return {tile.batch(), tile.head(), first_row(tile), block * kBc, lane_};
+        return score_tile_of<Spec>(params_, tile, tile.batch(), group_ * kGroupRows + warp_ * 16, block, lane_);
     }
 
     // The terms of these scores that depend on the distance. The tile's slot is not read if there are none.
@@ -44,10 +42,9 @@ class QueryTileConsumer {
         return memory_.held() +
                ((group_ * 4 + warp_) * Shape::kHeldTiles + (Shape::kKeepsArray ? block : 0)) * Held::Tile::kBytes;
     }
-    // Starts to load the score array of this warp's scores of key tile `block`, unless an earlier sequence has done so.
+    // Starts to load the score array of this warp's scores of key tile `block`.
     __device__ __forceinline__ void load_array(const TileInSlot& tile, int32 block) const {
         if constexpr (Shape::kKeepsArray) {
-            if (tile.bias_is_kept()) return;
             if (Held::Tile::takes(params_))
                 Held::Tile::load(held_address(block), params_, score_tile(tile, block));
             else
@@ -62,21 +59,19 @@ class QueryTileConsumer {
     template <class Consumer>
     __device__ __forceinline__ static void with_array(Consumer& own, const TileInSlot& tile, int32 block, bool masked,
                                                       bool is_last) {
-        if constexpr (Shape::kHoldsArray) {
-            if (Shape::kKeepsArray || Held::Tile::takes(own.params_)) {
-                if (!Shape::kKeepsArray || !tile.bias_is_kept()) Held::Tile::wait(own.held_address(block), own.lane_);
+        if constexpr (Shape::kKeepsArray) {
+            own.use_array(Held(own.held_address(block), own.lane_), tile, block, masked);
+            return;
+        } else if constexpr (Shape::kHoldsArray) {
+            if (Held::Tile::takes(own.params_)) {
+                Held::Tile::wait(own.held_address(block), own.lane_);
                 own.use_array(Held(own.held_address(block), own.lane_), tile, block, masked);
                 __syncwarp();  // all lanes have read it
-                if constexpr (Shape::kKeepsArray) {
-                    if (!is_last) own.load_array(tile, block - 1);
-                } else if (!is_last) {
-                    Held::Tile::load(own.held_address(block - 1), record_of<Spec>(own.params_, tile),
-                                     own.score_tile(tile, block - 1));
-                }
+                if (!is_last) own.load_array(tile, block - 1);
                 return;
             }
         }
-        own.use_array(common::ArraysInMemory{}, tile, block, masked);
+        if constexpr (!Shape::kKeepsArray) own.use_array(common::ArraysInMemory{}, tile, block, masked);
     }
 
     template <class Scores>

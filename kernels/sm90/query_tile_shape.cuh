@@ -47,8 +47,10 @@ struct QueryTileShape {
     // All warps start with the same number. The producer keeps few; the consumers share the rest, in multiples of 8.
     static constexpr int kAtEntry = registers_at_entry(Spec::kWarps * Spec::kResidentBlocks);
     static constexpr int kProducerRegisters = kGroups > 2 ? 32 : 24;
-    static constexpr int kConsumerRegisters =
-        min_of(240, (kAtEntry * (kGroups + 1) - kProducerRegisters) / kGroups / 8 * 8);
+    __device__ static constexpr int consumer_registers(int producer) {
+        return min_of(240, (kAtEntry * (kGroups + 1) - producer) / kGroups / 8 * 8);
+    }
+    static constexpr int kConsumerRegisters = consumer_registers(kProducerRegisters);
     static_assert(registers_suffice(kAtEntry, kGroups, kProducerRegisters, kConsumerRegisters));
 };
 
@@ -87,7 +89,8 @@ struct QueryTileMemory {
 
     __device__ uint32 held() const { return tile_slot(kTileSlots) + Shape::kScratchBytes; }
 
-    __device__ void init_barriers() const {
+    // `slot_readers`: the warps that read slots besides those of consumers.
+    __device__ void init_barriers(uint32 slot_readers = 0) const {
         constexpr uint32 kConsumerWarps = 4 * Shape::kGroups, kStageReaders = kConsumerWarps / Shape::kSharers;
         for (uint32 i = 0; i < 2; ++i) {
             mbarrier_init(full_query(i), 1);
@@ -103,7 +106,7 @@ struct QueryTileMemory {
         }
         for (uint32 i = 0; i < kTileSlots; ++i) {
             mbarrier_init(full_tile(i), 1);
-            mbarrier_init(empty_tile(i), kConsumerWarps);
+            mbarrier_init(empty_tile(i), kConsumerWarps + slot_readers);
         }
         mbarrier_init_fence();
     }

@@ -20,7 +20,8 @@ struct SharedRowsShape : QueryTileShape<Spec, 1, 1, 1, 2> {
     static constexpr int kQueryBuffers = 1, kOutputPanels = 0;
     static constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
     static_assert(registers_suffice(Base::kAtEntry, 2, kProducerRegisters, kConsumerRegisters));
-    static constexpr bool kHoldsArray = false;
+    static constexpr bool kHoldsArray = false, kLoadsStart = false;
+    using AfterStart = Spec;                  // S starts from nothing
     static constexpr bool kKeysFirst = true;  // Q has to wait until O of the last tile has left its buffer
     // Each group has its own part of V, with barriers of its own.
     static constexpr int kMostValueStages = 2;

@@ -47,9 +47,8 @@ MUTANTS = (
     Mutant(
         "no wait for Q",
         "forward",
-        "skip_keys(keys);\n        mbarrier_wait(memory_.full_query(queries_.slot()), queries_.parity());\n"
-        "        mbarrier_wait(memory_.full_key",
-        "skip_keys(keys);\n        mbarrier_wait(memory_.full_key",
+        "keys.end - 1, true);\n        mbarrier_wait(memory_.full_query(queries_.slot()), queries_.parity());\n",
+        "keys.end - 1, true);\n",
         "race",
         HOPPER_TILES,
     ),
