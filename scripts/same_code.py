@@ -146,7 +146,7 @@ def of_features(device: DeviceInfo, family: Family, dtype: str) -> Iterator[Kern
 
 def columns_of_decode(family: Family, head_dim: int) -> tuple[int, int]:
     """Returns the columns of k and v in a cache: those of latent attention for a family that has no others."""
-    return (head_dim, head_dim) if family.why_not_columns(head_dim, head_dim) is None else (576, 512)
+    return (head_dim, head_dim) if family.why_not_columns("decode", head_dim, head_dim) is None else (576, 512)
 
 
 def has_method(family: Family, method: str | None) -> bool:

@@ -277,7 +277,7 @@ def _choice_of_few_queries(problem: AttentionProblem, device: DeviceInfo, taken_
     columns = problem.head_dim, problem.columns_of("v")
     for family in FAMILIES:
         has_it = family.supports("decode", problem.dtype, device) and "decode" in family.operations
-        if has_it and family.why_not_columns(*columns) is None:
+        if has_it and family.why_not_columns("decode", *columns) is None:
             problem, _ = taken_by(family)
             try:
                 most = default_tile(family, "decode", problem, device).b_r

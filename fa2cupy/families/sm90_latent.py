@@ -44,7 +44,7 @@ class Sm90Latent(Family):
     def record(self, operation: str) -> Record:
         return POINTER_RECORDS[operation]
 
-    def why_not_columns(self, head_dim: int, head_dim_v: int) -> str | None:
+    def why_not_columns(self, operation: str, head_dim: int, head_dim_v: int) -> str | None:
         if (head_dim, head_dim_v) != _COLUMNS:
             return f"head_dim={head_dim}, head_dim_v={head_dim_v} are not {_COLUMNS[0]} and {_COLUMNS[1]}"
         return None
@@ -64,7 +64,7 @@ class Sm90Latent(Family):
 
     def why_not_shape(self, kernel: Kernel, tile: TileConfig) -> str | None:
         _check_operation(kernel)
-        reason = self.why_not_columns(kernel.head_dim, kernel.head_dim_v)
+        reason = self.why_not_columns(kernel.operation, kernel.head_dim, kernel.head_dim_v)
         if reason:
             return reason
         if tile.b_c != _KEYS:
