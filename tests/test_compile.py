@@ -525,6 +525,7 @@ def test_every_file_of_kernels_is_used_by_some_kernel():
         specs += default_specs(DeviceInfo.named("sm_90"), "float64", 64, True, method, "sm80")
     specs += default_specs(H100, "float16", 512, True)
     specs += [merge_spec(H100, "float16", 64), *decode_specs(H100, "float16", 64), *decode_specs(H100, "float32", 64)]
+    specs += decode_specs(H100, "float16", 576, 512)
     specs += [*specs_of_ranks("sm_90", ["float16"]), *second_order_specs(H100, "float32", 64)]
     for arch, dtype in (("sm_80", "float16"), ("sm_80", "float64"), ("sm_90", "float16")):
         specs += second_order_specs(DeviceInfo.named(arch), dtype, 64)

@@ -151,12 +151,10 @@ def choices_with_copies(
     for family in families:
         problem, strides = taken_by(family)
         if call == "decode":
-            try:
-                tile = decode_tile(family, problem, device, for_any_batch=options.num_splits is not None)
-            except UnsupportedProblemError:
-                if family is families[-1]:
-                    raise
+            is_last = family is families[-1]
+            if not is_last and family.why_not_columns(call, problem.head_dim, problem.columns_of("v")):
                 continue
+            tile = decode_tile(family, problem, device, for_any_batch=options.num_splits is not None)
             return [Choice(family, {"decode": tile})]
         owners = _ways_of_dbias(call, family, problem, device, strides, options, is_launched)
         choices: list[Choice] = []

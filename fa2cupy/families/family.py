@@ -121,6 +121,8 @@ class Family(ABC):
         The most columns of q, k, v and the like that its kernels hold.
     more_columns : mapping of operation to int
         The same of kernels that hold more.
+    only_columns : tuple of int or None
+        The columns of q and k, and those of v, if its kernels hold no others.
     arch_suffix : str
         Suffix of the architecture's name: ``"a"`` if the code uses instructions of this architecture only.
     features : tuple of str
@@ -168,6 +170,7 @@ class Family(ABC):
     column_step: int
     most_columns: int = 256
     more_columns: Mapping[str, int] = MappingProxyType({})
+    only_columns: tuple[int, int] | None = None
     arch_suffix: str = ""
     features: tuple[str, ...] = tuple(name for name in FEATURES if name not in ("given_lse", "kept_bias"))
     needs_positive_scale: bool = False
@@ -216,6 +219,8 @@ class Family(ABC):
 
     def why_not_columns(self, operation: str, head_dim: int, head_dim_v: int) -> str | None:
         """The reason why the kernels of an operation or call do not hold so many columns, or None if they do."""
+        if self.only_columns not in (None, (head_dim, head_dim_v)):
+            return "head_dim={}, head_dim_v={} are not {} and {}".format(head_dim, head_dim_v, *self.only_columns)
         most = self.more_columns.get(operation, self.most_columns)
         for name, columns in (("head_dim", head_dim), ("head_dim_v", head_dim_v)):
             if columns > most:

@@ -24,7 +24,7 @@ class Sm90Latent(Family):
     row_alignment = 16
     head_dim_step = 8
     column_step = 64  # of a panel in shared memory
-    most_columns = _COLUMNS[0]
+    most_columns, only_columns = _COLUMNS[0], _COLUMNS
     arch_suffix = "a"
     divides_rows = False
     backward_owns = "queries"
@@ -43,11 +43,6 @@ class Sm90Latent(Family):
 
     def record(self, operation: str) -> Record:
         return POINTER_RECORDS[operation]
-
-    def why_not_columns(self, operation: str, head_dim: int, head_dim_v: int) -> str | None:
-        if (head_dim, head_dim_v) != _COLUMNS:
-            return f"head_dim={head_dim}, head_dim_v={head_dim_v} are not {_COLUMNS[0]} and {_COLUMNS[1]}"
-        return None
 
     def shared_memory_bytes(self, kernel: Kernel, tile: TileConfig) -> int:
         _check_operation(kernel)
