@@ -54,7 +54,8 @@ def test_the_same_call_gives_the_same_bits_250_times(dtype, head_dim, head_dim_v
         "two_pass": fa2cupy.backward(q, k, v, o, lse, do, causal=True, method="two_pass"),
     }
     specs = default_specs(DeviceInfo.current(), dtype, head_dim, True, "single_pass", head_dim_v=head_dim_v)
-    (family,) = (spec.family for spec in specs if spec.operation == "backward")
+    # Parts of float32 have a second kernel, for heads that they do not represent; these have none.
+    family = next(spec.family for spec in specs if spec.operation == "backward")
     promised = (1, 2) if family.backward_owns == "keys" else (0,)
     different = cp.zeros((), "int64")
     out = [cp.empty_like(x) for x in (o, lse, *both["two_pass"])]
