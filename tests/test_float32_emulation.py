@@ -13,7 +13,6 @@ pytest.importorskip("cupy")
 
 from support.fake_cupy import place
 from support.fake_gpu import backward, forward
-from support.fake_gpu import delta as run_delta
 from support.simulator import simulated_gpu
 
 pytestmark = pytest.mark.simulated
@@ -45,15 +44,21 @@ def of_blocks(inputs: tuple, causal: bool, exact: dict, queries: int, keys: int)
 def test_the_kernels_compute_what_is_emulated(monkeypatch, kind, head_dim):
     """The kernels differ in the order in which exponentials are added up and, at head_dim 128, in roundings of dK.
 
-    Both have the kernel's delta, whose sums NumPy adds up in an order that depends on the CPU.
+    Both have the delta of the kernel that splits inputs; those of others differ in last bits.
     """
     inputs = data(kind, 190, head_dim)
     head, rows, everything = head_of(inputs, True), slice(64, 192), slice(0, 192)
-    with simulated_gpu(monkeypatch, cuts_sums=True):
+    deltas = []
+
+    def note_delta(launch):
+        if launch.spec.operation == "split_gradients":
+            deltas.append(launch.array("delta").copy())
+
+    with simulated_gpu(monkeypatch, cuts_sums=True, after=note_delta):
         q, k, v, do = map(place, inputs)
         o, lse = forward(q, k, v, causal=True, precision="split")
         gradients = backward(q, k, v, o, lse, do, causal=True, precision="split", method="two_pass")
-        delta = np.asarray(run_delta(o, do))[0, 0]
+    delta = deltas[0].reshape(-1)[:190]
     o, lse = np.asarray(o)[0, :, 0], np.asarray(lse)[0, 0]
     dq, dk, dv = (np.asarray(x)[0, :, 0] for x in gradients)
     pairs = zip((o[64:], lse[64:]), head.forward(rows), strict=True)
@@ -61,7 +66,8 @@ def test_the_kernels_compute_what_is_emulated(monkeypatch, kind, head_dim):
     pairs += zip((dk, dv), head.of_keys(everything, lse, delta), strict=True)
     exact = exact_results(inputs, True)
     for name, (kernels, emulated) in zip(("o", "lse", *GRADIENTS), pairs, strict=True):
-        assert abs(kernels - emulated).max() <= 1e-7 * abs(exact[name]).max(), name
+        bound = 2 * np.finfo("float32").eps if (head_dim, name) == (128, "dk") else 1e-7
+        assert abs(kernels - emulated).max() <= bound * abs(exact[name]).max(), name
 
 
 @pytest.mark.sample(head_dim=(64,), growth=(30,))
