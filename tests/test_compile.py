@@ -124,7 +124,7 @@ EXEMPTIONS = (
     Exemption("forward", 128, TileConfig(128, 64, 4, 2, 2), 16, MEASURED),
     Exemption("forward", 256, TileConfig(128, 64, 8, 2), 12, MEASURED),
     Exemption("backward", 64, TileConfig(64, 64, 4, 2, 3), 84, MEASURED),
-    Exemption("backward", 128, TileConfig(64, 128, 8, 2), 220, MEASURED),
+    Exemption("backward", 128, TileConfig(64, 128, 8, 2), 140, MEASURED),
     Exemption("backward", 256, TileConfig(64, 64, 8, 2), 44, MEASURED),
     Exemption("backward", 256, TileConfig(32, 64, 8, 2), 24, SIBLING),
     Exemption("backward", 64, TileConfig(128, 128, 12, 2), 48, WITH_HIDDEN_ROWS),
@@ -139,7 +139,7 @@ EXEMPTIONS = (
     Exemption("backward_dkdv", 128, TileConfig(64, 128, 8, 2), 212, MEASURED),
     Exemption("decode", 64, TileConfig(32, 128, 4, 2, 3), 12, OF_DECODE_ROWS),
     # sm90, float32
-    Exemption("backward", 128, TileConfig(64, 128, 12, 1), 72, OF_PARTS),
+    Exemption("backward", 128, TileConfig(64, 128, 12, 1), 68, OF_PARTS),
     Exemption("backward_dkdv", 128, TileConfig(64, 128, 12, 2), 104, OF_PARTS),
     # simt
     Exemption("jvp", 256, TileConfig(16, 16, 4), 16, OF_TWO_SUMS),

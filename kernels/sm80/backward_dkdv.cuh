@@ -188,6 +188,7 @@ struct BackwardDkdv {
         const int32 thread = threadIdx.x, warp = __shfl_sync(common::kFullWarp, thread / 32, 0);
         const int32 pair = kInterleaved ? warp / 2 : warp % kPairs;
         const BackwardDkdv block{params, shared_address(smem), where, tiles, thread, thread % 32, warp, pair};
+        if constexpr (!kStoresDq) block.load_key_tile();
         if constexpr (kBothRoles)
             block.template run_roles<true, false>();
         else if (kInterleaved ? warp % 2 == 0 : warp < kPairs)
@@ -199,11 +200,8 @@ struct BackwardDkdv {
     // The roles of a warp: kProbability is true for that of the probability warp.
     template <bool... kRoles>
     __device__ void run_roles() const {
-        if constexpr (!kStoresDq) {
-            load_key_tile();
-            loop<kRoles...>();
-        } else if constexpr (!kSumsDbias) {
-            load_head<kRoles...>();
+        if constexpr (!kSumsDbias) {
+            if constexpr (kStoresDq) load_head<kRoles...>();
             loop<kRoles...>();
         } else {
             const common::HeadOwner<Spec, Params> owner(params);

@@ -62,11 +62,12 @@ struct BackwardDkdv {
     template <int kColumns>
     __device__ static void clear(float* gradient, const Strides& strides, const common::TileCoordinates& where,
                                  int32 seqlen_k) {
-        const int32 num_rows = common::min_of(Shape::kBc, seqlen_k - where.tile * Shape::kBc);
-        float* rows = gradient + strides.offset(where.batch, where.tile * Shape::kBc, where.head);
+        const int32 first = where.tile * Shape::kBc, end = common::min_of(first + Shape::kBc, seqlen_k);
 #pragma unroll 1
-        for (int32 i = threadIdx.x; i < num_rows * kColumns; i += 32 * Spec::kWarps)
-            rows[i / kColumns * strides.row + i % kColumns] = 0.0f;
+        for (int32 key = first + threadIdx.x / 32; key < end; key += Spec::kWarps)
+#pragma unroll 1
+            for (int32 column = threadIdx.x % 32; column < kColumns; column += 32)
+                gradient[strides.offset(where.batch, key, where.head) + column] = 0.0f;
     }
 };
 
