@@ -17,6 +17,21 @@ struct PackedMask {
     __device__ __forceinline__ int32 first_key(int32 row) const { return of_queries.first_key(row / heads_per_group); }
 };
 
+// Where the rows of a job's tile begin in q: a function of the row in the tile, null behind the last one.
+template <class Spec, class Record>
+struct QueryRows {
+    const Record& params;
+    const Job& job;
+    int32 rows;  // of the job
+
+    __device__ __forceinline__ const typename Spec::Element* operator()(int32 row) const {
+        const int32 packed = job.row_tile * Spec::kBr + row, query = quotient(packed, params.heads_per_group);
+        if (packed >= rows) return nullptr;
+        const int32 head = job.head_kv * params.heads_per_group + packed - query * params.heads_per_group;
+        return params.q + params.q_strides.offset(job.batch, query, head);
+    }
+};
+
 // The keys that the rows of a job see: any of them from `first` to `end`, all of them from `full_first` to `full_end`.
 struct KeyRange {
     int32 first, full_first, full_end, end;

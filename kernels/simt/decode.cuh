@@ -37,12 +37,7 @@ class DecodeWarp {
 
     template <int kThreads>
     __device__ __forceinline__ static void copy_queries(char* to, const Params& params, const Job& job, int32 rows) {
-        copy_rows<Rows, kThreads, kBr>(to, threadIdx.x, [&](int32 row) -> const Real* {
-            const int32 packed = job.row_tile * kBr + row, query = decode::quotient(packed, params.heads_per_group);
-            if (packed >= rows) return nullptr;
-            const int32 head = job.head_kv * params.heads_per_group + packed - query * params.heads_per_group;
-            return params.q + params.q_strides.offset(job.batch, query, head);
-        });
+        copy_rows<Rows, kThreads, kBr>(to, threadIdx.x, decode::QueryRows<Spec, Params>{params, job, rows});
     }
     __device__ __forceinline__ static void sync() { __syncwarp(); }
     template <class SourceOf>

@@ -39,12 +39,7 @@ class DecodeWarp {
     // Starts the copy of a job's rows of Q by all threads of the block.
     template <int kThreads>
     __device__ __forceinline__ static void copy_queries(char* to, const Params& params, const Job& job, int32 rows) {
-        const auto source_of = [&](int32 row) -> const Element* {
-            const int32 packed = job.row_tile * kBr + row, query = decode::quotient(packed, params.heads_per_group);
-            if (packed >= rows) return nullptr;
-            const int32 head = job.head_kv * params.heads_per_group + packed - query * params.heads_per_group;
-            return params.q + params.q_strides.offset(job.batch, query, head);
-        };
+        const decode::QueryRows<Spec, Params> source_of{params, job, rows};
         load_rows_async<QTile, kThreads, Spec::kHeadDim>(shared_address(to), source_of, threadIdx.x);
     }
     // Waits for the warps that share keys.
