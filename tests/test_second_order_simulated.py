@@ -69,14 +69,20 @@ def launched(monkeypatch, family):
 ALL = {one.name: one for one in (SIMT, SM80, SM80_FLOAT64)}
 
 
-def widest_of_calls(family: Family, operation: str, dtype: str, head_dim: int) -> int:
-    """The widest head_dim up to a row's for which the other kernels of a call have a tile, too."""
+def widest_of_calls(family: Family, operation: str, dtype: str, head_dim: int, head_dim_v: int | None) -> int:
+    """The widest head_dim up to a row's for which the other kernels of a call have a tile, too.
+
+    Rows with a head_dim_v serve calls with at most as many columns of V, which are fewer than those of q.
+    """
     device = DeviceInfo.named("sm_90")
     others = () if operation == "jvp" else ("output_jvp", "dq_jvp", "dkdv_jvp")
 
     def has_tiles(columns: int) -> bool:
         return all(
-            any(family.why_illegal(Kernel(other, dtype, columns, columns), row.tile, device) is None for row in rows)
+            any(
+                family.why_illegal(Kernel(other, dtype, columns, head_dim_v or columns), row.tile, device) is None
+                for row in rows
+            )
             for other, rows in ((other, family.tiles[other]) for other in others)
         )
 
@@ -84,13 +90,21 @@ def widest_of_calls(family: Family, operation: str, dtype: str, head_dim: int) -
 
 
 def rows_of_the_table(operation: str) -> list:
-    """Returns (family, operation, head_dim, dtype, tile) of each default tile."""
+    """Returns (family, operation, head_dim, head_dim_v, dtype, tile) of each default tile."""
     return [
-        pytest.param(family, operation, head_dim, dtype, row.tile, id=f"{operation}-{dtype}-{head_dim}-{row.tile}")
+        pytest.param(
+            family,
+            operation,
+            head_dim,
+            row.head_dim_v,
+            dtype,
+            row.tile,
+            id=f"{operation}-{dtype}-{head_dim}{f'v{row.head_dim_v}' if row.head_dim_v else ''}-{row.tile}",
+        )
         for family in FAMILIES
         for row in ALL[family].tiles[operation]
         for dtype in row.dtypes or ALL[family].dtypes[:1]
-        for head_dim in (widest_of_calls(ALL[family], operation, dtype, row.head_dim),)
+        for head_dim in (widest_of_calls(ALL[family], operation, dtype, row.head_dim, row.head_dim_v),)
     ]
 
 
@@ -130,11 +144,11 @@ def test_errors_of_jvp_are_bounded_by_those_of_the_formulas_in_the_same_precisio
 
 @pytest.mark.matrix
 @pytest.mark.parametrize(
-    ("family", "operation", "head_dim", "dtype", "tile"),
+    ("family", "operation", "head_dim", "head_dim_v", "dtype", "tile"),
     [case for operation in ("jvp", "output_jvp", "dq_jvp", "dkdv_jvp") for case in rows_of_the_table(operation)],
 )
-def test_every_default_tile(launched, monkeypatch, family, operation, head_dim, dtype, tile):
-    call = Call((tile.b_r + 3, 2 * tile.b_c + 5), (1, 1), head_dim, dtype=dtype, causal=True)
+def test_every_default_tile(launched, monkeypatch, family, operation, head_dim, head_dim_v, dtype, tile):
+    call = Call((tile.b_r + 3, 2 * tile.b_c + 5), (1, 1), head_dim, head_dim_v, dtype=dtype, causal=True)
     call.tile = None
     chosen = choice.choose_tile
     monkeypatch.setattr(choice, "choose_tile", lambda name, *more: tile if name == operation else chosen(name, *more))

@@ -19,7 +19,7 @@ class ForwardScores : protected common::HeadTerms<Spec>,
     using Terms = common::HeadTerms<Spec>;
     using Padding = common::KeyPadding<Spec, Spec::kBc / 8, false>;
     using Base = QueryTileConsumer<Spec, Shape, Memory>;
-    using Base::Base, Base::group_, Base::kBc, Base::kLeftLimit, Base::params_, Base::score_tile;
+    using Base::Base, Base::group_, Base::kBc, Base::kLeftLimit, Base::lane_, Base::params_, Base::score_tile;
     friend Base;
 
     using Scores = QuadFragment<kBc / 8>;
@@ -83,8 +83,8 @@ class ForwardScores : protected common::HeadTerms<Spec>,
         float* lse = own.lse + common::first_statistic<Spec>(params_, batch, head);
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            const int32 at = row + Scores::row(i, Base::lane_);
-            if (Base::lane_ % 4 == 0 && at < own.seqlen_q) lse[at] = row_lse[i];
+            const int32 at = row + Scores::row(i, lane_);
+            if (lane_ % 4 == 0 && at < own.seqlen_q) lse[at] = row_lse[i];
         }
     }
 
