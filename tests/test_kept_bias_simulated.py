@@ -13,7 +13,7 @@ pytest.importorskip("cupy")
 from mutants.mutant import CATCHES, replace_once
 from support.fake_cupy import place
 from support.fake_gpu import fake_gpu, forward
-from support.feature_cases import booleans, numbers
+from support.feature_cases import booleans, check_extreme_biases, numbers
 from support.simulator import simulated_gpu
 
 from fa2cupy import TileConfig
@@ -102,6 +102,15 @@ def test_arrays_and_features(monkeypatch, name, sizes):
     options = {"bias": bias_of(2, rows, keys), **CASES[name](*sizes)}
     options = {key: place(x) if isinstance(x, np.ndarray) else x for key, x in options.items()}
     check(monkeypatch, draw(batch, rows, keys), TILES[0], order=1, **options)
+
+
+@pytest.mark.parametrize("scale", [None, 4.0])
+def test_biases_whose_quotient_by_the_scale_has_no_float(monkeypatch, scale):
+    q, k, v, _ = draw(7, 70, 139)
+    with simulated_gpu(monkeypatch, DEVICE) as launched:
+        call = functools.partial(forward, config=TILES[1])
+        check_extreme_biases(call, q, k, v, bias_of(2, 70, 139), softmax_scale=scale)
+    assert launched[0].spec.kept_keys > 0
 
 
 @pytest.mark.sample(rows=(1, 64))

@@ -103,24 +103,6 @@ struct BiasTile {
         __syncwarp();
     }
 
-    // Replaces finite elements beyond `largest`, which is positive, by those next to it. Called by all lanes behind `wait`.
-    template <class Element>
-    __device__ __forceinline__ static void limit(uint32 smem, float largest, int32 lane) {
-        const auto limited = [&](float x) {
-            return fabsf(x) > largest && fabsf(x) <= kLargestFloat ? copysignf(largest, x) : x;
-        };
-#pragma unroll 1
-        for (int32 index = lane; index < kQueries * kChunks; index += 32) {
-            const uint32 chunk = smem + offset(index / kChunks, index % kChunks);
-            OperandA elements = load_shared_operand(chunk);
-#pragma unroll
-            for (uint32& two : elements.reg)
-                two = pack<Element>(limited(unpack_lo<Element>(two)), limited(unpack_hi<Element>(two)));
-            store_shared(chunk, elements);
-        }
-        __syncwarp();
-    }
-
   private:
     // Bytes of a chunk before the end of the keys.
     template <class Record>

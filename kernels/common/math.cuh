@@ -52,9 +52,14 @@ __device__ __forceinline__ uint32 tops_of_nonzero_bytes(uint32 x) {
 // Natural numbers of 1 / log2(e) of the largest float and more have no float in base 2. `in_base2` brings finite ones to
 // kLargestBase2, because only -inf hides a key, and `natural_of` brings that back to the largest float.
 inline constexpr float kLargestBase2 = 3.4e38f, kLargestFloat = 0x1.fffffep127f;
-__device__ __forceinline__ float in_base2(float x, float scale = static_cast<float>(kLog2e)) {
-    const float y = x * scale;
+__device__ __forceinline__ float in_base2(float x) {
+    const float y = x * static_cast<float>(kLog2e);
     return fabsf(y) > kLargestBase2 && fabsf(x) <= kLargestFloat ? copysignf(kLargestBase2, x) : y;
+}
+// The same of an unscaled score. The largest float stands for scores that have none (start_from_bias.cuh).
+__device__ __forceinline__ float in_base2(float x, float scale) {
+    const float y = x * scale;
+    return fmaxf(fabsf(x), fabsf(y)) > kLargestBase2 && fabsf(x) <= kLargestFloat ? copysignf(kLargestBase2, x) : y;
 }
 __device__ __forceinline__ float natural_of(float base2) {
     const float x = base2 * static_cast<float>(kLn2);

@@ -7,9 +7,10 @@
 // What is left to do then is what a call without a bias does, and the work on the bias is done before the product, not
 // between the product and the exponentials that wait for it. It takes a bias that nothing follows but masks and dropout.
 //
-// Quotients of finite numbers may be infinite: such a bias alone makes P zero, or one. -lse / scale is kept finite
-// (`finite_product`), so that a row of such numbers has no NaN. In the forward, a row that has nothing but the lowest
-// number sees its keys: quotients are kept finite where such numbers may be all that the row has seen.
+// Quotients of finite numbers may have no float. They are rounded towards zero, so that they become the largest float at
+// most: only -inf hides a key. In the forward, a row of nothing but such numbers sees its keys, and its lse is the
+// largest float (`in_base2`). In the backward such a bias makes P zero, or one: -lse / scale is smaller
+// (`finite_product`).
 #pragma once
 #include "common/held_array.cuh"
 #include "common/key_padding.cuh"
@@ -38,10 +39,9 @@ using AfterStart = typename AfterStartOf<Spec>::Type;
 template <class Spec, int kN8>
 using HiddenKeys = KeyPaddingIf<Spec, kN8, kStartsFromBias<Spec>>;
 
-// The largest product of finite numbers.
-inline constexpr float kLargestProduct = 0x1p127f;
 // The product, but of finite numbers a finite one, which a bfloat16 holds.
 __device__ __forceinline__ float finite_product(float x, float y) {
+    constexpr float kLargestProduct = 0x1p127f;
     const float product = x * y;
     return fabsf(product) > kLargestProduct && fabsf(x) <= kLargestFloat ? copysignf(kLargestProduct, product)
                                                                          : product;
@@ -116,8 +116,8 @@ class BiasOfQueriesInMemory {
     const int32 query_, key_;
 };
 
-// x = factor bias. `bias` reads it as those of held_array.cuh do. kFinite: products of finite numbers are finite.
-template <bool kFinite = false, int kN8, class Bias>
+// x = factor bias. `bias` reads it as those of held_array.cuh do.
+template <int kN8, class Bias>
 __device__ __forceinline__ void start_from(QuadFragment<kN8>& x, const Bias& bias, float factor) {
 #pragma unroll
     for (int s = 0; s < kN8 / 2; ++s) {
@@ -128,8 +128,7 @@ __device__ __forceinline__ void start_from(QuadFragment<kN8>& x, const Bias& bia
             for (int e = 0; e < 2; ++e) {
                 ArrayTerm<float> term;
                 bias.set(term, elements, r, e);
-                x.value[2 * s + r / 2][r % 2 * 2 + e] =
-                    kFinite ? finite_product(term.bias, factor) : term.bias * factor;
+                x.value[2 * s + r / 2][r % 2 * 2 + e] = __fmul_rz(term.bias, factor);
             }
     }
 }

@@ -94,7 +94,7 @@ class ForwardConsumer : ForwardScores<Spec, ForwardShape<Spec>, ForwardMemory<Fo
             if (Shape::kQueryBuffers == 2 && !is_last) {
                 skip_keys(keys);
                 mbarrier_wait(memory_.full_query(queries_.slot()), queries_.parity());
-                issue_both(p, next, keys.end - 1, true);
+                issue_both(p, next, keys.end - 1);
                 begin_rows(next, keys, next_softmax);
                 pin_exponentials(next_softmax);
                 wait_for_output();
@@ -133,7 +133,7 @@ class ForwardConsumer : ForwardScores<Spec, ForwardShape<Spec>, ForwardMemory<Fo
                                          Probabilities& present, Probabilities& next) {
         const bool masked = kRightLimit && !common::kListsTiles<Spec> && needs_mask(keys, block);
         const bool is_last = is_last_of(keys, block);
-        issue_both(present, tile, block, false);
+        issue_both(present, tile, block);
         if (!common::kCapsLate<Spec> || masked) modify(tile, block, is_last);
         if (is_last) release_query();
         if (masked) mask(scores_, tile, block);
@@ -150,7 +150,7 @@ class ForwardConsumer : ForwardScores<Spec, ForwardShape<Spec>, ForwardMemory<Fo
 
     // The same for a key tile of a sparse map that needs the mask. Most of all may.
     __device__ __forceinline__ void masked_listed_step(const TileInSlot& tile, int32 block, Probabilities& p) {
-        start_both(p, tile, block, false);
+        start_both(p, tile, block);
         const TileMask of_tile(params_, score_tile(tile, block));
         take_distances(tile, block);
         wait_for_scores();
@@ -171,7 +171,7 @@ class ForwardConsumer : ForwardScores<Spec, ForwardShape<Spec>, ForwardMemory<Fo
     // Computes P of a query tile's first key tile, in `scores_`.
     __device__ __forceinline__ void first_scores(const TileInSlot& tile, const GroupKeys& keys, Softmax& softmax) {
         skip_keys(keys);
-        start(tile, keys.end - 1, true);
+        start(tile, keys.end - 1);
         mbarrier_wait(memory_.full_query(queries_.slot()), queries_.parity());
         mbarrier_wait(memory_.full_key(keys_.slot()), keys_.parity());
         issue_scores();
@@ -204,8 +204,7 @@ class ForwardConsumer : ForwardScores<Spec, ForwardShape<Spec>, ForwardMemory<Fo
         if (kPinExponentials) store_shared(memory_.scratch(threadIdx.x), softmax.sum[0] + softmax.sum[1]);
     }
 
-    // Loads the bias with the first sequence of a series. Where it is to be divided by the scale, numbers whose quotient
-    // would be infinite are limited: a row that has nothing but the lowest number sees its keys.
+    // Loads the bias with the first sequence of a series.
     __device__ __forceinline__ void keep_bias(const TileInSlot& tile, const GroupKeys& keys) const {
         using Tile = typename Base::Held::Tile;
         if (tile.bias_is_kept()) return;
@@ -213,15 +212,11 @@ class ForwardConsumer : ForwardScores<Spec, ForwardShape<Spec>, ForwardMemory<Fo
 #pragma unroll 1
         for (int32 block = begin; block < keys.end; ++block) load_array(tile, block);
         Tile::wait(Base::held_address(0), lane_);
-        if constexpr (kStarts)
-#pragma unroll 1
-            for (int32 block = begin; block < keys.end; ++block)
-                Tile::template limit<Element>(Base::held_address(block), common::kLargestProduct / per_score_, lane_);
     }
     template <bool kRegular>
     using InMemory = common::BiasOfQueriesInMemory<Spec, Params, kBc / 8, kRegular>;
-    // Starts S of a key tile, if it starts from the bias. `is_first`: it is the first of the query tile.
-    __device__ __forceinline__ void start(const TileInSlot& tile, int32 block, bool is_first) {
+    // Starts S of a key tile, if it starts from the bias.
+    __device__ __forceinline__ void start(const TileInSlot& tile, int32 block) {
         if constexpr (Shape::kKeepsArray && kStarts) {
             common::start_from(scores_, typename Shape::Start(Base::held_address(block), lane_), per_score_);
             return;
@@ -229,8 +224,8 @@ class ForwardConsumer : ForwardScores<Spec, ForwardShape<Spec>, ForwardMemory<Fo
         if constexpr (Shape::kLoadsStart) {
             if (Shape::GroupStart::takes(params_)) {
                 mbarrier_wait(memory_.full_start(group_), starts_.parity());
-                start_from(typename Shape::Start(memory_.start(group_) + warp_ * Shape::Start::Tile::kBytes, lane_),
-                           is_first);
+                const uint32 own = memory_.start(group_) + warp_ * Shape::Start::Tile::kBytes;
+                common::start_from(scores_, typename Shape::Start(own, lane_), per_score_);
                 __syncwarp();  // all lanes have read it
                 if (lane_ == 0) mbarrier_arrive(memory_.empty_start(group_));
                 starts_.advance();
@@ -240,20 +235,11 @@ class ForwardConsumer : ForwardScores<Spec, ForwardShape<Spec>, ForwardMemory<Fo
         if constexpr (kStarts && !Shape::kKeepsArray) {
             const InMemory<false> in_memory(record_of<Spec>(params_, tile), score_tile(tile, block));
             if (in_memory.is_regular())
-                common::start_from<true>(
-                    scores_, InMemory<true>(record_of<Spec>(params_, tile), score_tile(tile, block)), per_score_);
+                common::start_from(scores_, InMemory<true>(record_of<Spec>(params_, tile), score_tile(tile, block)),
+                                   per_score_);
             else
-                common::start_from<true>(scores_, in_memory, per_score_);
+                common::start_from(scores_, in_memory, per_score_);
         }
-    }
-    // Where all numbers that a row has seen are as low as if no key were visible, quotients must not be infinite.
-    template <class Bias>
-    __device__ __forceinline__ void start_from(const Bias& bias, bool is_first) {
-        constexpr float kLow = -0x1p100f;
-        if (is_first || !__all_sync(common::kFullWarp, softmax_.row_shift[0] > kLow && softmax_.row_shift[1] > kLow))
-            common::start_from<true>(scores_, bias, per_score_);
-        else
-            common::start_from(scores_, bias, per_score_);
     }
     // Also loads the key padding mask of the next key tile: its latency is longer than that of the product.
     __device__ __forceinline__ void modify(const TileInSlot& tile, int32 block, bool is_last) {
@@ -303,15 +289,13 @@ class ForwardConsumer : ForwardScores<Spec, ForwardShape<Spec>, ForwardMemory<Fo
     // ------------------------------------------------------------------------------------------------------- products
 
     // On return the scores of key tile `block` are complete; the output is still in flight.
-    __device__ __forceinline__ void issue_both(const Probabilities& p, const TileInSlot& tile, int32 block,
-                                               bool is_first) {
-        start_both(p, tile, block, is_first);
+    __device__ __forceinline__ void issue_both(const Probabilities& p, const TileInSlot& tile, int32 block) {
+        start_both(p, tile, block);
         take_distances(tile, block);
         wait_for_scores();
     }
-    __device__ __forceinline__ void start_both(const Probabilities& p, const TileInSlot& tile, int32 block,
-                                               bool is_first) {
-        start(tile, block, is_first);
+    __device__ __forceinline__ void start_both(const Probabilities& p, const TileInSlot& tile, int32 block) {
+        start(tile, block);
         mbarrier_wait(memory_.full_key(keys_.slot()), keys_.parity());
         if constexpr (kTakeTurns) wait_for_turn();
         issue_scores();

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import ml_dtypes
 import numpy as np
 
 import fa2cupy
-from fa2cupy import TileConfig
+from fa2cupy import TileConfig, reference
 from fa2cupy.problem.feature_checks import extra_gradients
 from fa2cupy.problem.function_checks import floating_arguments
 from fa2cupy.testing import Expectation, make_inputs
@@ -28,6 +30,22 @@ def numbers(shape: tuple, dtype: str, seed: int = 7) -> np.ndarray:
 
 def booleans(shape: tuple, seed: int = 8) -> np.ndarray:
     return np.random.default_rng(seed).random(shape) < 0.7
+
+
+def check_extreme_biases(call: Callable[..., tuple], q, k, v, bias: np.ndarray, **options) -> None:
+    """Calls a forward with rows of a bias of bfloat16 that are infinite, or the lowest or highest finite number.
+
+    Such rows have it for all keys, or for some. The first 30 rows and 91 keys are written to.
+    """
+    highest = float(ml_dtypes.finfo("bfloat16").max)
+    bias[..., 3, :], bias[..., 5, :], bias[..., 6, :90], bias[..., 9, ::2] = -highest, -np.inf, -highest, -np.inf
+    bias[..., 9, 1::2], bias[..., 12, :], bias[..., 27, [2, 90]] = -highest, highest, highest
+    bias[..., 28, [2, 90]], bias[..., 29, 1] = np.inf, np.inf
+    with np.errstate(invalid="ignore"):
+        expected = reference.forward(q, k, v, bias=bias, **options)
+    o, lse = (np.asarray(x, float) for x in call(q, k, v, bias=bias, **options))
+    np.testing.assert_allclose(o, np.asarray(expected[0], float), atol=0.02)
+    np.testing.assert_allclose(lse, expected[1], rtol=1e-2, atol=1e-3)
 
 
 def options_of(name: str, dtype: str, sizes: dict) -> dict:
