@@ -197,7 +197,9 @@ def launched_with_kept_bias(
     return {stage.spec for stage in launched}
 
 
-def launched_in_one_launch(monkeypatch, kind: tuple, names: tuple[str, ...], head_dim: int) -> set[KernelSpec]:
+def launched_in_one_launch(
+    monkeypatch, kind: tuple, names: tuple[str, ...], head_dim: int, head_dim_v: int | None
+) -> set[KernelSpec]:
     """Returns the kernels of backwards of self-attention that need one launch."""
     from support import fake_gpu
     from support.fake_cupy import place
@@ -211,12 +213,12 @@ def launched_in_one_launch(monkeypatch, kind: tuple, names: tuple[str, ...], hea
     ):
         return set()
     sizes = FIXED | {"seqlen_k": FIXED["seqlen_q"], "num_heads_kv": FIXED["num_heads"]}
-    q, k, v, do = map(place, inputs_of(dtype, **sizes, head_dim=head_dim))
+    q, k, v, do = map(place, inputs_of(dtype, **sizes, head_dim=head_dim, head_dim_v=head_dim_v))
     forward, backward = (
         {key: place(x) if isinstance(x, np.ndarray) else x for key, x in options.items()}
         for options in call_options(names, dtype, dtype, "of heads")
     )
-    o, lse = place(np.zeros(q.shape, q.dtype)), place(np.zeros((*q.shape[:1], q.shape[2], q.shape[1]), "float32"))
+    o, lse = place(np.zeros(do.shape, q.dtype)), place(np.zeros((*q.shape[:1], q.shape[2], q.shape[1]), "float32"))
     with fake_gpu.fake_gpu(monkeypatch, arch, run=lambda launch: None) as launched:
         for causal in (False, True):
             fake_gpu.backward(q, k, v, o, lse, do, causal=causal, method="two_pass", **forward, **backward)
@@ -282,7 +284,7 @@ def test_calls_use_exactly_the_kernels_that_are_compiled_ahead_for_their_feature
     arch, dtype, family = kind
     ahead_of_calls = listed(arch, dtypes=dtype, head_dims=60, features=names, family=family, decode=False)
     kept = launched_with_kept_bias(monkeypatch, kind, names, 60, None)
-    kept |= launched_in_one_launch(monkeypatch, kind, names, 60)
+    kept |= launched_in_one_launch(monkeypatch, kind, names, 60, None)
     kept |= launched_by_one_tile(monkeypatch, kind, names, 60, None)
     assert launched_by(monkeypatch, kind, names, 60, None) | kept == ahead_of_calls
 
@@ -295,6 +297,7 @@ def test_kernels_for_v_of_its_own_head_dim_are_compiled_ahead(listed, monkeypatc
     arch, dtype, family = kind
     options = {"features": names, "head_dims": head_dim, "head_dim_v": head_dim_v, "family": family, "decode": False}
     kept = launched_with_kept_bias(monkeypatch, kind, names, head_dim, head_dim_v)
+    kept |= launched_in_one_launch(monkeypatch, kind, names, head_dim, head_dim_v)
     kept |= launched_by_one_tile(monkeypatch, kind, names, head_dim, head_dim_v)
     assert launched_by(monkeypatch, kind, names, head_dim, head_dim_v) | kept == listed(arch, dtypes=dtype, **options)
 

@@ -96,12 +96,16 @@ WITH_HIDDEN_ROWS = (
     "since the producer clears rows without a key, 48 bytes spill in place of 32: both by turns on the H100, 1.00 to "
     "1.01 times as long"
 )
+WITH_ONE_LOOP = (
+    "since the producer has one loop for tiles with and without rows to clear, a loop invariant of the consumers spills: "
+    "it is read back twice a tile; compiles in half the time, not timed at this head_dim"
+)
 SIBLING = "the tile of the H100 with what fits here; spills the same loop invariants; not yet measured on such a GPU"
 OF_PARTS = (
     "what spills is loop invariants of the consumers, at head_dim 128, and addresses of the producer, which has 24 "
     "registers and waits most of the time"
 )
-OF_DECODE_ROWS = "what spills is a loop invariant, which is read back outside the loop over keys"
+OF_DECODE_ROWS = "what spills is loop invariants, which are read back outside the loop over keys"
 OF_TWO_BLOCKS = "by 6 % faster on the H200 than the largest tile that spills nothing, of one block on a multiprocessor"
 OF_TWO_SUMS = "two sums of 256 columns take half of the registers, and there is no smaller tile; not yet measured"
 OF_MMA_PARTS = "what spills is loop invariants: dK and dV take half of the registers; not yet measured on such a GPU"
@@ -128,6 +132,7 @@ EXEMPTIONS = (
     Exemption("backward", 256, TileConfig(64, 64, 8, 2), 44, MEASURED),
     Exemption("backward", 256, TileConfig(32, 64, 8, 2), 24, SIBLING),
     Exemption("backward", 64, TileConfig(128, 128, 12, 2), 48, WITH_HIDDEN_ROWS),
+    Exemption("backward", 112, TileConfig(96, 128, 12, 2), 24, WITH_ONE_LOOP),
     Exemption("backward", 128, TileConfig(64, 128, 8, 1), 132, SIBLING),
     Exemption("backward_dq", 64, TileConfig(128, 64, 4, 2, 2), 48, MEASURED),
     Exemption("backward_dq", 128, TileConfig(128, 32, 4, 2, 2), 88, MEASURED),
@@ -137,7 +142,7 @@ EXEMPTIONS = (
     Exemption("backward_dkdv", 160, TileConfig(32, 64, 4, 2, 2), 136, MEASURED),
     Exemption("backward_dkdv", 64, TileConfig(64, 64, 4, 2, 3), 184, MEASURED),
     Exemption("backward_dkdv", 128, TileConfig(64, 128, 8, 2), 212, MEASURED),
-    Exemption("decode", 64, TileConfig(32, 128, 4, 2, 3), 12, OF_DECODE_ROWS),
+    Exemption("decode", 64, TileConfig(32, 128, 4, 2, 3), 20, OF_DECODE_ROWS),
     # sm90, float32
     Exemption("backward", 128, TileConfig(64, 128, 12, 1), 68, OF_PARTS),
     Exemption("backward_dkdv", 128, TileConfig(64, 128, 12, 2), 104, OF_PARTS),
@@ -367,7 +372,7 @@ def test_wgmma_is_not_serialised_with_a_feature(method, feature):
 
 
 @pytest.mark.sample(operation=("backward",))
-@pytest.mark.parametrize("operation", TILED)
+@pytest.mark.parametrize("operation", [name for name in TILED if SIMT.tiles.get(name)])
 def test_smallest_legal_simt_tile_compiles(operation):
     tile = legal_configs(operation, dtype="float64", head_dim=24, arch="sm_90")[0]
     assert cached_kernel(KernelSpec(operation, SIMT, "sm_90", "float64", 24, True, tile)).registers
@@ -470,7 +475,8 @@ def test_sm90_kernels_start_with_the_registers_that_their_shares_are_cut_from():
         for spec in default_specs(H100, "float16", head_dim, True, method)
         if "kConsumerRegisters" in render_kernel(spec).text
     ]
-    assert {spec.operation for spec in specs} == {"forward", "backward", "backward_dq", "backward_dkdv"}
+    operations = {"forward", "backward", "backward_both", "backward_dq", "backward_dkdv"}
+    assert {spec.operation for spec in specs} == operations
     for spec in specs:
         at_entry = 65536 // (32 * spec.tile.num_warps * spec.tile.blocks_per_sm) // 8 * 8
         assert cached_kernel(spec).registers == min(248, at_entry), spec

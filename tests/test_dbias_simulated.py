@@ -67,11 +67,20 @@ def with_small_tile(monkeypatch, name: str) -> None:
 
 
 def gradients(
-    name: str, inputs: tuple, *, shares: int = 1, order: int | None = None, patch=None, out=None, **options
+    name: str,
+    inputs: tuple,
+    *,
+    shares: int = 1,
+    order: int | None = None,
+    patch=None,
+    out=None,
+    bias_before=None,
+    **options,
 ) -> tuple:
     """Returns the results of a deterministic call with all gradients, and the stages that it launched.
 
-    `shares` is the number of blocks that are resident for each tile of the bias; fewer sequences have fewer.
+    `shares` is the number of blocks that are resident for each tile of the bias; fewer sequences have fewer. The forward
+    has the same bias unless it is given another one, `bias_before`.
     """
     with pytest.MonkeyPatch.context() as monkeypatch:
         with_small_tile(monkeypatch, name)
@@ -81,7 +90,7 @@ def gradients(
             q, k, v, do = map(place, inputs)
             own = {**on_gpu(options), "family": CASES[name][4], "config": CONFIGS.get(name)}
             dlse = own.pop("dlse", None)
-            o, lse = forward(q, k, v, **own)
+            o, lse = forward(q, k, v, **own | ({} if bias_before is None else {"bias": place(bias_before)}))
             launched.clear()
             own |= {"deterministic": True, "return_dbias": True, "dlse": dlse}
             given = None if out is None else (None, None, None, out)
@@ -97,7 +106,7 @@ def map_of(name: str) -> BlockMask:
 def check(name: str, inputs: tuple | None = None, **options) -> FakeArray:
     """Checks the gradients of a deterministic call, and that ``dbias`` sums that of the bias; returns that."""
     inputs = inputs or inputs_of(name)
-    how = {key: options.pop(key) for key in ("shares", "order", "patch", "out") if key in options}
+    how = {key: options.pop(key) for key in ("shares", "order", "patch", "out", "bias_before") if key in options}
     results, launched = gradients(name, inputs, **how, **options)
     Expectation(*inputs, **options).check(**dict(zip(("dq", "dk", "dv", "dbias"), results, strict=True)))
     specs = [stage.spec for stage in launched]
@@ -149,7 +158,7 @@ def test_biases_of_any_strides_and_dtypes(name):
     wanted = check(name, bias=bias)
     for layout in (gapped, reversed_columns, shifted):
         np.testing.assert_array_equal(check(name, bias=layout(bias)), wanted)
-    wide = check(name, bias=bias.astype(accumulator(dtype)))
+    wide = check(name, bias=bias.astype(accumulator(dtype)), bias_before=bias)
     assert wide.dtype == accumulator(dtype)
     np.testing.assert_array_equal(wide.astype(wanted.dtype), wanted)
 
@@ -371,7 +380,9 @@ MUTANTS = {
         "sm80", "qk", {}, "params_.shared_strides.offset(sharer_, 0, 0, 0)", "0", "numbers",
     ),
     "tiles of the first sequence alone": (
-        "sm80", "bqk", {}, "params.owned_strides.offset(block, 0, 0, 0)", "0", "blocks",
+        "sm80", "bqk", {}, "heads_ = Shared::take(block, strides.head, params.num_heads);\n        "
+        "first_ = static_cast<int32>(params.owned_strides.offset(block, 0, 0, 0));",
+        "heads_ = Shared::take(block, strides.head, params.num_heads);\n        first_ = 0;", "blocks",
     ),
     "the first query tile alone": ("sm80", "k", {}, "if (++query_tile_ == queries_.end) {", "if (true) {", "numbers"),
     "key tiles that other blocks own": ("sm80", "qk", {}, "min_of(tiles_.end, keys_.end)", "tiles_.end", "numbers"),

@@ -208,8 +208,9 @@ def test_missing_torch_is_one_line(monkeypatch, capsys):
 
 @pytest.fixture
 def small_models(monkeypatch):
+    """Has sequences that `one_tile` does not take."""
     monkeypatch.setattr(benchmark, "MODELS", {"even": (2, 2, 32), "grouped": (4, 2, 64)})
-    monkeypatch.setattr(benchmark, "MODEL_SIZES", ((1, 40), (2, 24)))
+    monkeypatch.setattr(benchmark, "MODEL_SIZES", ((1, 140), (2, 132)))
 
 
 @pytest.mark.matrix
@@ -243,13 +244,13 @@ def test_models_from_checks_to_files(small_models, operators, tmp_path, monkeypa
     tiles = {row["operation"]: row["tile"].split(":")[0] for row in rows if row["provider"] == "fa2cupy"}
     assert (tiles["default"], tiles["deterministic"]) == ("single_pass", "two_pass")
     grouped = next(row for row in rows if (row["model"], row["operation"]) == ("grouped", "default"))
-    assert float(grouped["tflops"]) == pytest.approx(5 * 2 * 4 * 40**2 / 2 * 64 / 2e-3 / 1e12, rel=1e-4)
+    assert float(grouped["tflops"]) == pytest.approx(5 * 2 * 4 * 140**2 / 2 * 64 / 2e-3 / 1e12, rel=1e-4)
     assert int(grouped["extra_bytes"]) == 100, "dk and dv are smaller than dq"
     told = capsys.readouterr().out
     assert "without torch cudnn: as many heads, please" in told
     assert "| grouped | 1.00 / 1.00 / 1.00 | 1.00 / 1.00 / 1.00 |" in told and "smallest: 1.00, " in told
     assert benchmark.main(["--plot-only", str(tmp_path / "models.csv")]) == 0
-    assert capsys.readouterr().out.startswith("| forward / default / deterministic | 1 x 40 | 2 x 24 |\n")
+    assert capsys.readouterr().out.startswith("| forward / default / deterministic | 1 x 140 | 2 x 132 |\n")
 
 
 @pytest.fixture
@@ -300,7 +301,7 @@ def test_models_that_are_wrong_are_failures(small_models, tmp_path, monkeypatch)
 
     monkeypatch.setattr(check.HeadCheck, "verify", verify)
     run = benchmark.run(benchmark.parse_arguments(["--sections", "models", "--peers"]), FakeGpu(), tmp_path)
-    assert len(run.failures) == 2 * 2 * 3 and "WRONG: bfloat16 d=32 seqlen=40" in run.failures[0]
+    assert len(run.failures) == 2 * 2 * 3 and "WRONG: bfloat16 d=32 seqlen=140" in run.failures[0]
 
 
 def test_models_have_the_heads_that_they_are_named_after():

@@ -33,13 +33,20 @@ SIMT_PAIR_HIDDEN = without_keys(dtype="float32", head_dim=40, head_dim_v=72, len
 SWAPPED = (
     ("forward", "RowsV::template copy<kThreads, kBc>(tile", "RowsV", "Rows", "uninitialised"),
     ("forward", "v_tile + kBc * RowsV::", "RowsV", "Rows", "race"),
-    ("backward_dq", "RowsV::template copy<kThreads, kBc>(tile", "RowsV", "Rows", "uninitialised"),
+    (
+        "backward_dq",
+        "RowsV::template copy<kThreads, kBc>(tile, gmem, strides.row, key_tile * kBc, params.seqlen_k);\n        };\n        "
+        "const auto mask = common::mask_of<Spec>(params);\n\n        // An lse",
+        "RowsV",
+        "Rows",
+        "uninitialised",
+    ),
     ("backward_dq", "RowsV::template copy<kThreads, kBr>(do_rows", "RowsV", "Rows", "uninitialised"),
     ("backward_dq", "WarpV::dot(ds", "WarpV", "Warp", "uninitialised"),
     ("backward_dq", " Warp::dot(p", "Warp", "WarpV", "uninitialised"),
     ("backward_dq", "own_v = warp * Warp::kOwn * RowsV::", "RowsV", "Rows", "uninitialised"),
     ("backward_dq", "do_rows + kBr * RowsV::", "RowsV", "Rows", "race"),
-    ("backward_dq", "v_tile + kBc * RowsV::", "RowsV", "Rows", "race"),
+    ("backward_dq", "all_posted = v_tile + kBc * RowsV::", "RowsV", "Rows", "race"),
     ("backward", "clear_hidden_rows<Scores, RowsV>(", "RowsV", "Rows", "numbers"),
     ("backward", "add_to_keys<Spec::kHeadDimV>(", "kHeadDimV", "kHeadDim", "uninitialised"),
     ("backward", "add_to_keys<Spec::kHeadDim>(", "kHeadDim", "kHeadDimV", "uninitialised"),
@@ -184,7 +191,7 @@ MUTANTS = (
     ),
     *(
         Mutant(
-            f"simt: the other head_dim in {operation}, {text}",
+            f"simt: the other head_dim in {operation}, {text.partition(chr(10))[0]}",
             operation,
             text,
             text.replace(of, other),
