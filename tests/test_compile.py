@@ -97,8 +97,8 @@ WITH_HIDDEN_ROWS = (
     "1.01 times as long"
 )
 WITH_ONE_LOOP = (
-    "since the producer has one loop for tiles with and without rows to clear, a loop invariant of the consumers spills: "
-    "it is read back twice a tile; compiles in half the time, not timed at this head_dim"
+    "since the producer has one loop for tiles with and without rows to clear, a loop invariant of the consumers "
+    "spills: it is read back twice a tile; compiles in half the time, not timed at this head_dim"
 )
 SIBLING = "the tile of the H100 with what fits here; spills the same loop invariants; not yet measured on such a GPU"
 OF_PARTS = (

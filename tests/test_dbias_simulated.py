@@ -79,8 +79,8 @@ def gradients(
 ) -> tuple:
     """Returns the results of a deterministic call with all gradients, and the stages that it launched.
 
-    `shares` is the number of blocks that are resident for each tile of the bias; fewer sequences have fewer. The forward
-    has the same bias unless it is given another one, `bias_before`.
+    `shares` is the number of blocks that are resident for each tile of the bias; fewer sequences have fewer. The
+    forward has the same bias unless it is given another one, `bias_before`.
     """
     with pytest.MonkeyPatch.context() as monkeypatch:
         with_small_tile(monkeypatch, name)

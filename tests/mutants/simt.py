@@ -35,8 +35,8 @@ SWAPPED = (
     ("forward", "v_tile + kBc * RowsV::", "RowsV", "Rows", "race"),
     (
         "backward_dq",
-        "RowsV::template copy<kThreads, kBc>(tile, gmem, strides.row, key_tile * kBc, params.seqlen_k);\n        };\n        "
-        "const auto mask = common::mask_of<Spec>(params);\n\n        // An lse",
+        "RowsV::template copy<kThreads, kBc>(tile, gmem, strides.row, key_tile * kBc, params.seqlen_k);\n        };\n"
+        "        const auto mask = common::mask_of<Spec>(params);\n\n        // An lse",
         "RowsV",
         "Rows",
         "uninitialised",
