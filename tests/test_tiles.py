@@ -870,6 +870,12 @@ def test_a_family_that_does_not_fit_is_refused_with_those_that_there_are():
         choose_family("sideways", "float16", H100)
     with pytest.raises(UnsupportedProblemError, match=r"^family 'sm90' does not run on B200 .*: it needs .* 9\.0"):
         choose_family("forward", "float16", DeviceInfo.named("sm_100"), "sm90")
+    with pytest.raises(
+        UnsupportedProblemError, match=r"^family 'sm90' has no kernels of backward_jvp for float32 on H100"
+    ):
+        choose_family("backward_jvp", "float32", H100, "sm90")
+    with pytest.raises(UnsupportedProblemError, match="^no kernel family has kernels of backward_one_tile for float64"):
+        choose_family("backward_one_tile", "float64", H100)
     with pytest.raises(ValueError, match="family: expected one of"):
         choose_family("forward", "float16", H100, "sm70")
 

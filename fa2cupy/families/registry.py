@@ -145,6 +145,8 @@ def _why_none(
         return f"{wanted} has no kernels for {dtype}{'' if precision is None else f' with precision={precision!r}'}"
     place = f"{device.name} ({device.arch})"
     if not any(one.supports_call(operation, dtype, device) for one in rows):
+        if any(one.supports(name, dtype, device) for one in rows for name in one.operations):
+            return f"{wanted} has {'no ' if family else ''}kernels of {operation} for {dtype} on {place}"
         if family:
             return f"{wanted} does not run on {place}: it needs {rows[0].gpus}"
         here = dict.fromkeys(d for one in FAMILIES for d in one.dtypes if one.supports_call(operation, d, device))
