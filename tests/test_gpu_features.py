@@ -12,6 +12,7 @@ from support.feature_cases import (
     ROWS,
     accumulator,
     booleans,
+    check_extreme_biases,
     extras,
     keyword,
     numbers,
@@ -287,3 +288,18 @@ def test_a_bias_that_many_sequences_share(dtype, seqlen):
         expected = Expectation(q, k, v, do, **keywords)
         o, lse = fa2cupy.forward(q, k, v, **keywords, out=expected.unwritten("o", "lse"))
         expected.check(o=o, lse=lse)
+
+
+@pytest.mark.parametrize("scale", (None, 1.0, 4.0))
+@pytest.mark.parametrize("head_dim", (32, 64, 128))
+@pytest.mark.parametrize("shape", [(2, 70, 139), (7, 2, 70, 139)], ids=str)
+def test_biases_whose_quotient_by_the_scale_has_no_float(head_dim, shape, scale):
+    """Hopper's forwards start their products from the quotient."""
+
+    def call(*arrays, bias, softmax_scale):
+        arrays, bias = map(cp.asarray, arrays), cp.asarray(bias)
+        return tuple(x.get() for x in fa2cupy.forward(*arrays, bias=bias, softmax_scale=softmax_scale))
+
+    sizes = {"batch": 7, "num_heads": 2, "num_heads_kv": 2, "seqlen_q": 70, "seqlen_k": 139, "head_dim": head_dim}
+    q, k, v, _ = make_inputs("bfloat16", xp=np, **sizes)
+    check_extreme_biases(call, q, k, v, numbers(shape, "bfloat16"), softmax_scale=scale)
