@@ -25,8 +25,8 @@ from fa2cupy.problem.features import FEATURES, OFFSETS, FeatureKeywords
 OF_EACH = {"problem/features", "problem/feature_checks", "numerics/formulas", "cpu/scores", "api"}
 #: The caller's functions are traced, called and rendered; with several GPUs they are told where a part begins.
 _FUNCTIONS = {
-    "ahead", "distributed/", "families/sm90", "families/sm90_float32", "families/tile_choice", "functions/tracing",
-    "inspection", "jit/source", "problem/function_checks",
+    "ahead", "distributed/", "families/sm90_float32", "families/sm90_tiles", "families/tile_choice",
+    "functions/tracing", "inspection", "jit/source", "problem/function_checks",
 }  # fmt: skip
 #: Gradients besides dq, dk and dv are results, which calls, plans and records have of their own.
 _RESULTS = {"families/", "gpu/", "jit/", "plan/", "problem/"}
@@ -38,12 +38,12 @@ _OF_TANGENTS = {
 #: The other modules that name a feature. A name that ends with "/" is a folder.
 OTHERS = {
     "score_mod": {*_FUNCTIONS, "jit/params", "mods", "testing"},
-    "window": {"distributed/", "families/sm90", "plan/layout"},
+    "window": {"distributed/", "families/sm90_tiles", "plan/layout"},
     "softcap": {"mods", "problem/function_checks", "problem/softcap"},
     "alibi_slopes": {"families/tile_choice"},
     "bias": {
-        *_TANGENTS, "distributed/", "families/choice", "families/kept_bias", "families/sm90", "jit/params",
-        "plan/layout", "plan/specs", "testing",
+        *_TANGENTS, "distributed/", "families/choice", "families/kept_bias", "families/sm90", "families/sm90_tiles",
+        "jit/params", "plan/layout", "plan/specs", "testing",
     },
     "wide_bias": {"families/kept_bias", "families/operations", "jit/params"},
     "dbias": {*_RESULTS, "cpu/sums", "numerics/second_order", "distributed/", "numerics/comparison"},
@@ -53,7 +53,7 @@ OTHERS = {
     "sink_tangent": _OF_TANGENTS,
     **dict.fromkeys(OF_DIRECTION, {"families/operations"}),
     "dout_tangent": {"families/operations"},
-    "mask": {"demo", "families/sm90"},
+    "mask": {"demo", "families/sm90", "families/sm90_tiles"},
     "key_padding_mask": {"problem/arguments"},
     "mask_mod": {
         *_FUNCTIONS, "families/operations", "plan/", "problem/block_mask", "problem/checks", "sparse",

@@ -9,33 +9,17 @@ from types import MappingProxyType
 
 from ..errors import INSTALL_CUDA
 from ..problem.attention import AttentionProblem
-from ..problem.features import FEATURES, changes_of_scores, features_in_registers, features_of_scores
+from ..problem.features import changes_of_scores, features_of_scores
 from ..problem.strides import AnyStrides
-from .estimate import BlockCost, Costs
-from .family import Family, Kernel, TileRow
+from .family import Family, Kernel
 from .operations import OF_DIRECTION, ONE_TILE, OPERATIONS
-from .records import LENGTHS, POINTER_RECORDS, SCALES, SCHEDULE, Record
-from .sm80 import ONE_TILE_COSTS, ONE_TILE_ROWS, SM80
+from .records import Record
+from .sm80 import SM80
+from .sm90_records import MAPPED, RECORDS
+from .sm90_tiles import COSTS, OF_JVP, TILES
 from .tile import TileConfig
 
 __all__ = ["SM90", "Sm90"]
-
-_H100, _H100_LATER = "NVIDIA H100 80GB HBM3, 2026-11-21", "NVIDIA H100 80GB HBM3, 2026-11-22"
-_H100_LAST, _H200 = "NVIDIA H100 80GB HBM3, 2026-11-27", "NVIDIA H200, 2026-11-27"
-_H200_LATER = "NVIDIA H200, 2026-11-28"
-_H100_SHORT = "NVIDIA H100 80GB HBM3, 2026-11-28"  # biases, and sequences of 256 rows and more
-_H200_SHORT = "NVIDIA H200, 2026-11-28"  # sequences of 64 rows
-#: Features that need registers in the inner loop, so that the backward with more queries at a time would spill. (With a
-#: window it would not spill, but compute more scores outside the window.)
-_IN_REGISTERS, _IN_MANY_REGISTERS = features_in_registers(1), features_in_registers(2)
-#: The caller's functions, which the compiler evaluates for several elements side by side.
-_FUNCTIONS = ("score_mod", "mask_mod")
-#: Features of scores that a call with a bias may have beside it.
-_BESIDE_BIAS = tuple(name for name in features_of_scores(FEATURES) if name != "bias")
-#: The row applies only where blocks keep the bias.
-_KEPT_BIAS = ("kept_bias",)
-#: The same, and arrays with an element for each pair of a query and a key.
-_BY_POSITION = (*_FUNCTIONS, "bias", "mask")
 
 _SHARED_BYTES = 227 * 1024  # the most that a block can have
 _LEAST_WARPS = 12  # of a multiprocessor: with fewer, threads would start with more registers than they have later
@@ -45,113 +29,7 @@ _MOST_OF_BOTH = 1024  # rows of a head whose delta a block of both passes keeps
 _MOST_COLUMNS_OF_BOTH = 64  # wider heads have other tiles in each pass
 _MAX_STRIDE = 2**40  # bytes; a limit of tensor maps
 
-_INPUT_MAPS = "q:input_map k:input_map v:input_map"
-_GRADIENT_MAPS = f"{_INPUT_MAPS} dout:input_map"
-_TANGENT_MAPS = "qt:input_map kt:input_map vt:input_map"
-_STATISTICS = "lse:input_accum delta:input_accum"
-_MOVED_STATISTICS = "lset:input_accum deltat:input_accum"
-_RECORDS = {
-    "forward": Record(
-        f"{_INPUT_MAPS} o:output_map lse:output_accum tile_counter:counter",
-        (),
-        ("scale_log2",),
-        LENGTHS + SCHEDULE,
-    ),
-    "backward": Record(
-        f"{_GRADIENT_MAPS} dk:output_map dv:output_map {_STATISTICS} dq_accum:output_accum",
-        (),
-        SCALES,
-        LENGTHS + SCHEDULE,
-    ),
-    "backward_dq": Record(
-        f"{_GRADIENT_MAPS} dq:output_map {_STATISTICS} tile_counter:counter", (), SCALES, LENGTHS + SCHEDULE
-    ),
-    "backward_dkdv": Record(
-        f"{_GRADIENT_MAPS} dk:output_map dv:output_map {_STATISTICS}", (), SCALES, LENGTHS + SCHEDULE
-    ),
-    # TMA loads dO, and threads read its rows for delta, which is null unless the caller gives it. So is the counter.
-    "backward_both": Record(
-        f"{_GRADIENT_MAPS} dq:output_map dk:output_map dv:output_map o:input dout_rows:input {_STATISTICS} "
-        "tile_counter:counter",
-        ("o", "dout_rows"),
-        SCALES,
-        LENGTHS + SCHEDULE,
-    ),
-    **{operation: POINTER_RECORDS[operation] for operation in ONE_TILE},
-    "dbias": POINTER_RECORDS["dbias"]._replace(pointers=f"{_GRADIENT_MAPS} {_STATISTICS}", strides=()),
-    # There are no maps of tangents that the call does not have.
-    "jvp": Record(
-        f"{_INPUT_MAPS} {_TANGENT_MAPS} o:output_map ot:output_map lse:output_accum lset:output_accum "
-        "tile_counter:counter",
-        (),
-        SCALES,
-        LENGTHS + SCHEDULE,
-    ),
-    "output_jvp": Record(
-        f"{_INPUT_MAPS} {_TANGENT_MAPS} ot:output_map o:input lse:input_accum lset:output_accum tile_counter:counter",
-        ("o",),
-        SCALES,
-        LENGTHS + SCHEDULE,
-    ),
-    "dq_jvp": Record(
-        f"{_GRADIENT_MAPS} {_TANGENT_MAPS} dot:input_map dqt:output_map {_STATISTICS} {_MOVED_STATISTICS} "
-        "tile_counter:counter",
-        (),
-        SCALES,
-        LENGTHS + SCHEDULE,
-    ),
-    "dkdv_jvp": Record(
-        f"{_GRADIENT_MAPS} {_TANGENT_MAPS} dot:input_map dkt:output_map dvt:output_map {_STATISTICS} "
-        f"{_MOVED_STATISTICS}",
-        (),
-        SCALES,
-        LENGTHS + SCHEDULE,
-    ),
-}
-_OF_JVP = ("jvp", "output_jvp")
-_OF_TANGENTS = (*_OF_JVP, "dq_jvp", "dkdv_jvp")
-#: The tensors of each kernel that have tensor maps.
-_MAPPED = {
-    operation: tuple(pointer.partition(":")[0] for pointer in record.pointers.split() if pointer.endswith("_map"))
-    for operation, record in _RECORDS.items()
-}
-# These have none, but are compared with others of the family, which must take the arrays, too.
-_MAPPED |= dict.fromkeys(ONE_TILE, _MAPPED["backward"])
-
-#: Fitted to the times of scripts/methods.py on an H100 80GB HBM3, 2026-11-23, and an H200, 2026-11-27.
-_COSTS = Costs(
-    blocks={
-        "forward": {128: BlockCost(0.58, 1.5), 256: BlockCost(0.379, 0.32)},
-        "backward": {64: BlockCost(1.884, 4.4), 128: BlockCost(1.593, 8.44), 256: BlockCost(2.355, 11.6)},
-        "backward_dq": {64: BlockCost(1.68, 3.44), 128: BlockCost(1.161, 1.27), 256: BlockCost(0.689, 5.0)},
-        **ONE_TILE_COSTS,
-        "backward_dkdv": {64: BlockCost(1.256, 4.48), 128: BlockCost(1.27, 9.18), 256: BlockCost(1.563, 11.36)},
-    },
-    # The starts are those of blocks. Steps are from times on the H200: 192/128 relative to ``two_pass``, and
-    # 512 columns with 8192 rows.
-    clusters={"forward": BlockCost(0.467, 1.5), "backward": BlockCost(2.12, 11.6)},
-    read_rows=0.83,
-    merge=2.0,
-    merge_rows=2.0,
-    call=0.47,
-    call_rows=0.0434,
-    launch=2.0,
-    both=1.0,
-    both_step=0.4,
-    convert=0.935,
-    convert_rows=5.31,
-    add=5.134,
-    add_rows=8.87,
-    copy=10.32,
-    copy_rows=2.989,
-    # The kernel of dbias and atomics: an H200, 2026-11-28, 4 heads of 32 with 256 to 768 rows, 12 of 64 with 1024,
-    # and 257 rows for additions one by one. Those beyond head_dim 64 are predicted.
-    dbias={32: 1.66, 64: 0.8, 128: 1.33, 256: 2.5},
-    dbias_step=0.9,
-    add_dbias=0.76,
-    add_dbias_singly=3.7,
-    drift=0.165,
-)
+_OF_TANGENTS = (*OF_JVP, "dq_jvp", "dkdv_jvp")
 
 
 class Sm90(Family):
@@ -175,101 +53,10 @@ class Sm90(Family):
     features = (*Family.features, "kept_bias")
     kept_keys = (64, 128, 256, 384, 512)  # beyond, few blocks have room for the bias: 768 keys took 1.3 times as long
     least_warps = _LEAST_WARPS
-    costs = _COSTS
+    costs = COSTS
+    tiles = TILES
     query_rows = tuple(range(16, 257, 16))
     key_rows = tuple(range(48, 257, 16))
-    # Kernels that own queries have 64 rows for each consumer warp group, and four more warps that load.
-    tiles = {
-        "forward": (
-            TileRow(64, TileConfig(64, 64, 8, 2, 3), _H100_SHORT, features=_KEPT_BIAS),
-            TileRow(64, TileConfig(64, 64, 8, 2, 2), _H100_SHORT, features=_KEPT_BIAS, least_saving=1.2),
-            TileRow(64, TileConfig(128, 128, 12, 2), _H100_SHORT, features=_KEPT_BIAS),
-            TileRow(32, TileConfig(192, 96, 16, 2), features=("mask",)),
-            TileRow(32, TileConfig(128, 64, 12, 3, 2), _H200_LATER, features=("bias",)),
-            TileRow(32, TileConfig(192, 96, 16, 2), features=_IN_REGISTERS),
-            TileRow(32, TileConfig(64, 64, 8, 2, 3), _H200_SHORT, least_saving=1.5),
-            TileRow(32, TileConfig(128, 64, 12, 3, 2), _H100_SHORT, least_saving=1.1),
-            TileRow(32, TileConfig(192, 128, 16, 2), _H100_SHORT),
-            TileRow(64, TileConfig(192, 96, 16, 3), features=_FUNCTIONS),
-            TileRow(64, TileConfig(192, 128, 16, 3), _H100),
-            TileRow(128, TileConfig(192, 128, 16, 2), _H200, head_dim_v=64),
-            TileRow(128, TileConfig(128, 128, 12, 2), _H100),
-            TileRow(192, TileConfig(128, 128, 12, 2), _H200, head_dim_v=128),
-            TileRow(256, TileConfig(128, 64, 12, 3), _H200, head_dim_v=128),
-            TileRow(160, TileConfig(128, 96, 12, 2), _H200),
-            TileRow(256, TileConfig(128, 64, 12, 2), _H100),
-            TileRow(384, TileConfig(128, 48, 12, 2), _H200_LATER),
-            TileRow(512, TileConfig(128, 48, 12, 2), _H200_LATER, head_dim_v=256),
-            TileRow(512, TileConfig(128, 32, 12, 2), _H200_LATER),
-        ),
-        "backward": (
-            TileRow(64, TileConfig(128, 128, 12, 2), _H100),
-            TileRow(128, TileConfig(64, 128, 12, 2), _H100_LATER, features=(*_IN_REGISTERS, "window", "block_mask")),
-            TileRow(112, TileConfig(96, 128, 12, 2), _H200),
-            TileRow(128, TileConfig(96, 128, 12, 2), _H200, head_dim_v=64),
-            TileRow(128, TileConfig(80, 128, 12, 2), _H100),
-            TileRow(64, TileConfig(64, 128, 12, 2), _H200, head_dim_v=128),
-            TileRow(192, TileConfig(64, 128, 12, 2), _H200, head_dim_v=128),  # of two blocks
-            TileRow(256, TileConfig(64, 64, 12, 2), _H100),
-        ),
-        "backward_dq": (
-            TileRow(64, TileConfig(64, 64, 8, 2, 2), _H100_LATER, features=_IN_MANY_REGISTERS),
-            TileRow(128, TileConfig(128, 64, 12, 2), _H100_LATER, features=_IN_MANY_REGISTERS),
-            TileRow(256, TileConfig(128, 32, 12, 2), _H100_LATER, features=_IN_MANY_REGISTERS),
-            TileRow(64, TileConfig(64, 128, 8, 2, 2), _H100),
-            TileRow(96, TileConfig(128, 96, 12, 3), _H100),
-            TileRow(128, TileConfig(128, 128, 12, 2), _H100),
-            TileRow(192, TileConfig(128, 64, 12, 3), _H100),
-            TileRow(256, TileConfig(128, 64, 12, 2), _H100),
-        ),
-        "backward_dkdv": (
-            TileRow(64, TileConfig(96, 128, 12, 2), features=_FUNCTIONS),
-            TileRow(64, TileConfig(128, 128, 12, 2), _H100),
-            TileRow(128, TileConfig(64, 128, 12, 2), _H100_LATER, features=_IN_REGISTERS),
-            TileRow(112, TileConfig(96, 128, 12, 2), _H100),
-            TileRow(128, TileConfig(96, 128, 12, 2), _H200, head_dim_v=64),
-            TileRow(64, TileConfig(64, 128, 12, 2), _H200, head_dim_v=128),
-            TileRow(128, TileConfig(80, 128, 12, 2), _H100),
-            TileRow(192, TileConfig(96, 64, 12, 2), _H100),
-            TileRow(256, TileConfig(64, 64, 12, 2), _H100),
-        ),
-        "backward_both": (TileRow(64, TileConfig(128, 128, 12, 2)),),
-        # The other tiles are for GPUs with less shared memory.
-        **{operation: rows[:-2] for operation, rows in ONE_TILE_ROWS.items()},
-        "dbias": (
-            TileRow(64, TileConfig(64, 64, 8, 3, 2), least_saving=1.2),
-            TileRow(64, TileConfig(128, 64, 12, 3), features=_BESIDE_BIAS),
-            TileRow(64, TileConfig(128, 128, 12, 2)),
-            TileRow(128, TileConfig(128, 64, 12, 2)),
-            TileRow(192, TileConfig(64, 64, 8, 2)),
-            TileRow(256, TileConfig(64, 32, 8, 2)),
-        ),
-        # For more than 128 columns of v, two warp groups have the same rows.
-        **dict.fromkeys(
-            _OF_JVP,
-            (
-                TileRow(64, TileConfig(128, 64, 12, 2), features=_BY_POSITION),
-                TileRow(128, TileConfig(128, 48, 12, 2), features=_BY_POSITION),
-                TileRow(64, TileConfig(128, 128, 12, 2), _H100_LAST),
-                TileRow(96, TileConfig(128, 80, 12, 2)),
-                TileRow(128, TileConfig(128, 64, 12, 2), _H100_LAST),
-                TileRow(256, TileConfig(64, 32, 12, 2)),
-            ),
-        ),
-        "dq_jvp": (
-            TileRow(64, TileConfig(128, 48, 12, 2), features=_IN_REGISTERS),
-            TileRow(128, TileConfig(128, 32, 12, 2), features=_IN_REGISTERS),
-            TileRow(64, TileConfig(128, 64, 12, 3), _H100_LAST),
-            TileRow(128, TileConfig(128, 64, 12, 2), _H100_LAST),
-        ),
-        "dkdv_jvp": (
-            TileRow(64, TileConfig(32, 128, 12, 3), features=_IN_REGISTERS),
-            TileRow(64, TileConfig(64, 128, 12, 4), _H100_LAST),
-            TileRow(128, TileConfig(16, 128, 12, 3), features=_IN_REGISTERS),
-            TileRow(96, TileConfig(48, 128, 12, 2)),
-            TileRow(128, TileConfig(32, 128, 12, 3), _H100_LAST),
-        ),
-    }
 
     def why_not_here(self) -> str | None:
         return None if _can_encode_maps() else f"needs cuda-bindings: {INSTALL_CUDA}"
@@ -284,7 +71,7 @@ class Sm90(Family):
             return f"registers do not hold the tangents of dk and dv of head_dim {head_dim}, only up to {_WIDE}"
         if 0 in problem.sizes_of("k" if self.owns(operation) == "keys" else "q"):
             return None  # the kernel is not launched
-        for name in _MAPPED[operation]:
+        for name in MAPPED[operation]:
             if name in problem.absent:
                 continue
             reason = _why_not_mappable(problem.sizes_of(name), strides[name], problem.itemsize)
@@ -293,7 +80,7 @@ class Sm90(Family):
         return None
 
     def record(self, operation: str) -> Record:
-        return _RECORDS[operation]
+        return RECORDS[operation]
 
     def shared_memory_bytes(self, kernel: Kernel, tile: TileConfig) -> int:
         most = OF_DIRECTION if kernel.operation in _OF_TANGENTS else ()  # tangents need more
@@ -316,7 +103,7 @@ class Sm90(Family):
         if operation == "dbias":
             return _dbias_bytes(head_dim, head_dim_v, tile, keeps_bias=changes_of_scores(features) == ("bias",))
         moved = [name in features for name in OF_DIRECTION]
-        if operation in _OF_JVP:
+        if operation in OF_JVP:
             return _jvp_bytes(operation, head_dim, head_dim_v, tile, moved)
         if operation == "dq_jvp":
             return _dq_bytes(head_dim, head_dim_v, tile, None, moved)
@@ -345,7 +132,7 @@ class Sm90(Family):
             return _why_no_dq(tile, head_dim) or _why_no_backward(tile, head_dim, head_dim_v, with_dq=False)
         if operation == "dbias":  # the accumulators of S and dP, and the sums
             return _why_no_query_rows(tile, 0, 3 * tile.b_c // 2, 32, blocks={1: (1, 2), 2: (1,), 3: (1,)})
-        if operation in _OF_JVP:
+        if operation in OF_JVP:
             return _why_no_jvp(operation, tile, head_dim_v)
         if operation == "dq_jvp":
             return _why_no_dq_jvp(tile, head_dim)
