@@ -33,118 +33,46 @@
 // The two warps of a pair are neighbours (kInterleaved) or warps w and w + kPairs, which share a scheduler. On an H100
 // at seqlen 4096 neighbours were 2 to 6 % faster with dQ from head_dim 96 on, and up to 5 % slower otherwise.
 //
-//   shared memory                     written by          read by
-//   K [kBc][kD]                       all warps           probability warps, for S^T; all warps, for dQ (`single_pass`)
-//   V [kBc][kDv]                      all warps           derivative warps, for dP^T
-//   (Q, dO) [kStages], [kBr][kD, kDv] all warps           all warps, as right operands of the four products
-//   dS^T [2][kBc][kBr]                derivative warps    all warps, for dQ one iteration later (`single_pass`)
-//   P^T [kBc][kBr]                    probability warps   the derivative warp of the same pair, which leaves its dS^T there
-//                                                         for that of the other pair, if any
-//   P^T [kBc][kBr]                    probability warps   the probability warp of the other pair of a group, if any
-//   (lse, -delta) [2], [kBr]          first 2 kBr threads probability warps (lse), derivative warps (-delta)
-//
-// In `one_tile`, there is one buffer of dS^T, where a probability warp's bias lies before; O lies where P^T comes, if it
-// does; and behind all this the sums of dS^T have the order of the accumulators, of which each thread reads and writes
-// its own.
-//
-// At the end dV and dK are staged at the place of K and V, in this order.
-//
 // Barriers: query_tile_barrier at the top of an iteration guarantees that the query tile has landed, that dS of the
 // previous tile is complete, and that the slots read by the previous iteration are free. With one stage, another one
 // before it protects the only slot from the next copy. Named barrier 1 + pair: P^T is written; those behind them: both
 // halves of P^T, or of dS^T, of a group are written.
 #pragma once
 #include "common/bias_owner.cuh"
-#include "common/delta.cuh"
-#include "common/held_array.cuh"
 #include "common/mask.cuh"
 #include "common/params.cuh.j2"
-#include "common/schedule.cuh"
 #include "common/sequence.cuh"
 #include "common/shares.cuh"
-#include "common/statistics.cuh"
-#include "common/tile_lists.cuh"
 #include "common/weights.cuh"
-#include "sm80/dq_workspace.cuh"
+#include "sm80/backward_dkdv_shape.cuh"
+#include "sm80/dq_of_keys.cuh"
 #include "sm80/hidden_rows.cuh"
-#include "sm80/multiply.cuh"
+#include "sm80/one_tile_bias.cuh"
+#include "sm80/row_statistics.cuh"
 
 namespace fa2::sm80 {
 
-// The tiles of a role: the warp's keys, the query-side operands of its first and of its second product, and its gradient.
-template <bool kProbability, class KTile, class VTile, class QTile, class DoTile>
-struct RoleTiles {
-    using Own = KTile;
-    using Right = QTile;
-    using Second = DoTile;
-    using Result = VTile;
-};
-template <class KTile, class VTile, class QTile, class DoTile>
-struct RoleTiles<false, KTile, VTile, QTile, DoTile> : RoleTiles<true, VTile, KTile, DoTile, QTile> {};
-
-// What the kernel does about dQ: nothing; it adds to a workspace; or it stores all of dQ, and computes delta itself.
-enum class DqSums { kNone, kAdded, kStored };
-
 template <class Spec, DqSums kDqSums = DqSums::kNone, class Params = fa2::Params>
-struct BackwardDkdv {
+struct BackwardDkdv : BackwardDkdvShape<Spec, kDqSums> {
+    using Shape = BackwardDkdvShape<Spec, kDqSums>;
     using Element = typename Spec::Element;
-    static constexpr bool kSumsDbias = kDqSums == DqSums::kStored && common::kWritesDbias<Spec>;
-    static constexpr bool kWithDq = kDqSums != DqSums::kNone, kStoresDq = kDqSums == DqSums::kStored;
+    using Shape::kBr, Shape::kBc, Shape::kStages, Shape::kHeadDim, Shape::kHeadDimV, Shape::kThreads, Shape::kPairs;
+    using Shape::kK, Shape::kV, Shape::kQ, Shape::kDo, Shape::kStageBytes, Shape::kDs, Shape::kP, Shape::kO;
+    using Shape::kShared, Shape::kRowStats, Shape::kRowStatsBytes;
+    using Shape::kSharers, Shape::kGroupKeys, Shape::kM16, Shape::kPartRows;
+    using Shape::kWithDq, Shape::kStoresDq, Shape::kSumsDbias, Shape::kBothRoles, Shape::kInterleaved;
+    using typename Shape::DsTile;
+    using typename Shape::KTile, typename Shape::VTile, typename Shape::QTile, typename Shape::DoTile;
     static constexpr bool kByKeys = true, kFindsSequences = false;
-    static constexpr int kBr = Spec::kBr, kBc = Spec::kBc, kStages = Spec::kStages, kWarps = Spec::kWarps;
-    static constexpr int kHeadDim = Spec::kHeadDim, kHeadDimV = Spec::kHeadDimV;
-    static constexpr int kD = padded_head_dim(kHeadDim), kDv = padded_head_dim(kHeadDimV);
-    static constexpr int kThreads = kWarps * 32;
-    // True if a warp has both roles for its keys.
-    static constexpr bool kBothRoles = kStoresDq && kBc >= 16 * kWarps && kD <= 64 && kDv <= 64;
-    static constexpr int kPairs = kBothRoles ? kWarps : kWarps / 2;
-    static constexpr bool kInterleaved = kWithDq && kD > 64;
-    static constexpr int kSharers = sharers_of_gradient(common::max_of(kD, kDv));  // pairs of a group
-    static constexpr int kGroupKeys = kBc / (kPairs / kSharers), kM16 = kGroupKeys / 16;
-    static constexpr int kPartRows = kBr / kSharers;
-    static_assert(kSharers == 1 || (!kWithDq && kD % 32 == 0 && kDv % 32 == 0));
-
-    using KTile = SmemTile<kBc, kD>;
-    using VTile = SmemTile<kBc, kDv>;
-    using QTile = SmemTile<kBr, kD>;
-    using DoTile = SmemTile<kBr, kDv>;
-    using DsTile = SmemTile<kBc, kBr>;
     using Scores = QuadFragment<kPartRows / 8>;
     using Exchanged = PackedFragment<float16, kPartRows / 8>;
     static constexpr int kOwnWeights = kBothRoles ? kM16 : 1;
 
-    static constexpr int kK = 0;
-    static constexpr int kV = kK + KTile::kBytes;
-    static constexpr int kQ = kV + VTile::kBytes;
-    static constexpr int kDo = kQ + QTile::kBytes;
-    static constexpr int kStageBytes = QTile::kBytes + DoTile::kBytes;
-    static constexpr int kDs = kQ + kStages * kStageBytes;
-    static constexpr int kP = kDs + (kStoresDq ? 1 : kWithDq ? 2 : 0) * DsTile::kBytes;
-    static constexpr int kO = kP;
-    static constexpr int kShared = kP + common::max_of(kBothRoles ? 0 : kBc * kBr * 2, kStoresDq ? DoTile::kBytes : 0);
-    static constexpr int kRowStats = kShared + (kSharers > 1 ? kBc * kBr * 2 : 0);
-    static constexpr int kRowStatsBytes = 2 * kBr * 4;
-    static constexpr int kDbias = kRowStats + 2 * kRowStatsBytes;
-    static constexpr int kSharedBytes = kDbias + (kSumsDbias ? kBc * kBr * 4 : 0);
-    static_assert(kSharedBytes == Spec::kSharedBytes);
-    static_assert(2 * kBr <= kThreads);
-    static_assert(!kStoresDq || (kStages == 1 && !common::kListsTiles<Spec>));
-
-    // All warps share the kBr x kD products of dQ: 32 rows per warp if the columns then divide evenly, otherwise 16.
-    // Warps with both roles have whole rows if these suffice, so that they leave as whole sectors.
-    static constexpr bool kWholeDqRows = kBothRoles && kWarps % (kBr / 16) == 0;
-    static constexpr int kDqWarpRows =
-        !kWholeDqRows && kBr % 32 == 0 && (kD / 16) % (kWarps / (kBr / 32)) == 0 ? 32 : 16;
-    static constexpr int kDqWarpsM = kBr / kDqWarpRows;
-    static constexpr int kDqWarpsN = kWarps / kDqWarpsM;
-    static constexpr int kDqN16 = ceil_div(kD / 16, kDqWarpsN);
-    static_assert(kWarps % kDqWarpsM == 0);
-
     using Step = common::QueryStep;
-    // A probability warp's tile of the bias, for 16 keys.
-    using Held = typename common::HeldType<kStoresDq && common::kMayHoldBias<Spec>, false,
-                                           common::BiasOfKeys<Element, kBr, 16>, common::ArraysInMemory>::Type;
-    static_assert(Held::Tile::kBytes == 0 || Held::Tile::kBytes == 16 * kBr * 2);
+    using Statistics = RowStatistics<Spec, BackwardDkdv>;
+    using Bias = BiasOfWarp<Spec, BackwardDkdv>;
+    using Dbias = DbiasSums<BackwardDkdv>;
+    using Dq = DqOfKeys<Spec, BackwardDkdv>;
 
     template <bool kProbability>
     using Role = RoleTiles<kProbability, KTile, VTile, QTile, DoTile>;
@@ -153,6 +81,7 @@ struct BackwardDkdv {
     template <bool kProbability>
     static constexpr int kResultDim = kProbability ? kHeadDimV : kHeadDim;
 
+    // What a thread knows of its block, which the parts of the kernel take.
     const Params& params;
     uint32 smem;
     common::TileCoordinates where;
@@ -187,7 +116,7 @@ struct BackwardDkdv {
         const auto tiles = common::query_tiles<Spec>(params, where);
         const int32 thread = threadIdx.x, warp = __shfl_sync(common::kFullWarp, thread / 32, 0);
         const int32 pair = kInterleaved ? warp / 2 : warp % kPairs;
-        const BackwardDkdv block{params, shared_address(smem), where, tiles, thread, thread % 32, warp, pair};
+        const BackwardDkdv block{{}, params, shared_address(smem), where, tiles, thread, thread % 32, warp, pair};
         if constexpr (!kStoresDq) block.load_key_tile();
         if constexpr (kBothRoles)
             block.template run_roles<true, false>();
@@ -205,10 +134,11 @@ struct BackwardDkdv {
             loop<kRoles...>();
         } else {
             const common::HeadOwner<Spec, Params> owner(params);
-            if constexpr ((!kRoles || ...)) clear_dbias();
+            if constexpr ((!kRoles || ...)) Dbias::clear(*this);
             block_barrier();
             owner.visit([&](int32 batch, int32 head) {
-                const BackwardDkdv one{params,
+                const BackwardDkdv one{{},
+                                       params,
                                        smem,
                                        {0, head, batch},
                                        tiles,
@@ -220,37 +150,7 @@ struct BackwardDkdv {
                 one.template loop<kRoles...>();
                 block_barrier();  // no warp reads its results in shared memory any more
             });
-            store_dbias(owner);
-        }
-    }
-
-    // The sums of a derivative warp's dS, in the order of its accumulators.
-    __device__ uint32 dbias_address(int m, int n) const {
-        return smem + kDbias + (((pair * kM16 + m) * (kBr / 8) + n) * 32 + lane) * 16;
-    }
-    __device__ void clear_dbias() const {
-#pragma unroll 1
-        for (int m = 0; m < kM16; ++m)
-            for (int n = 0; n < kBr / 8; ++n) store_shared(dbias_address(m, n), 0, 0, 0, 0);
-    }
-    __device__ void add_dbias(const Scores& ds, int m) const {
-#pragma unroll
-        for (int n = 0; n < kBr / 8; ++n) {
-            float sum[4];
-            load_shared(dbias_address(m, n), sum);
-#pragma unroll
-            for (int e = 0; e < 4; ++e) sum[e] += ds.value[n][e];
-            store_shared(dbias_address(m, n), __float_as_uint(sum[0]), __float_as_uint(sum[1]), __float_as_uint(sum[2]),
-                         __float_as_uint(sum[3]));
-        }
-    }
-    // Stores the sums of the block, behind a barrier.
-    __device__ void store_dbias(const common::HeadOwner<Spec, Params>& owner) const {
-        for (int32 i = thread; i < kBr * kBc; i += kThreads) {
-            const int32 query = i / kBc, key = i % kBc;
-            const int32 lane = key % 8 * 4 + query % 8 / 2, element = key / 8 % 2 * 2 + query % 2;
-            const int32 index = ((key / 16 * (kBr / 8) + query / 8) * 32 + lane) * 4 + element;
-            owner.store(query, key, load_shared<float>(smem + kDbias + index * 4));
+            Dbias::store(*this, owner);
         }
     }
 
@@ -278,79 +178,6 @@ struct BackwardDkdv {
                 load_tile_async<DoTile, kThreads, kHeadDimV>(
                     smem + kO, params.o + params.o_strides.offset(batch, 0, step.head), params.o_strides.row,
                     step.tile * kBr, params.seqlen_q, thread);
-    }
-
-    // The bias of a probability warp lies where the other warp of the pair writes dS as soon as it has P^T.
-    __device__ uint32 held_address(int m) const { return smem + kDs + (pair * kM16 + m) * 16 * kBr * 2; }
-    __device__ Held held(int m) const {
-        if constexpr (Held::kInMemory)
-            return {};
-        else
-            return Held(held_address(m), lane, 0);
-    }
-    template <bool kProbability>
-    __device__ void load_bias(Step step) const {
-        if constexpr (kProbability && !Held::kInMemory)
-#pragma unroll 1
-            for (int m = 0; m < kM16; ++m) {
-                const common::ScoreTile tile{where.batch, step.head, step.tile * kBr,
-                                             where.tile * kBc + first_own_key() + 16 * m, lane};
-                if (Held::Tile::takes(params))
-                    Held::Tile::load(held_address(m), params, tile);
-                else
-                    Held::Tile::load_elements(held_address(m), params, tile);
-            }
-    }
-
-    // The first kBr threads return lse * log2(e), the next kBr return -delta. An lse of +inf makes P zero, without a
-    // mask, in rows past the end and in rows without a visible key, whose delta may be NaN.
-    __device__ float load_row_stat(Step step) const {
-        const int32 thread = thread_anew();
-        if constexpr (common::kListsTiles<Spec>) step = tiles.at(step);
-        const int32 row = step.tile * kBr + thread % kBr;
-        const int64 first = common::first_statistic<Spec>(params, where.batch, step.head);
-        const bool valid = row < params.seqlen_q;
-        if (thread >= 2 * kBr) return 0.0f;
-        const float lse = valid ? params.lse[first + row] : -common::infinity<float>();
-        const bool hidden = lse == -common::infinity<float>();
-        if (thread < kBr) return hidden ? -lse : common::in_base2(lse);
-        if constexpr (kStoresDq)
-            if (params.o != nullptr) return hidden ? 0.0f : common::dlse_of<Spec>(params, first + row);
-        return hidden ? 0.0f : -params.delta[first + row];
-    }
-    __device__ void store_row_stat(float x, int32 parity) const {
-        if (thread < 2 * kBr) store_shared(smem + kRowStats + parity * kRowStatsBytes + thread * 4, x);
-    }
-
-    // How many lanes share a row in `take_delta`: a power of two, so that warps have whole rows.
-    __host__ __device__ static constexpr int lanes_of_row() {
-        int lanes = 2;
-        while (2 * lanes * kBr <= kThreads && lanes < DoTile::kChunks) lanes *= 2;
-        return lanes;
-    }
-    // Subtracts the products of O and dO, unless delta is given, from what is stored for -delta.
-    __device__ void take_delta(int32 parity) const {
-        constexpr int kLanes = lanes_of_row();
-        const int32 thread = thread_anew();
-        const int32 row = thread / kLanes, first_chunk = thread % kLanes;
-        const uint32 lse = smem + kRowStats + parity * kRowStatsBytes + row * 4, minus_delta = lse + kBr * 4;
-        if (params.o == nullptr || row >= kBr) return;
-        float sum = 0.0f;
-#pragma unroll
-        for (int c = 0; c < ceil_div(DoTile::kChunks, kLanes); ++c) {
-            const int32 chunk = first_chunk + c * kLanes;
-            if (DoTile::kChunks % kLanes != 0 && chunk >= DoTile::kChunks) break;
-            const auto o = load_shared_operand(smem + kO + DoTile::offset(row, chunk));
-            const auto dout = load_shared_operand(smem + kDo + DoTile::offset(row, chunk));
-#pragma unroll
-            for (int w = 0; w < 4; ++w) {
-                sum += common::unpack_lo<Element>(o.reg[w]) * common::unpack_lo<Element>(dout.reg[w]);
-                sum += common::unpack_hi<Element>(o.reg[w]) * common::unpack_hi<Element>(dout.reg[w]);
-            }
-        }
-        sum = common::row_sum<kLanes>(sum);
-        if (first_chunk == 0 && load_shared<float>(lse) != common::infinity<float>())
-            store_shared(minus_delta, load_shared<float>(minus_delta) - sum);
     }
 
     // The barrier behind which a query tile is there, with zeros in the rows of Q and dO that see no key.
@@ -426,7 +253,7 @@ struct BackwardDkdv {
 #pragma unroll
                 for (int m = 0; m < kM16; ++m)
                     common::take_weights_with<true, Spec>(
-                        held(m), x[m], packed[m], masked, params, score_tile.shifted(0, 16 * m),
+                        Bias::held(*this, m), x[m], packed[m], masked, params, score_tile.shifted(0, 16 * m),
                         [&](int, int j) { return load_shared<float>(row_stats + j / 2 * 32 + j % 2 * 4); },
                         {common::score_args_of(params), score_tile.shifted(0, 16 * m)});
             } else {
@@ -475,7 +302,7 @@ struct BackwardDkdv {
 
         if constexpr (kSumsDbias && !kProbability)
 #pragma unroll
-            for (int m = 0; m < kM16; ++m) add_dbias(x[m], m);
+            for (int m = 0; m < kM16; ++m) Dbias::add(*this, x[m], m);
         if constexpr (!kProbability || !common::kTakesWeights<Spec>)
 #pragma unroll
             for (int m = 0; m < kM16; ++m) packed[m].set(x[m]);
@@ -516,93 +343,6 @@ struct BackwardDkdv {
         }
     }
 
-    // This warp's part of dS K: from which blocks of 16 rows and columns on, and the sums.
-    static constexpr int kProductM16 = kDqWarpRows / 16;
-    using Product = QuadFragment<2 * kDqN16>;
-    __device__ void multiply_by_keys(Product (&product)[kProductM16], int32 m0, int32 n0, int32 parity,
-                                     int32 lane) const {
-        const LaneAddress<DsTile, MatrixOrder::kChunksFirst> ds(smem + kDs + parity * DsTile::kBytes, 0, lane);
-        const LaneAddress<KTile, MatrixOrder::kRowsFirst> k(smem + kK, 0, lane);
-#pragma unroll
-        for (int m = 0; m < kProductM16; ++m) product[m].fill(0.0f);
-        multiply<Element, kBc / 16>(
-            product, [&](int m, int kk) { return ldmatrix_x4<true>(ds.at(kk, m0 + m)); },
-            [&](int n, int kk) { return ldmatrix_x4<true>(k.at(kk, n0 + n)); });
-    }
-
-    // Adds this warp's part to dQ of the query tile of `step`; its dS^T is in buffer `parity`.
-    __device__ void add_dq(Step step, int32 parity) const {
-        const int32 lane = lane_anew();
-        const int32 m0 = warp % kDqWarpsM * kProductM16, n0 = warp / kDqWarpsM * kDqN16;
-        Product product[kProductM16];
-        multiply_by_keys(product, m0, n0, parity, lane);
-        using Workspace = DqWorkspace<kBr, kD>;
-        if constexpr (common::kListsTiles<Spec>) step = tiles.at(step);
-        const int64 tile = common::first_workspace_tile<Spec>(params, where.batch, step.head) + step.tile;
-        float* workspace = params.dq_accum + tile * Workspace::kTileElements;
-#pragma unroll
-        for (int m = 0; m < kProductM16; ++m)
-#pragma unroll
-            for (int n = 0; n < 2 * kDqN16; ++n)
-                if (kD / 16 % kDqWarpsN == 0 || 2 * n0 + n < kD / 8)
-                    add_accumulators(workspace + Workspace::offset(m0 + m, 2 * n0 + n, lane, 0), product[m].value[n]);
-    }
-
-    // Stores this warp's part of dQ of the query tile of `step`, in whose place it is staged: no warp reads Q any more.
-    __device__ void store_dq(Step step) const {
-        const int32 lane = lane_anew(), warp = computed_anew(this->warp);
-        const int32 m0 = warp % kDqWarpsM * kProductM16, n0 = warp / kDqWarpsM * kDqN16;
-        Product product[kProductM16];
-        multiply_by_keys(product, m0, n0, 0, lane);
-        Element* dq = params.dq + params.dq_strides.offset(where.batch, 0, step.head);
-        if constexpr (kWholeDqRows && kDqWarpsN == 1 && 32 % QTile::kChunks == 0) {
-#pragma unroll
-            for (int m = 0; m < kProductM16; ++m) scale(product[m], params.softmax_scale);
-            store_few_rows<QTile, kProductM16, kHeadDim>(smem + kQ, 16 * m0, product, dq, params.dq_strides.row,
-                                                         step.tile * kBr + 16 * m0, params.seqlen_q, lane);
-            return;
-        }
-#pragma unroll
-        for (int n = 0; n < kDqN16; ++n) {
-            if (kD / 16 % kDqWarpsN != 0 && n0 + n >= kD / 16) break;
-            QuadFragment<2> columns[kProductM16];
-#pragma unroll
-            for (int m = 0; m < kProductM16; ++m)
-#pragma unroll
-                for (int i = 0; i < 8; ++i)
-                    columns[m].value[i / 4][i % 4] = product[m].value[2 * n + i / 4][i % 4] * params.softmax_scale;
-            store_rows<QTile, kProductM16, kHeadDim>(smem + kQ, 16 * m0, 2 * (n0 + n), columns, dq,
-                                                     params.dq_strides.row, step.tile * kBr + 16 * m0, params.seqlen_q,
-                                                     lane);
-        }
-    }
-
-    template <int kN8>
-    __device__ static void scale(QuadFragment<kN8>& x, float by) {
-#pragma unroll
-        for (int n = 0; n < kN8; ++n)
-#pragma unroll
-            for (int e = 0; e < 4; ++e) x.value[n][e] *= by;
-    }
-
-    // Stores zeros to dQ of the query tiles that no step has, since they see no key.
-    __device__ void clear_unseen_dq() const {
-        constexpr int kChunks = kHeadDim / 8;
-        if (tiles.begin == 0 && tiles.end * kBr >= params.seqlen_q) return;
-#pragma unroll 1
-        for (int32 group_head = 0; group_head < params.heads_per_group; ++group_head) {
-            const int32 head = where.head * params.heads_per_group + group_head;
-            Element* dq = params.dq + params.dq_strides.offset(where.batch, 0, head);
-            const auto clear = [&](int32 begin, int32 end) {
-#pragma unroll 1
-                for (int32 i = begin * kChunks + thread; i < end * kChunks; i += kThreads)
-                    *reinterpret_cast<float4*>(dq + i / kChunks * params.dq_strides.row + i % kChunks * 8) = {};
-            };
-            clear(0, min_of(tiles.begin * kBr, params.seqlen_q));
-            clear(tiles.end * kBr, params.seqlen_q);
-        }
-    }
-
     template <bool kProbability>
     struct RoleSums {
         Gradient<kProbability> gradient[kM16];
@@ -618,8 +358,8 @@ struct BackwardDkdv {
         if (tiles.begin >= tiles.end) return;
         load_key_tile();
         load_query_tile(first, 0);
-        (load_bias<kRoles>(first), ...);
-        store_row_stat(load_row_stat(first), 0);
+        (Bias::template load<kRoles>(*this, first), ...);
+        Statistics::store(*this, Statistics::load(*this, first), 0);
     }
 
     template <bool... kRoles>
@@ -651,10 +391,10 @@ struct BackwardDkdv {
             return Step{same_head ? s.head : s.head + 1, tile};
         };
         if constexpr (kStoresDq) {
-            clear_unseen_dq();
+            Dq::clear_unseen(*this);
         } else if (steps > 0) {
             if constexpr (kStages > 1) load_query_tile(step, 0);
-            store_row_stat(load_row_stat(step), 0);
+            Statistics::store(*this, Statistics::load(*this, step), 0);
         }
         cp_async_commit();
 
@@ -667,7 +407,7 @@ struct BackwardDkdv {
                 if (!kStoresDq || t > 0) {
                     block_barrier();
                     load_query_tile(step, 0);
-                    (load_bias<kRoles>(step), ...);
+                    (Bias::template load<kRoles>(*this, step), ...);
                     cp_async_commit();
                 }
             }
@@ -678,28 +418,28 @@ struct BackwardDkdv {
                 cp_async_commit();
             }
             if constexpr (kStoresDq) {
-                take_delta(t % 2);
+                Statistics::take_delta(*this, t % 2);
                 block_barrier();
             }
-            const float row_stat = more ? load_row_stat(following) : 0.0f;
+            const float row_stat = more ? Statistics::load(*this, following) : 0.0f;
             if constexpr (kDqSums == DqSums::kAdded && !kProbability)
-                if (t > 0) add_dq(previous, (t + 1) % 2);
+                if (t > 0) Dq::add(*this, previous, (t + 1) % 2);
             Exchanged own_weights[kOwnWeights];
             (iterate<kRoles>(sums.RoleSums<kRoles>::gradient, own_weights, slot, t % 2, step), ...);
             if constexpr (kDqSums == DqSums::kAdded && kProbability)
-                if (t > 0) add_dq(previous, (t + 1) % 2);
+                if (t > 0) Dq::add(*this, previous, (t + 1) % 2);
             if constexpr (kStoresDq) {
                 block_barrier();
-                store_dq(step);
+                Dq::store(*this, step);
             }
-            store_row_stat(row_stat, (t + 1) % 2);
+            Statistics::store(*this, row_stat, (t + 1) % 2);
             previous = step;
             step = following;
         }
         cp_async_wait<0>();
         block_barrier();
         if constexpr (kDqSums == DqSums::kAdded) {
-            if (steps > 0) add_dq(previous, (steps + 1) % 2);
+            if (steps > 0) Dq::add(*this, previous, (steps + 1) % 2);
             block_barrier();
         }
         if constexpr (Spec::kSplit)
