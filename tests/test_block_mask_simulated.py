@@ -677,6 +677,11 @@ def test_what_is_refused(launched):
         match = r"no tile of forward within the \(10, 10\) of block_mask: .* tiles of multiples of \(32, 16\)$"
         with pytest.raises(UnsupportedProblemError, match=match if family != "sm90" else r"multiples of \(64, 48\),"):
             forward(q, k, v, block_mask=odd, family=family)
+    of_bias = {"bias": place(np.zeros((64, 64), "float32")), "return_dbias": True, "block_mask": small}
+    for operation, deterministic in (("backward_dq", False), ("dbias", True)):
+        match = rf"no tile of {operation} within the \(16, 16\) of block_mask: .* tiles of multiples of \(32, 16\)"
+        with pytest.raises(UnsupportedProblemError, match=match):
+            backward(q, k, v, q, lse, do, **of_bias, deterministic=deterministic)
     with pytest.raises(ValueError, match="^block_mask: expected a map for 64 queries and 64 keys, got one for 64 and"):
         forward(q, k, v, block_mask=longer)
     with pytest.raises(ValueError, match="^block_mask: expected a map for heads of 2, or of 1 for all, got one for 3"):

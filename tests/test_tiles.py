@@ -574,6 +574,10 @@ def test_kernels_that_hold_no_tile_say_how_many_columns_have_one():
         text = f"^head_dim: no default tile of {operation} .simt. at head_dim {columns}, float64 fits A100, .*"
         with pytest.raises(UnsupportedProblemError, match=f"{text}; head_dim up to {most} has one$"):
             choose(call, one, a100, one.contiguous_strides(), is_launched=False)
+    shared = dataclasses.replace(problem("float64", 512), settings=FeatureSettings(arrays=("bias",), dbias=True))
+    options = CallOptions(deterministic=True)
+    with pytest.raises(UnsupportedProblemError, match="^family 'simt' has no kernel of dbias for this problem$"):
+        choose("backward", shared, DeviceInfo.named("sm_75"), shared.contiguous_strides(), options, is_launched=False)
     assert not legal_configs("backward", head_dim=264, arch="sm_90")
     assert not legal_configs("backward_one_tile", head_dim=40, head_dim_v=264, arch="sm_90")
 

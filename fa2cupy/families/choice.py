@@ -157,6 +157,9 @@ def choices_with_copies(
             tile = decode_tile(family, problem, device, for_any_batch=options.num_splits is not None)
             return [Choice(family, {"decode": tile})]
         owners = _ways_of_dbias(call, family, problem, device, strides, options, is_launched)
+        if options.deterministic and problem.settings.sums_dbias and not any(owners):
+            why = why_not_map(family, "dbias", problem, device) if "dbias" in family.operations else None
+            refusals.append(f"family {family.public_name!r} {why or 'has no kernel of dbias for this problem'}")
         choices: list[Choice] = []
         for owner in owners:
             of_tiled = problem

@@ -50,7 +50,8 @@ def ways_of_dbias(
 ) -> list[DbiasOwner | None]:
     """The kernels that may compute the gradient of a broadcast bias; None leaves it to the tiled kernels' atomics.
 
-    A call that need not be deterministic leaves it to them unless the costs of both are known.
+    A call that need not be deterministic leaves it to them unless the costs of both are known. One that must has no way
+    if no kernel owns tiles for the problem.
 
     Parameters
     ----------
@@ -62,11 +63,12 @@ def ways_of_dbias(
     deterministic : bool
     """
     if deterministic:
-        return [_owner(family, problem, device, strides, runs)]
+        owner = _owner(family, problem, device, strides, runs)
+        return [] if owner is None else [owner]
     if family.costs is None or not family.costs.dbias or 0 in problem.score_shape or "dbias" not in strides:
         return [None]
     owner = _owner(family, problem, device, strides, runs)
-    return [None, owner] if owner.family is family else [None]
+    return [None, owner] if owner is not None and owner.family is family else [None]
 
 
 def _owner(
@@ -75,12 +77,15 @@ def _owner(
     device: DeviceInfo,
     strides: Mapping[str, AnyStrides],
     runs: Callable[[Family], bool],
-) -> DbiasOwner:
-    """The kernel beside tiled kernels of a family.
+) -> DbiasOwner | None:
+    """The kernel beside tiled kernels of a family; None if there is none.
 
     It is of that family or, where that has none for the problem, of the first one behind it that has.
     """
-    owner, tile = next(_owners(family, problem, device, runs))
+    found = next(_owners(family, problem, device, runs), None)
+    if found is None:
+        return None
+    owner, tile = found
     splits = 1
     if "dbias" in strides and 0 not in problem.score_shape:
         splits = owner_splits(_work(problem, device, strides, tile))

@@ -160,7 +160,7 @@ class Head:
         self.q, self.k, self.v, self.do, self.causal = q, k, v, do, causal
         self.scale = np.float32(q.shape[1] ** -0.5)
         self._q, self._k, self._v, self._do = map(_split, (q, k, v, do))
-        self._tile = 128 if q.shape[1] <= 64 else 64  # keys of a step of the online softmax
+        self._tile = 128 if q.shape[1] <= 64 else 64  # keys of a step of the forward, and of dQ
 
     def forward(self, rows: slice) -> tuple[np.ndarray, np.ndarray]:
         """Returns o and lse of query rows."""
@@ -180,11 +180,14 @@ class Head:
 
     def of_queries(self, rows: slice, lse: np.ndarray, delta: np.ndarray) -> np.ndarray:
         """Returns dq of query rows, from lse and delta of all queries."""
-        _, ds = self._gradients(rows, slice(0, len(self._k.unit)), lse, delta)
-        dq = np.zeros((len(ds), self._k.parts[0].shape[1]), np.float32)
-        scale = _row_scale(ds)
-        dq = _add_product(dq, _in_parts(ds * scale), self._k, 1 / scale)
-        return dq[: len(self.q[rows]), : self.q.shape[1]] * self.scale
+        number, columns = rows.stop - rows.start, self._k.parts[0].shape[1]
+        shares = np.zeros((2, number, columns), np.float32)  # of two warp groups that take turns, beyond 128 columns
+        for turn, first in enumerate(range(len(self._k.unit) - self._tile, -1, -self._tile)):
+            keys, share = slice(first, first + self._tile), turn % 2 if columns > _WIDE else 0
+            p, dp = self._factors_of_ds(rows, keys, lse, delta)
+            scale = _row_scale(p * dp)
+            shares[share] = _add_product(shares[share], _in_parts(p * dp * scale), self._k.of(keys), 1 / scale)
+        return shares.sum(axis=0)[: len(self.q[rows]), : self.q.shape[1]] * self.scale
 
     def of_keys(self, keys: slice, lse: np.ndarray, delta: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Returns dk and dv of keys, from lse and delta of all queries."""
@@ -192,8 +195,11 @@ class Head:
         dv = dk.copy()
         for first in range(0, len(self._q.unit), _UNIT_ROWS):
             rows = slice(first, first + _UNIT_ROWS)
-            p, ds = (x.T for x in self._gradients(rows, keys, lse, delta))
-            dv = _add_product(dv, _in_parts(p * _P_SCALE), self._do.of(rows), 1 / _P_SCALE)
+            p, dp = (x.T for x in self._factors_of_ds(rows, keys, lse, delta))
+            high, low = _in_parts(p * _P_SCALE)
+            dv = _add_product(dv, (high, low), self._do.of(rows), 1 / _P_SCALE)
+            # With two panels, registers do not keep P beside its parts, whose sum has 22 bits.
+            ds = dp * ((high + low) / _P_SCALE if _PANEL < self.q.shape[1] <= _WIDE else p)
             scale = _row_scale(ds)
             dk = _add_product(dk, _in_parts(ds * scale), self._q.of(rows), 1 / scale)
         own, columns = slice(0, len(self.k[keys])), slice(0, self.q.shape[1])
@@ -209,8 +215,10 @@ class Head:
             hidden = hidden | (key > query + len(self.k) - len(self.q))
         return np.where(hidden, np.float32(-np.inf), scores)
 
-    def _gradients(self, rows: slice, keys: slice, lse: np.ndarray, delta: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Returns P and dS."""
+    def _factors_of_ds(
+        self, rows: slice, keys: slice, lse: np.ndarray, delta: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Returns P and dP - delta, whose product is dS."""
         number = rows.stop - rows.start
         lse, delta = _filled(lse[rows], number, np.inf), _filled(delta[rows], number, 0)
         p = _exp(self._scores(rows, keys) - lse)
@@ -221,4 +229,4 @@ class Head:
         start = np.where(abs(start) < 2.0**100, start, np.float32(0))
         rest = (start.astype(np.float64) * ((2 * chains - 1) * unit) + delta).astype(np.float32)
         dp = _from_start(do, v, start)
-        return p, p * (dp.astype(np.float64) * unit - rest).astype(np.float32)
+        return p, (dp.astype(np.float64) * unit - rest).astype(np.float32)
