@@ -316,6 +316,13 @@ class TestCap:
         o, lse = run_forward(family, inputs, softcap=cap)
         expected.check(o=o, lse=lse)
 
+    @pytest.mark.sample(family=("sm90",), limits=({"window": (70, 9)},))
+    @pytest.mark.parametrize("limits", [{}, {"causal": True}, {"window": (70, 9)}, {"window": (3, 0)}], ids=str)
+    def test_limits(self, family, limits):
+        """Checks key tiles with and without the mask, in odd and even numbers."""
+        inputs = draw(family[0], (230, 290) if family[0].startswith("sm90") else (70, 90))
+        check(family, inputs, methods=(), softcap=self.CAP, used="softcap", **limits)
+
     @pytest.mark.sample(family=("sm80",))
     def test_gradients_under_a_large_cap(self, family):
         check(family, small_case(family[0]), softcap=1e6)

@@ -42,6 +42,12 @@ class ForwardConsumer : ForwardScores<Spec, ForwardShape<Spec>, ForwardMemory<Fo
     using Element = typename Spec::Element;
     static constexpr bool kTwoP = Shape::kTwoP, kTakeTurns = Shape::kTakeTurns, kPinExponentials = true;
     static constexpr int kMaxSkipped = Shape::kMaxSkipped;
+    // Key tiles that need the mask have a loop of their own under a sparse map, as most may, and with a late soft cap,
+    // which leaves no registers for the mask in the loop of all; nor for two exits of that loop, so that the last step of
+    // an odd number is apart, too. (Shares count `full_end` below 0.)
+    static constexpr bool kMasksApart =
+        common::kListsTiles<Spec> || (common::kCapsLate<Spec> && kRightLimit && !Spec::kSplit);
+    static constexpr bool kOddApart = kTwoP && common::kCapsLate<Spec>;
     static constexpr int kTurnBarrier = Base::kOwnBarrier;
 
     using Output = QuadFragment<kDv / 8>;
@@ -67,22 +73,32 @@ class ForwardConsumer : ForwardScores<Spec, ForwardShape<Spec>, ForwardMemory<Fo
         output_.fill(0.0f);
         while (true) {
             int32 block = keys.end - 2;
-            if constexpr (common::kListsTiles<Spec>) {
+            if constexpr (kMasksApart) {
 #pragma unroll 1
-                for (; block >= keys.full_end; --block) masked_listed_step(tile, block, p);
+                for (; block >= keys.full_end; --block) masked_step(tile, keys, block, p);
             }
+            const int32 begin = kLeftLimit ? (kMasksApart ? keys.full_begin : keys.begin) : 0;
 #pragma unroll 1
-            while (block >= (kLeftLimit ? keys.begin : 0)) {
+            while (block >= begin + kOddApart) {
                 step(tile, keys, block, p, kTwoP ? other_p : p);
                 --block;
                 if constexpr (kTwoP) {
-                    if (block < (kLeftLimit ? keys.begin : 0)) {
+                    if (!kOddApart && block < begin) {
                         p = other_p;
                         break;
                     }
                     step(tile, keys, block, other_p, p);
                     --block;
                 }
+            }
+            if (kOddApart && block == begin) {
+                step(tile, keys, block, p, other_p);
+                p = other_p;
+                --block;
+            }
+            if constexpr (kMasksApart && kLeftLimit) {
+#pragma unroll 1
+                for (; block >= keys.begin; --block) masked_step(tile, keys, block, p);
             }
 
             const uint32 buffer = queries_.slot();
@@ -131,7 +147,7 @@ class ForwardConsumer : ForwardScores<Spec, ForwardShape<Spec>, ForwardMemory<Fo
     // shift is always updated to the row maximum, by the code for rows whose shift cannot be kept.
     __device__ __forceinline__ void step(const TileInSlot& tile, const GroupKeys& keys, int32 block,
                                          Probabilities& present, Probabilities& next) {
-        const bool masked = kRightLimit && !common::kListsTiles<Spec> && needs_mask(keys, block);
+        const bool masked = kRightLimit && !kMasksApart && needs_mask(keys, block);
         const bool is_last = is_last_of(keys, block);
         issue_both(present, tile, block);
         if (!common::kCapsLate<Spec> || masked) modify(tile, block, is_last);
@@ -148,14 +164,16 @@ class ForwardConsumer : ForwardScores<Spec, ForwardShape<Spec>, ForwardMemory<Fo
         if (__builtin_expect(!kept, 0)) multiply_output(rescale);
     }
 
-    // The same for a key tile of a sparse map that needs the mask. Most of all may.
-    __device__ __forceinline__ void masked_listed_step(const TileInSlot& tile, int32 block, Probabilities& p) {
+    // The same for a key tile that needs the mask (kMasksApart).
+    __device__ __forceinline__ void masked_step(const TileInSlot& tile, const GroupKeys& keys, int32 block,
+                                                Probabilities& p) {
         start_both(p, tile, block);
         const TileMask of_tile(params_, score_tile(tile, block));
         take_distances(tile, block);
         wait_for_scores();
-        if (block == 0) release_query();
-        modify(tile, block, block == 0);
+        const bool is_last = is_last_of(keys, block);
+        if (is_last) release_query();
+        modify(tile, block, is_last);
         mask(scores_, tile, of_tile);
         wait_for_output();
         float rescale[2];

@@ -55,10 +55,7 @@ struct ForwardShape : QueryTileShape<Spec, 1> {
     // Two P tiles in registers: the exponentials of the next key tile then overlap with the product that reads P of the
     // present one. This needs registers for O, S, twice P, and kBesidesTiles more. Groups that keep the bias take turns
     // instead: a multiprocessor has no others, and in step they would leave it idle together.
-    // Late soft caps without a mask take a little more: with two P of 128 columns, ptxas would serialise wgmma.
-    static constexpr int kBesidesTiles = common::kNeedsRegisters<Spec>                           ? 72
-                                         : common::kCapsLate<Spec> && !common::kRightLimit<Spec> ? 56
-                                                                                                 : 48;
+    static constexpr int kBesidesTiles = common::kNeedsRegisters<Spec> ? 72 : 48;
     static constexpr bool kTwoP =
         (!kKeepsArray || kGroups == 1) && kDv / 2 + kBc / 2 + 2 * (kBc / 4) + kBesidesTiles <= kConsumerRegisters;
     static constexpr bool kTakeTurns = !kTwoP && kGroups > 1;

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from fa2cupy import TileConfig
 
 from .mutant import Mutant
@@ -9,6 +11,7 @@ from .problems import HOPPER_PANELS, HOPPER_TILES, ONE_GROUP, Problem
 
 OUTPUT_IN_PARTS = Problem(head_dim=200, lengths=(70, 70), hopper_tile=TileConfig(128, 64, 12, 2))
 HOPPER_GROWING = Problem(lengths=(35, 320), causal=False, growing=True, hopper_tile=ONE_GROUP)
+HOPPER_CAPPED = dataclasses.replace(HOPPER_TILES, feature="softcap")
 HOPPER_PAIR = Problem(head_dim=40, lengths=(200, 150), hopper_tile=ONE_GROUP, head_dim_v=72)
 #: A text of the forward, the head_dim of it that is exchanged for another, and what catches the change.
 SWAPPED = (
@@ -178,7 +181,7 @@ MUTANTS = (
     Mutant(
         "key tiles without the mask",
         "forward",
-        "const bool masked = kRightLimit && !common::kListsTiles<Spec> && needs_mask(keys, block);",
+        "const bool masked = kRightLimit && !kMasksApart && needs_mask(keys, block);",
         "const bool masked = false;",
         "numbers",
         HOPPER_TILES,
@@ -186,10 +189,26 @@ MUTANTS = (
     Mutant(
         "P of the last of an odd number of steps is not taken over",
         "forward",
-        "p = other_p;",
-        "",
+        "p = other_p;\n                        break;",
+        "break;",
         "numbers",
         HOPPER_TILES,
+    ),
+    Mutant(
+        "P of an odd step under a soft cap is not taken over",
+        "forward",
+        "p = other_p;\n                --block;",
+        "--block;",
+        "numbers",
+        HOPPER_CAPPED,
+    ),
+    Mutant(
+        "a key tile of the mask is left to the loop without, under a soft cap",
+        "forward",
+        "for (; block >= keys.full_end; --block) masked_step",
+        "for (; block > keys.full_end; --block) masked_step",
+        "numbers",
+        HOPPER_CAPPED,
     ),
     Mutant(
         "a group passes over its own keys",
