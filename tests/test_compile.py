@@ -96,10 +96,6 @@ WITH_HIDDEN_ROWS = (
     "since the producer clears rows without a key, 48 bytes spill in place of 32: both by turns on the H100, 1.00 to "
     "1.01 times as long"
 )
-WITH_ONE_LOOP = (
-    "since the producer has one loop for tiles with and without rows to clear, a loop invariant of the consumers "
-    "spills: it is read back twice a tile; compiles in half the time, not timed at this head_dim"
-)
 SIBLING = "the tile of the H100 with what fits here; spills the same loop invariants; not yet measured on such a GPU"
 OF_PARTS = (
     "what spills is loop invariants of the consumers, at head_dim 128, and addresses of the producer, which has 24 "
@@ -132,7 +128,6 @@ EXEMPTIONS = (
     Exemption("backward", 256, TileConfig(64, 64, 8, 2), 44, MEASURED),
     Exemption("backward", 256, TileConfig(32, 64, 8, 2), 24, SIBLING),
     Exemption("backward", 64, TileConfig(128, 128, 12, 2), 48, WITH_HIDDEN_ROWS),
-    Exemption("backward", 112, TileConfig(96, 128, 12, 2), 24, WITH_ONE_LOOP),
     Exemption("backward", 128, TileConfig(64, 128, 8, 1), 132, SIBLING),
     Exemption("backward_dq", 64, TileConfig(128, 64, 4, 2, 2), 48, MEASURED),
     Exemption("backward_dq", 128, TileConfig(128, 32, 4, 2, 2), 88, MEASURED),
