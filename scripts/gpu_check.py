@@ -93,9 +93,9 @@ DTYPES = ("float16", "bfloat16", "float32", "float64")
 SECONDS_FOR_A_TOOL = 480  # beside tests
 #: Parts of tests/support/sanitized_calls.py. They run in parallel: a tool uses little of the GPU and one CPU.
 SANITIZED_PARTS = (
-    "plain", "features", "pairs", "shared-rows", "functions", "short", "both", "packed", "sparse", "float32-59",
-    "float32-128", "float32-250", "float32-96-64", "float64", "decode", "second-order-float32", "second-order-float64",
-    "second-order-bfloat16", "copies",
+    "plain", "features", "pairs", "shared-rows", "functions", "short", "both", "packed", "sparse", "boxes",
+    "float32-59", "float32-128", "float32-250", "float32-96-64", "float64", "decode", "second-order-float32",
+    "second-order-float64", "second-order-bfloat16", "copies",
 )  # fmt: skip
 # Sections of the benchmark that check a change. The others only compare with peers, and would take the check beyond ten
 # minutes.

@@ -37,6 +37,7 @@ from fa2cupy.jit.source import kernel_directory, render_kernel
 from fa2cupy.jit.spec import KernelSpec
 from fa2cupy.plan.ranks import specs_of_ranks
 from fa2cupy.plan.specs import OF_TANGENTS, decode_specs, default_specs, merge_spec, second_order_specs
+from fa2cupy.problem.boxes import BoxShapes
 from fa2cupy.problem.dtypes import DTYPES
 from fa2cupy.problem.features import FEATURES
 
@@ -404,7 +405,7 @@ def test_a_kernel_without_features_knows_nothing_of_them(spec):
 
 
 #: Features that the kernel of this test does not have.
-OF_SOME_KERNELS = ("dlse", "given_lse", "kept_bias")
+OF_SOME_KERNELS = ("dlse", "given_lse", "kept_bias", "boxes")
 
 
 @pytest.mark.sample(name=("window",))
@@ -573,6 +574,7 @@ VARIANTS = {
     "blocks_per_sm": forward_spec(tile=TileConfig(64, 32, 4, 1, 2)),
     "features": forward_spec(features=("window",)),
     "kept_keys": forward_spec(kept_keys=64),
+    "boxes": forward_spec(boxes=BoxShapes((8, 8, 1), (8, 4, 1))),
 }
 
 

@@ -275,6 +275,7 @@ def test_every_feature_has_its_row_and_its_numbers():
         "dscore_args",
         "given_lse",
         "kept_bias",
+        "boxes",
         "dlse",
         "bias_tangent",
         "sink_tangent",

@@ -56,17 +56,18 @@ OTHERS = {
     "mask": {"demo", "families/sm90", "families/sm90_tiles"},
     "key_padding_mask": {"problem/arguments"},
     "mask_mod": {
-        *_FUNCTIONS, "families/operations", "plan/", "problem/block_mask", "problem/checks", "sparse",
+        *_FUNCTIONS, "families/boxes", "families/operations", "plan/", "problem/block_mask", "problem/checks", "sparse",
     },
     "block_mask": {
         "__init__", "distributed/", "families/", "gpu/", "plan/", "problem/block_mask", "problem/checks", "sparse",
     },
     "intervals": {
-        "cpu/tile_states", "distributed/", "families/tile_choice", "gpu/", "plan/", "problem/block_mask",
-        "problem/checks", "sparse",
+        "cpu/tile_states", "distributed/", "families/boxes", "families/tile_choice", "gpu/", "plan/",
+        "problem/block_mask", "problem/checks", "sparse",
     },
     "given_lse": {"families/", "jit/params", "plan/", "problem/"},
     "kept_bias": {"families/", "plan/"},
+    "boxes": {"families/", "jit/", "plan/"},
     "sink": {*_TANGENTS, "distributed/", "problem/tangents", "cpu/attention", "families/operations", "testing"},
     "dropout_p": {"distributed/", "families/operations", "problem/checks", "problem/philox"},
     "dlse": {
@@ -103,6 +104,7 @@ KERNELS = {
     "intervals": {"common/mask_function.cuh", "common/weights.cuh"},
     "given_lse": {"common/own_lse.cuh"},
     "kept_bias": {"common/bias_tile.cuh", "common/scores.cuh", "common/series.cuh"},
+    "boxes": {"common/tile_range.cuh"},
     "sink": {"common/scores.cuh", "decode/"},
     "dropout_p": {"common/score_mod.cuh", "common/scores.cuh", "common/tangents.cuh", "common/weights.cuh"},
     "dlse": {"common/delta.cuh"},

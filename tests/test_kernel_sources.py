@@ -30,7 +30,8 @@ NAMED = {
     ("sm90/forward_producer.cuh", "kVarlen"): 1,
     ("sm90/tma_rows.cuh", "kVarlen"): 2,
     ("sm90/query_tile_loop.cuh", "kVarlen"): 1,
-    ("sm90/query_tile.cuh", "kVarlen"): 3,
+    ("sm90/boxes.cuh", "kVarlen"): 1,
+    ("sm90/query_tile.cuh", "kVarlen"): 2,
 }
 
 

@@ -124,7 +124,7 @@ def test_tensor_maps_say_where_the_rows_lie_and_how_many_are_copied_at_a_time():
     assert stage.spec.params.maps == ("q", "k", "v", "o")
     assert (q.sizes, k.sizes) == ((64, 300, 8, 3), (64, 500, 2, 3))
     assert (q.strides, v.strides) == ((2 * 800, 2 * 80, 2 * 8000), (2 * 2400, 2 * 240, 2 * 24000))
-    assert [m.box_rows for m in stage.maps] == [tile.b_r, tile.b_c, tile.b_c, 16]
+    assert [m.box[1] for m in stage.maps] == [tile.b_r, tile.b_c, tile.b_c, 16]
     # An axis of length 1 may have any stride.
     alone = plans.forward_plan(problem(batch=1, num_heads_kv=1), H100, {**STRIDES, "k": (0, 64, 0)}).stages[0].maps[1]
     assert alone.sizes == (64, 500, 1, 1) and alone.strides == (128, 16, 16)
@@ -497,7 +497,7 @@ def test_the_record_of_dq_on_hopper_has_tensor_maps():
     names = stage.spec.params.maps
     assert names == ("q", "k", "v", "dout", "dq")
     assert stage.spec.params.pointers == (*names, "lse", "delta", "tile_counter")
-    assert [m.box_rows for m in stage.maps] == [tile.b_r, tile.b_c, tile.b_c, tile.b_r, 16]
+    assert [m.box[1] for m in stage.maps] == [tile.b_r, tile.b_c, tile.b_c, tile.b_r, 16]
     assert [m.sizes[1:3] for m in stage.maps] == [(300, 8), (500, 2), (500, 2), (300, 8), (300, 8)]
     for name, layout in zip(names, stage.maps, strict=True):
         batch, row, head = STRIDES[name]
@@ -640,7 +640,7 @@ def test_single_pass_on_hopper_has_a_block_for_each_key_tile_and_maps_of_what_it
     tile = main.spec.tile
     assert main.blocks == -(-500 // tile.b_c) * 2 * 50 > H100.multiprocessors
     assert main.spec.params.maps == ("q", "k", "v", "dout", "dk", "dv")
-    assert [m.box_rows for m in main.maps] == [tile.b_r, tile.b_c, tile.b_c, tile.b_r, 16, 16]
+    assert [m.box[1] for m in main.maps] == [tile.b_r, tile.b_c, tile.b_c, tile.b_r, 16, 16]
     queries, keys = (64, 300, 8, 50), (64, 500, 2, 50)
     assert [m.sizes for m in main.maps] == [queries, keys, keys, queries, keys, keys]
     assert main.maps[3].strides == tuple(2 * STRIDES["dout"][axis] for axis in (1, 2, 0))

@@ -17,6 +17,7 @@ from common.digests import code_digest, cuda_tokens, python_text
 from support import CHECKOUT
 from support.traced_cases import EDGES, ready_made
 
+from fa2cupy import mods
 from fa2cupy.families.device import DeviceInfo
 from fa2cupy.families.sm80 import SM80
 from fa2cupy.jit import source
@@ -246,6 +247,9 @@ def test_specs_and_functions_are_read_back_from_their_notes():
     for case in ready_made(*sizes).values():
         for spec in default_specs(DEVICE, "float16", 64, True, "two_pass", functions=case.options, features=("sink",)):
             assert kernel_notes.spec_of(kernel_notes.text_of(spec)) == spec
+    near = {"mask_mod": mods.neighborhood((20, 20), (7, 7))}
+    spec = default_specs(DeviceInfo.named("sm_90"), "float16", 64, False, functions=near)[-1]
+    assert spec.boxes and kernel_notes.spec_of(kernel_notes.text_of(spec)) == spec
     for function, _ in EDGES.values():
         bound = bound_function("score_mod", function, ())
         assert kernel_notes._function_of(json.loads(json.dumps(kernel_notes._values_of(bound)))) == bound

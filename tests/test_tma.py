@@ -27,7 +27,7 @@ from fa2cupy.plan.tensor_maps import TensorLayout, packed_layout, tensor_layout
 from fa2cupy.problem.checks import problem_from_arrays
 from fa2cupy.testing import make_inputs
 
-LAYOUT = TensorLayout("float16", (64, 300, 8, 3), (1024, 128, 307200), 128)
+LAYOUT = TensorLayout("float16", (64, 300, 8, 3), (1024, 128, 307200), (64, 128, 1, 1))
 
 
 def fake_encode(layout: TensorLayout, address: int) -> bytes:
@@ -67,7 +67,7 @@ def test_tma_takes_positive_strides_of_16_bytes_below_a_tebibyte(sizes, strides,
 
 def test_a_layout_is_innermost_first_and_has_legal_strides_where_they_mean_nothing():
     layout = tensor_layout("bfloat16", (3, 300, 8), (153600, 512, 64), 64, 2, 128)
-    assert (layout.sizes, layout.strides, layout.box_rows) == ((64, 300, 8, 3), (1024, 128, 307200), 128)
+    assert layout == dataclasses.replace(LAYOUT, dtype="bfloat16")
     assert tensor_layout("float16", (1, 1, 1), (0, 0, 0), 8, 2, 16).strides == (16, 16, 16)
 
 
@@ -113,7 +113,7 @@ def test_every_argument_of_the_driver_is_what_the_kernels_rely_on(driver, layout
     assert (rank, address) == (len(layout.sizes), 0x7F0000001230)
     sizes, strides, box, steps = ([int(x) for x in numbers] for numbers in lists)
     assert (tuple(sizes), tuple(strides)) == (layout.sizes, layout.strides)
-    assert box == [64, layout.box_rows, *[1] * (rank - 2)]
+    assert tuple(box) == layout.box
     assert steps == [1] * rank
     assert interleave == driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE
     assert swizzle == driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B

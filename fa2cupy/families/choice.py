@@ -7,8 +7,10 @@ from dataclasses import dataclass, field, replace
 
 from ..errors import UnsupportedProblemError
 from ..problem.attention import AttentionProblem
+from ..problem.boxes import Boxes
 from ..problem.options import MAX_SPLITS, CallOptions, requested_method
 from ..problem.strides import AnyStrides
+from .boxes import boxed
 from .dbias import DbiasOwner, splits_of_dbias, time_of_dbias, ways_of_dbias
 from .device import ARCHITECTURES, DeviceInfo
 from .estimate import Costs, backward_time, forward_splits, split_candidates
@@ -48,6 +50,8 @@ class Choice:
         The kernels of the heads for which those of `family` would not be accurate enough; None computes all heads.
     kept_keys : int
         The most keys whose bias the blocks of a forward keep; 0 if they keep none.
+    boxes : Boxes or None
+        The boxes of tokens that are the tiles of a forward, in the place of a mask function.
     dbias : DbiasOwner or None
         The kernel that owns tiles of a broadcast bias. None if the tiled kernels add dbias atomically, or if there is
         no such dbias.
@@ -59,6 +63,7 @@ class Choice:
     num_splits: Mapping[str, int] = field(default_factory=dict)
     fallback: Choice | None = None
     kept_keys: int = 0
+    boxes: Boxes | None = None
     dbias: DbiasOwner | None = None
 
     @property
@@ -230,6 +235,11 @@ def _choices_of(
         kept = kept_bias(family, problem, device, strides["bias"], options) if may_keep else None
         if kept is not None:
             choices.append(Choice(family, {call: kept.tile}, kept_keys=kept.keys))
+            continue
+        may_box = call == "forward" and problem.settings.functions and family.boxes
+        of_grid = boxed(family, problem, device, strides, options) if may_box else None
+        if of_grid is not None:
+            choices.append(Choice(family, {call: of_grid.tile}, boxes=of_grid.boxes))
             continue
         try:
             tiles = {

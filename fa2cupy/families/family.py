@@ -10,6 +10,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from ..problem.attention import AttentionProblem
+from ..problem.boxes import BoxShapes
 from ..problem.features import FEATURES
 from ..problem.strides import AnyStrides
 from .device import DeviceInfo
@@ -18,7 +19,7 @@ from .operations import METHODS, OF_DIRECTION, OPERATIONS, SEVERAL
 from .records import Record
 from .tile import TileConfig
 
-__all__ = ["ANY_NEWER", "Family", "Kernel", "TileRow", "register_shortage", "why_no_decode"]
+__all__ = ["ANY_NEWER", "BoxRow", "Family", "Kernel", "TileRow", "register_shortage", "why_no_decode"]
 
 #: A `max_compute_capability` that excludes no newer GPU.
 ANY_NEWER = 10_000
@@ -99,6 +100,34 @@ class TileRow:
     most_rows: float = math.inf
 
 
+class BoxRow(NamedTuple):
+    """A forward's tile whose rows are boxes of tokens of a grid, and the calls to which it applies.
+
+    Attributes
+    ----------
+    least_head_dim, head_dim : int
+        The least and the largest head dimension.
+    num_axes : int
+        Axes of the grid.
+    tile : TileConfig
+    shapes : tuple of BoxShapes
+        Boxes of as many tokens as the tile has. Sixteen queries that follow each other in a box are a box, too. With
+        three axes, boxes of queries or of keys have several tokens along z.
+    cost : float
+        The time for a score, relative to that of other rows for the same head dimensions.
+    measured : str
+        GPU and date.
+    """
+
+    least_head_dim: int
+    head_dim: int
+    num_axes: int
+    tile: TileConfig
+    shapes: tuple[BoxShapes, ...]
+    cost: float
+    measured: str = ""
+
+
 class Family(ABC):
     """A set of kernels that share their main loops, and all properties that differ between families.
 
@@ -150,6 +179,8 @@ class Family(ABC):
         Operations whose work on a tile several blocks can share.
     kept_keys : tuple of int
         The numbers of keys for which it has forwards whose blocks keep the bias; empty if it has none.
+    boxes : tuple of BoxRow
+        The boxes of its forwards for mask functions of neighborhoods, of which those that cost least are taken.
     least_warps : int
         The compiler limits registers as if at least so many warps were on a multiprocessor.
     divides_rows : bool
@@ -172,7 +203,7 @@ class Family(ABC):
     more_columns: Mapping[str, int] = MappingProxyType({})
     only_columns: tuple[int, int] | None = None
     arch_suffix: str = ""
-    features: tuple[str, ...] = tuple(name for name in FEATURES if name not in ("given_lse", "kept_bias"))
+    features: tuple[str, ...] = tuple(name for name in FEATURES if name not in ("given_lse", "kept_bias", "boxes"))
     needs_positive_scale: bool = False
     has_natural_scores: bool = False
     knows_tangents: bool = False
@@ -183,6 +214,7 @@ class Family(ABC):
     clears_unlisted_keys: bool = False
     split_operations: tuple[str, ...] = ()
     kept_keys: tuple[int, ...] = ()
+    boxes: tuple[BoxRow, ...] = ()
     least_warps: int = 0
     divides_rows: bool = True
     costs: Costs | None = None

@@ -109,7 +109,7 @@ class _Operations(dict[str, Operation]):
 OPERATIONS = _Operations(
     (operation.name, operation)
     for operation in (
-        Operation("forward", (*_OF_SCORES, "sink", "given_lse", "kept_bias"), owns="queries"),
+        Operation("forward", (*_OF_SCORES, "sink", "given_lse", "kept_bias", "boxes"), owns="queries"),
         Operation("decode", _OF_DECODE, owns="queries", has_config=False),
         Operation("backward", (*_OF_SCORES, *_OF_DBIAS)),
         Operation("backward_dq", (*_OF_SCORES, *_OF_DBIAS), owns="queries"),

@@ -16,7 +16,7 @@ from .operations import OF_DIRECTION, ONE_TILE, OPERATIONS
 from .records import Record
 from .sm80 import SM80
 from .sm90_records import MAPPED, RECORDS
-from .sm90_tiles import COSTS, OF_JVP, TILES
+from .sm90_tiles import BOXES, COSTS, OF_JVP, TILES
 from .tile import TileConfig
 
 __all__ = ["SM90", "Sm90"]
@@ -28,7 +28,6 @@ _WIDER = 256  # for a larger one, two warp groups of the forward have the same r
 _MOST_OF_BOTH = 1024  # rows of a head whose delta a block of both passes keeps
 _MOST_COLUMNS_OF_BOTH = 64  # wider heads have other tiles in each pass
 _MAX_STRIDE = 2**40  # bytes; a limit of tensor maps
-
 _OF_TANGENTS = (*OF_JVP, "dq_jvp", "dkdv_jvp")
 
 
@@ -50,8 +49,9 @@ class Sm90(Family):
     backward_owns = "keys"
     default_methods = ("single_pass", "two_pass", "one_tile")
     split_operations = ("forward", "backward", "backward_dkdv")
-    features = (*Family.features, "kept_bias")
+    features = (*Family.features, "kept_bias", "boxes")
     kept_keys = (64, 128, 256, 384, 512)  # beyond, few blocks have room for the bias: 768 keys took 1.3 times as long
+    boxes = BOXES
     least_warps = _LEAST_WARPS
     costs = COSTS
     tiles = TILES

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from ..problem.boxes import BoxShapes, Lengths
 from ..problem.features import FEATURES, features_in_registers, features_of_scores
 from .estimate import BlockCost, Costs
-from .family import TileRow
+from .family import BoxRow, TileRow
 from .sm80 import ONE_TILE_COSTS, ONE_TILE_ROWS
 from .tile import TileConfig
 
-__all__ = ["COSTS", "OF_JVP", "TILES"]
+__all__ = ["BOXES", "COSTS", "OF_JVP", "TILES"]
 
 _H100, _H100_LATER = "NVIDIA H100 80GB HBM3, 2026-11-21", "NVIDIA H100 80GB HBM3, 2026-11-22"
 _H100_LAST, _H200 = "NVIDIA H100 80GB HBM3, 2026-11-27", "NVIDIA H200, 2026-11-27"
@@ -155,4 +156,32 @@ COSTS = Costs(
     add_dbias=0.76,
     add_dbias_singly=3.7,
     drift=0.165,
+)
+
+
+def _shapes(queries: tuple[Lengths, ...], keys: tuple[Lengths, ...]) -> tuple[BoxShapes, ...]:
+    return tuple(BoxShapes(one, other) for one in queries for other in keys)
+
+
+_PLANES, _SPACES = ((8, 8, 1), (4, 16, 1), (16, 4, 1)), ((4, 4, 4), (8, 4, 2), (8, 2, 4))
+_LARGE_PLANES, _LARGE_SPACES = ((16, 8, 1), (8, 16, 1)), ((4, 4, 8), (8, 8, 2), (8, 4, 4), (8, 2, 8))
+_PLANES_OF_KEYS = ((16, 8, 1), (8, 16, 1), (32, 4, 1))
+_SPACES_OF_KEYS = ((8, 8, 2), (16, 2, 4), (8, 4, 4), (8, 2, 8), (16, 4, 2))
+#: The boxes of tokens of forwards with mask functions of neighborhoods. Small ones have fewer hidden scores, which
+#: matters less where windows are large.
+BOXES = (
+    BoxRow(0, 64, 2, TileConfig(64, 128, 8, 2, 2), _shapes(_PLANES, _PLANES_OF_KEYS), 1.0, _H200_LATER),
+    BoxRow(65, 128, 2, TileConfig(64, 64, 8, 2, 2), _shapes(_PLANES, ((8, 8, 1), (16, 4, 1))), 1.0, _H200_LATER),
+    BoxRow(65, 128, 2, TileConfig(128, 128, 12, 2), _shapes(_LARGE_PLANES, _PLANES_OF_KEYS), 0.72, _H200_LATER),
+    BoxRow(0, 64, 3, TileConfig(64, 128, 8, 2, 2), _shapes(_SPACES, _SPACES_OF_KEYS), 1.0, _H200_LATER),
+    BoxRow(
+        65,
+        128,
+        3,
+        TileConfig(64, 64, 8, 2, 2),
+        _shapes(_SPACES, ((8, 4, 2), (8, 2, 4), (8, 8, 1), (16, 2, 2))),
+        1.0,
+        _H200_LATER,
+    ),
+    BoxRow(65, 128, 3, TileConfig(128, 128, 12, 2), _shapes(_LARGE_SPACES, _SPACES_OF_KEYS), 0.72, _H200_LATER),
 )

@@ -3,10 +3,44 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from types import FunctionType
+from typing import Any, NamedTuple
 
 from .expressions import Node, reciprocal
 
-__all__ = ["is_shift", "soft_cap_of"]
+__all__ = ["NEIGHBORHOODS", "Neighborhood", "is_shift", "neighborhood_of", "soft_cap_of"]
+
+
+class Neighborhood(NamedTuple):
+    """A mask function by which each query of a grid of tokens sees a window of keys around it.
+
+    Attributes
+    ----------
+    outer : int or None
+        Tokens along the first axis; None if sequences of any length are grids.
+    inner : tuple of int
+        Tokens along the others.
+    before, sizes : tuple of int
+        Along each axis, how far before a query its window begins, and how long it is.
+    is_clamped : bool
+        True if windows are moved inside at borders, False if they are cut off there.
+    """
+
+    outer: int | None
+    inner: tuple[int, ...]
+    before: tuple[int, ...]
+    sizes: tuple[int, ...]
+    is_clamped: bool
+
+
+#: The functions that are known to be neighborhoods: those of `fa2cupy.mods`.
+NEIGHBORHOODS: dict[object, Neighborhood] = {}
+
+
+def neighborhood_of(function: Callable[..., Any]) -> Neighborhood | None:
+    """What a function of neighborhoods computes, or None for another function. Some callables cannot be hashed."""
+    return NEIGHBORHOODS.get(function) if isinstance(function, FunctionType) else None
 
 
 def is_shift(result: Node) -> bool:

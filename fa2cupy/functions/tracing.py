@@ -13,7 +13,7 @@ import numpy as np
 
 from ..system.locks import new_lock
 from ..system.recent import RecentlyUsed
-from .built_in import is_shift, soft_cap_of
+from .built_in import Neighborhood, is_shift, neighborhood_of, soft_cap_of
 from .derivatives import Scatter, derivative, scatters
 from .expressions import BOOL, FLOAT, INT, Graph, Node, RefusalError, reachable
 from .places import place_of_definition, place_of_error
@@ -75,10 +75,20 @@ class Program(Unchanging):
         The derivative of the score by the score that the function gets; None if it is 0.
     place : str
         The line at which the function begins, for messages.
+    neighborhood : Neighborhood or None
+        What a function of neighborhoods computes; None for other functions.
     """
 
-    def __init__(self, role: str, arguments: tuple[ArgumentKind, ...], graph: Graph, result: Node, place: str):
-        self.place = place
+    def __init__(
+        self,
+        role: str,
+        arguments: tuple[ArgumentKind, ...],
+        graph: Graph,
+        result: Node,
+        place: str,
+        neighborhood: Neighborhood | None = None,
+    ):
+        self.place, self.neighborhood = place, neighborhood
         self.role, self.arguments, self.graph, self.result = role, arguments, graph, result
         self.arguments_name = role.replace("mod", "args")
         graph.is_differentiated = True
@@ -350,8 +360,9 @@ def _traced(role: str, function: Callable[..., Any], arguments: tuple[ArgumentKi
     try:
         node = _result(role, graph, result)
         place = place_of_definition(function)
-        key = (role, arguments, place, node.number, graph.content())  # ahead of the nodes of derivatives
-        return _shared.get(key) or _shared.put(key, Program(role, arguments, graph, node, place))
+        known = neighborhood_of(function)
+        key = (role, arguments, place, node.number, known, graph.content())  # ahead of the nodes of derivatives
+        return _shared.get(key) or _shared.put(key, Program(role, arguments, graph, node, place, known))
     except RefusalError as error:
         raise TypeError(f"{role}: {error} ({place_of_definition(function)})") from error
 

@@ -87,7 +87,8 @@ def run(
     if prepared is None:
         _check_backend(arguments, arrays)
         programs = _programs(keywords)
-        signature[0] = tuple(programs.items())  # functions that compute the same share a prepared call
+        # Functions that compute the same, and of which the same is known, share a prepared call.
+        signature[0] = tuple((role, program, program.neighborhood) for role, program in programs.items())
         key_of_programs = tuple(signature)
         prepared = _prepared.get(key_of_programs)
         if prepared is None:

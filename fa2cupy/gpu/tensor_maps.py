@@ -6,7 +6,7 @@ import ctypes
 import functools
 
 from ..errors import KernelLaunchError
-from ..plan.tensor_maps import BOX_COLUMNS, TensorLayout
+from ..plan.tensor_maps import TensorLayout
 
 __all__ = ["TensorMaps", "encode", "encode_arguments", "tensor_maps"]
 
@@ -39,7 +39,7 @@ def _fixed_arguments(layout: TensorLayout) -> tuple[tuple, tuple]:
     behind = (
         [driver.cuuint64_t(size) for size in layout.sizes],
         [driver.cuuint64_t(stride) for stride in layout.strides],
-        [driver.cuuint32_t(n) for n in (BOX_COLUMNS, layout.box_rows, *[1] * (len(layout.sizes) - 2))],
+        [driver.cuuint32_t(n) for n in layout.box],
         [driver.cuuint32_t(1)] * len(layout.sizes),
         driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
         driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,

@@ -51,6 +51,7 @@ _KINDS = {
     "output_accum": ("Accum* {name}", "Q"),
     "strides": ("Strides {name}", "qqq"),
     "score_strides": ("ScoreStrides {name}", "qqqq"),
+    "neighborhood": ("Neighborhood {name}", "22i"),
     "size": ("int64 {name}", "q"),
     "real": ("Accum {name}", "f"),
     "int": ("int32 {name}", "i"),

@@ -13,12 +13,14 @@ import jinja2
 from ..families.operations import OPERATIONS
 from ..functions.tracing import Program, trace
 from ..problem.attention import ROWS_OF
+from ..problem.boxes import BoxShapes
 from ..problem.features import FEATURES, features_of_scores
 from .params import ITEMS, argument_arrays, gradient_arrays
 from .spec import CPP_NAMES, KernelSpec
 
 __all__ = ["KernelSource", "kernel_directory", "render_kernel"]
 
+_NO_BOXES = BoxShapes((1, 1, 1), (1, 1, 1))
 _INCLUDE = re.compile(r'^[ \t]*#include "([^"]+)"[ \t]*$')
 
 
@@ -88,6 +90,7 @@ def render_kernel(spec: KernelSpec) -> KernelSource:
         "blocks_per_sm": spec.tile.blocks_per_sm,
         "least_warps": spec.family.least_warps if spec.family else 0,
         "kept_keys": spec.kept_keys,
+        "boxes": spec.boxes or _NO_BOXES,
         "blocks_of_tile": spec.blocks_of_tile,
         "cluster": f"__cluster_dims__({spec.blocks_of_tile}, 1, 1)" if spec.blocks_of_tile > 1 else "",
         "shared_bytes": spec.shared_memory_bytes,

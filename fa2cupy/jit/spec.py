@@ -8,6 +8,7 @@ from ..families.family import Family, Kernel
 from ..families.operations import OPERATIONS
 from ..families.tile import TileConfig
 from ..functions.tracing import BoundFunction
+from ..problem.boxes import BoxShapes
 from ..problem.features import FEATURES
 from .params import ParamLayout, param_layout
 
@@ -57,6 +58,8 @@ class KernelSpec:
         (``problem/strides.py``).
     kept_keys : int
         The most keys whose bias its blocks keep; 0 if they keep none.
+    boxes : BoxShapes or None
+        The boxes of tokens that are its tiles.
     """
 
     operation: str
@@ -73,6 +76,7 @@ class KernelSpec:
     head_dim_v: int | None = None
     batch_terms: int = 0
     kept_keys: int = 0
+    boxes: BoxShapes | None = None
 
     @property
     def kernel(self) -> Kernel:
@@ -150,6 +154,7 @@ class KernelSpec:
         digests = (function.program.digest for function in self.functions)
         nested = [f"nested{self.batch_terms}"] if self.batch_terms else []
         kept = [f"kept{self.kept_keys}"] if self.kept_keys else []
+        kept += [] if self.boxes is None else [str(self.boxes)]
         return (*(["causal"] if self.causal else []), *self.features, *digests, *nested, *kept, *self._roles)
 
     @property

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 from ..families.dbias import tiles_of_bias
 from ..families.device import DeviceInfo
@@ -15,7 +16,8 @@ from ..families.records import SHARERS
 from ..families.tile import TileConfig
 from ..jit.params import TILE_COUNTER, param_layout
 from ..jit.spec import KernelSpec
-from ..problem.attention import WITH_COLUMNS_OF_V, AttentionProblem
+from ..problem.attention import ROWS_OF, WITH_COLUMNS_OF_V, AttentionProblem
+from ..problem.boxes import Boxes, Lengths, sequence_axis
 from ..problem.features import FEATURES
 from ..problem.strides import AnyStrides, num_terms, recorded_strides, sharers
 from .schedule import (
@@ -28,7 +30,7 @@ from .schedule import (
     shares_per_section,
 )
 from .stages import Stage, Workspace
-from .tensor_maps import TensorLayout, packed_layout, tensor_layout
+from .tensor_maps import TensorLayout, box_layout, packed_layout, tensor_layout
 from .tile_lists import (
     LIST_OPERATIONS,
     LIST_WARPS,
@@ -46,6 +48,16 @@ __all__ = ["PART_ROWS", "StageLayout"]
 PART_ROWS, LARGEST_TILE = 64, 128
 
 _LOG2_E = math.log2(math.e)
+
+
+def _own_box(name: str, boxes: Boxes) -> Lengths:
+    """The box of a tensor map: warps store results by themselves, 16 rows at a time."""
+    if name != "o":
+        return boxes.shapes.queries if ROWS_OF[name] == "queries" else boxes.shapes.keys
+    width, height, _ = boxes.shapes.queries
+    x = min(16, width)
+    y = min(16 // x, height)
+    return x, y, 16 // (x * y)
 
 
 class StageLayout:
@@ -81,6 +93,8 @@ class StageLayout:
     def num_tiles(self, side: str, rows: int) -> int:
         """Tiles of a head along the queries or keys. No tile has rows of two packed sequences."""
         problem, axis = self.problem, {"queries": 2, "keys": 3}[side]
+        if problem.settings.boxes is not None:
+            return math.prod(problem.settings.boxes.along)
         if not problem.is_packed:
             return -(-problem.score_shape[axis] // rows)
         total = problem.seqlen_q if side == "queries" else problem.seqlen_k
@@ -125,9 +139,15 @@ class StageLayout:
             section = shares_per_section(problem, self.device, section, num_tiles, num_splits, most)
         heads *= num_splits
         is_split = num_splits > 1
-        values = {"num_tiles": num_tiles, "scheduled_heads": heads, "heads_per_section": max(1, section)}
+        values: dict[str, Any] = {
+            "num_tiles": num_tiles,
+            "scheduled_heads": heads,
+            "heads_per_section": max(1, section),
+        }
         if "kept_bias" in self.used_features:
             values |= series_values(problem, self.device, tile, num_tiles, sharers(self.strides["bias"], problem.batch))
+        if problem.settings.boxes is not None:
+            values["neighborhood"] = self._numbers_of(problem.settings.boxes)
         record = param_layout(operation, self.family, problem.dtype, is_split=is_split)
         blocks = num_tiles * heads * values.get("num_series", problem.batch)
         of_tile = self.family.blocks_of_tile(Kernel.of(operation, problem), tile)
@@ -201,7 +221,7 @@ class StageLayout:
         maps: tuple[TensorLayout | None, ...] = (),
         *,
         is_split: bool = False,
-        **values: int,
+        **values: Any,
     ) -> Stage:
         """A kernel with its grid. `values` are the members of its record that depend on the grid."""
         problem, row = self.problem, OPERATIONS[operation]
@@ -240,6 +260,7 @@ class StageLayout:
             head_dim_v,
             batch_terms,
             problem.settings.kept_bias if "kept_bias" in features else 0,
+            problem.settings.boxes.shapes if problem.settings.boxes is not None else None,
         )
         available: dict[str, float | AnyStrides] = {
             **{f"{name}_strides": strides for name, strides in self.strides.items()},
@@ -266,12 +287,26 @@ class StageLayout:
         problem = self.problem
         if name in problem.absent:
             return None
+        sizes, strides = problem.sizes_of(name), self.strides[name]
+        if problem.settings.boxes is not None:
+            box = _own_box(name, problem.settings.boxes)
+            lengths, columns = problem.settings.boxes.grid.lengths, problem.columns_of(name)
+            return box_layout(problem.dtype, sizes, strides, columns, problem.itemsize, lengths, box)
         # Warps store results by themselves, in boxes of 16 rows.
         of_queries = dict.fromkeys(("q", "dout", "qt", "dot"), queries)
         box_rows = (of_queries | dict.fromkeys(("k", "v", "kt", "vt"), keys)).get(name, 16)
         layout = packed_layout if problem.is_packed else tensor_layout
-        sizes, strides = problem.sizes_of(name), self.strides[name]
         return layout(problem.dtype, sizes, strides, problem.columns_of(name), problem.itemsize, box_rows)
+
+    def _numbers_of(self, boxes: Boxes) -> tuple[int, ...]:
+        """The ``Neighborhood`` of a record (``kernels/common/neighborhood.cuh``)."""
+        numbers: list[int] = []
+        grid = boxes.grid
+        for axis, (length, before, size) in enumerate(zip(grid.lengths, grid.before, grid.sizes, strict=True)):
+            numbers += [length, boxes.along[axis], before, size, *grid.limits(axis)]
+        for name in ("q", "k"):
+            numbers += sequence_axis(self.problem.sizes_of(name), self.strides[name])[:2]
+        return tuple(numbers)
 
     def _head_dims(self, operation: str) -> tuple[int, int | None]:
         """The columns of a kernel's tensors: of those with as many as q, and as v if there are both and they differ."""

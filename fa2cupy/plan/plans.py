@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
+from ..families.boxes import with_boxes
 from ..families.choice import Choice
 from ..families.device import DeviceInfo
 from ..families.kept_bias import with_kept_bias
@@ -47,6 +48,8 @@ def plan_forward(
         return plan_few_queries(problem, device, strides, choice)
     if choice.kept_keys:
         problem = with_kept_bias(problem, choice.kept_keys)
+    if choice.boxes is not None:
+        problem = with_boxes(problem, choice.boxes)
     layout = StageLayout(problem, device, choice.family, strides)
     tile, num_splits = choice.tiles["forward"], choice.num_splits.get("forward", 1)
     lists, of_lists = layout.lists(choice.tiles)

@@ -14,6 +14,7 @@ import ml_dtypes
 import numpy as np
 
 from ..errors import UnsupportedProblemError
+from ..families.boxes import boxed, with_grid
 from ..families.choice import Choice, choices_with_copies, choose
 from ..families.device import DeviceInfo
 from ..families.family import Kernel
@@ -120,6 +121,9 @@ def _choices(
     if call == "forward":
         for kept in kept_biases(found[0].family, problem, device, options):
             yield Choice(found[0].family, {call: kept.tile}, kept_keys=kept.keys)
+        of_grid = boxed(found[0].family, with_grid(problem), device, strides, options)
+        if of_grid is not None:
+            yield Choice(found[0].family, {call: of_grid.tile}, boxes=of_grid.boxes)
 
 
 def _choices_of_dbias(

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["BOX_COLUMNS", "TensorLayout", "packed_layout", "tensor_layout"]
+from ..problem.boxes import Lengths, sequence_axis
+
+__all__ = ["BOX_COLUMNS", "TensorLayout", "box_layout", "packed_layout", "tensor_layout"]
 
 BOX_COLUMNS = 64  # 16-bit elements in the 128 bytes that a swizzle spans
 _FAR_ROW, _WRAP = 2**30, 2**34  # their product is 2**64; _FAR_ROW is also in kernels/sm90/tma_rows.cuh
@@ -19,17 +21,18 @@ class TensorLayout:
     ----------
     dtype : str
     sizes : tuple of int
-        Lengths of the axes column, row, head and batch; for packed sequences, of column, row, head, end and wrap.
+        Lengths of the axes column, row, head and batch; for packed sequences, of column, row, head, end and wrap; for
+        grids of tokens, of column, x, y, z and sequence.
     strides : tuple of int
         Strides of all these axes but the first, in bytes.
-    box_rows : int
-        Rows of a box. A box has 64 columns, and one element along the other axes.
+    box : tuple of int
+        Elements of a box along the axes. It has 64 columns.
     """
 
     dtype: str
     sizes: tuple[int, ...]
     strides: tuple[int, ...]
-    box_rows: int
+    box: tuple[int, ...]
 
 
 def tensor_layout(
@@ -39,7 +42,8 @@ def tensor_layout(
     # The stride of an axis of length 1 has no meaning, but the driver rejects an illegal one.
     in_bytes = [16 if size <= 1 else stride * itemsize for size, stride in zip(sizes, strides, strict=True)]
     batch, row, head = sizes
-    return TensorLayout(dtype, (head_dim, row, head, batch), (in_bytes[1], in_bytes[2], in_bytes[0]), box_rows)
+    box = (BOX_COLUMNS, box_rows, 1, 1)
+    return TensorLayout(dtype, (head_dim, row, head, batch), (in_bytes[1], in_bytes[2], in_bytes[0]), box)
 
 
 def packed_layout(
@@ -59,4 +63,22 @@ def packed_layout(
     _, rows, heads, _ = plain.sizes
     wrap_stride = _WRAP - row_stride % _WRAP
     lengths = (head_dim, _FAR_ROW, heads, rows + 1, _FAR_ROW + 1)
-    return TensorLayout(dtype, lengths, (row_stride, head_stride, row_stride, wrap_stride), box_rows)
+    return TensorLayout(dtype, lengths, (row_stride, head_stride, row_stride, wrap_stride), (*plain.box, 1))
+
+
+def box_layout(
+    dtype: str,
+    sizes: Sequence[int],
+    strides: Sequence[int],
+    head_dim: int,
+    itemsize: int,
+    lengths: Lengths,
+    box: Lengths,
+) -> TensorLayout:
+    """The layout of sequences that are grids of tokens, with boxes of them. The last axis is a `SequenceAxis`."""
+    batch, _, heads = sizes
+    x, y, _ = lengths
+    row, axis = strides[1] * itemsize, sequence_axis(sizes, strides)
+    sequences = axis.at(heads - 1, batch - 1) + 1
+    in_bytes = (row, row * x, row * x * y, axis.stride * itemsize)
+    return TensorLayout(dtype, (head_dim, *lengths, sequences), in_bytes, (BOX_COLUMNS, *box, 1))

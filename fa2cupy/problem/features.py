@@ -60,6 +60,7 @@ from .block_mask import (
     check_block_mask,
     function_of_map,
 )
+from .boxes import Boxes
 from .feature_checks import (
     OFFSETS,
     Problem,
@@ -188,6 +189,8 @@ class FeatureSettings:
         True for the forward that computes lse again, in its own arithmetic, for a backward that is given one.
     kept_bias : int
         The most keys whose bias the blocks of a forward keep for several sequences that share it; 0 if they keep none.
+    boxes : Boxes or None
+        The boxes of tokens that a forward has as tiles, in the place of a mask function of neighborhoods.
     features : tuple of str
         The rows of `FEATURES` that a kernel must have. Features at their neutral values are left out.
     functions : tuple of BoundFunction
@@ -217,6 +220,7 @@ class FeatureSettings:
     dscore_args: bool = False
     given_lse: bool = False
     kept_bias: int = 0
+    boxes: Boxes | None = None
     features: tuple[str, ...] = field(init=False, repr=False, compare=False)
     functions: tuple[BoundFunction, ...] = field(init=False, repr=False, compare=False)
 
@@ -476,6 +480,8 @@ FEATURES = {
         lambda settings: settings.kept_bias > 0,
         values=dict.fromkeys(("sharers", "series_length", "num_series"), "int"),
     ),
+    # Tiles that are boxes of tokens. Plans choose them in the place of a function of neighborhoods and its map.
+    "boxes": Feature("kBoxes", lambda settings: settings.boxes is not None, values={"neighborhood": "neighborhood"}),
     "dbias": Feature("kDbias", lambda settings: settings.dbias, arrays={"dbias": FeatureArray("output_accum")}),
     "full_dbias": Feature("kFullDbias", lambda settings: settings.full_dbias),
     "bias_tangent": Feature(

@@ -49,7 +49,6 @@ struct VisibleBits {
         for (int w = 0; w < kWords; ++w) word[i][w] |= ones(number - 32 * w) & ~ones(first - 32 * w);
     }
 
-  private:
     // The lowest bits, for any number of them.
     __device__ __forceinline__ static uint32 ones(int32 number) {
         return __funnelshift_lc(~0u, 0, max_of(number, 0));  // bits that leave a word of ones; a shift of 32 at most

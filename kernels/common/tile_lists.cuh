@@ -17,6 +17,7 @@
 // and runs alone.
 #pragma once
 #include "common/schedule.cuh"
+#include "common/neighborhood.cuh"
 #include "common/tile_range.cuh"
 
 namespace fa2::common {
@@ -80,15 +81,19 @@ struct ListedQueryTiles {
     __device__ __forceinline__ static int32 num_heads(int32) { return 1; }
 };
 
-template <class Spec, bool kListed = Spec::kBlockMask>
+template <class Spec, bool kListed = Spec::kBlockMask, bool kBoxed = kHasBoxes<Spec>>
 struct TilesOf {
     using Keys = KeyTileRange<Spec::kWindow>;
     using Queries = QueryTileRange<Spec::kWindow>;
 };
 template <class Spec>
-struct TilesOf<Spec, true> {
+struct TilesOf<Spec, true, false> {
     using Keys = ListedKeyTiles;
     using Queries = ListedQueryTiles;
+};
+template <class Spec>
+struct TilesOf<Spec, false, true> {
+    using Keys = BoxedKeyTiles;
 };
 template <class Spec>
 using KeyTiles = typename TilesOf<Spec>::Keys;
@@ -101,6 +106,8 @@ __device__ __forceinline__ KeyTiles<Spec> key_tiles(const Record& params, const 
     if constexpr (Spec::kBlockMask) {
         const int32* list = list_of(params.key_lists, params, where.batch, where.head, where.tile);
         return {list + kListHead, 0, list[0], list[1]};
+    } else if constexpr (kHasBoxes<Spec>) {
+        return boxed_key_tiles<Spec>(params, where.tile);
     } else {
         return key_tiles_of<Spec::kCausal, Spec::kBr, Spec::kBc>(where.tile, params.seqlen_q, params.seqlen_k,
                                                                  window_of<Spec>(params));

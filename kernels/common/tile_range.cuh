@@ -27,6 +27,14 @@ __device__ __forceinline__ WindowLimits<Spec::kWindow> window_of(const Record& p
 template <class Spec>
 inline constexpr bool kListsTiles = Spec::kBlockMask;
 
+// True if tiles are boxes of tokens (neighborhood.cuh).
+template <class Spec>
+inline constexpr bool kHasBoxes = Spec::kBoxes;
+
+// True if most tiles that a block visits need a mask.
+template <class Spec>
+inline constexpr bool kMasksMost = kListsTiles<Spec> || kHasBoxes<Spec>;
+
 // True if more than the last tile of a range may need the mask, at its end (kRightLimit) or at its begin (kLeftLimit):
 // if a query's position may hide the last or the first keys of its sequence. In lists (tile_lists.cuh), masked tiles are
 // at the end.

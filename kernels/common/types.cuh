@@ -69,6 +69,34 @@ struct NestedScoreStrides {
     }
 };
 
+// A grid of tokens in which each query sees a window of keys (fa2cupy/problem/boxes.py).
+struct Neighborhood {
+    // Tokens along an axis, and boxes of queries. The window of a query has `size` keys from begin() on; those outside of
+    // the axis do not exist.
+    struct Axis {
+        int32 length, boxes, before, size, first, last;
+
+        __device__ int32 begin(int32 query) const {
+            const int32 wanted = query - before;
+            return wanted < first ? first : wanted > last ? last : wanted;
+        }
+        __device__ int32 end(int32 query) const {
+            const int32 wanted = begin(query) + size;
+            return wanted < length ? wanted : length;
+        }
+    };
+    // Heads and sequences are one axis of tensor maps. The factors of their numbers in it.
+    struct SequenceAxis {
+        int32 head, batch;
+
+        __device__ int32 at(int32 head_index, int32 batch_index) const {
+            return head_index * head + batch_index * batch;
+        }
+    };
+    Axis x, y, z;
+    SequenceAxis queries, keys;
+};
+
 // Element strides and lengths of the axes of an array that the caller's function reads.
 template <int kRank>
 struct ArrayLayout {

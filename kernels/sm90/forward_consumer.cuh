@@ -30,7 +30,7 @@ class ForwardConsumer : ForwardScores<Spec, ForwardShape<Spec>, ForwardMemory<Fo
     using Own = ForwardScores<Spec, Shape, Memory>;
     using Base = typename Own::Base;
     using Base::first_row, Base::load_array, Base::make_positions_uniform, Base::mask, Base::multiply_keys,
-        Base::output_box, Base::score_tile, Base::wait_for_box, typename Base::TileMask;
+        Base::output_box, Base::score_tile, Base::wait_for_box;
     using Base::group_, Base::lane_, Base::memory_, Base::params_, Base::warp_;
     using Base::kBc, Base::kBr, Base::kD, Base::kLeftLimit, Base::kRightLimit;
     using Own::drop, Own::exponentials, Own::load_padding, Own::needs_mask, Own::score_scale, Own::scores_,
@@ -42,11 +42,11 @@ class ForwardConsumer : ForwardScores<Spec, ForwardShape<Spec>, ForwardMemory<Fo
     using Element = typename Spec::Element;
     static constexpr bool kTwoP = Shape::kTwoP, kTakeTurns = Shape::kTakeTurns, kPinExponentials = true;
     static constexpr int kMaxSkipped = Shape::kMaxSkipped;
-    // Key tiles that need the mask have a loop of their own under a sparse map, as most may, and with a late soft cap,
+    // Key tiles that need the mask have a loop of their own where most may (kMasksMost), and with a late soft cap,
     // which leaves no registers for the mask in the loop of all; nor for two exits of that loop, so that the last step of
     // an odd number is apart, too. (Shares count `full_end` below 0.)
     static constexpr bool kMasksApart =
-        common::kListsTiles<Spec> || (common::kCapsLate<Spec> && kRightLimit && !Spec::kSplit);
+        common::kMasksMost<Spec> || (common::kCapsLate<Spec> && kRightLimit && !Spec::kSplit);
     static constexpr bool kOddApart = kTwoP && common::kCapsLate<Spec>;
     static constexpr int kTurnBarrier = Base::kOwnBarrier;
 
@@ -79,7 +79,7 @@ class ForwardConsumer : ForwardScores<Spec, ForwardShape<Spec>, ForwardMemory<Fo
             }
             const int32 begin = kLeftLimit ? (kMasksApart ? keys.full_begin : keys.begin) : 0;
 #pragma unroll 1
-            while (block >= begin + kOddApart) {
+            while (!common::kHasBoxes<Spec> && block >= begin + kOddApart) {
                 step(tile, keys, block, p, kTwoP ? other_p : p);
                 --block;
                 if constexpr (kTwoP) {
@@ -168,7 +168,7 @@ class ForwardConsumer : ForwardScores<Spec, ForwardShape<Spec>, ForwardMemory<Fo
     __device__ __forceinline__ void masked_step(const TileInSlot& tile, const GroupKeys& keys, int32 block,
                                                 Probabilities& p) {
         start_both(p, tile, block);
-        const TileMask of_tile(params_, score_tile(tile, block));
+        const auto of_tile = Base::tile_mask(tile, block);
         take_distances(tile, block);
         wait_for_scores();
         const bool is_last = is_last_of(keys, block);
@@ -402,8 +402,8 @@ class ForwardConsumer : ForwardScores<Spec, ForwardShape<Spec>, ForwardMemory<Fo
                                                  const float (&row_lse)[2]) {
         const int32 row = first_row(tile), head = tile.head(), batch = tile.batch();
         const auto& own = record_of<Spec>(params_, tile);
-        const auto rows = query_tma_rows<Spec>(params_, batch);
-        Own::store_lse(own, row, head, batch, row_lse);
+        const auto rows = Base::rows_of(tile, batch);
+        Own::store_lse(own, rows, row, head, batch, row_lse);
 
         const auto box = output_box(memory_.query(buffer));
         multiply_output(inverse_sum);

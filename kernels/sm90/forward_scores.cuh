@@ -77,13 +77,13 @@ class ForwardScores : protected common::HeadTerms<Spec>,
     }
 
     // Stores lse of this warp's 16 rows from `row` on.
-    template <class Record>
-    __device__ __forceinline__ void store_lse(const Record& own, int32 row, int32 head, int32 batch,
-                                              const float (&row_lse)[2]) const {
+    template <class Record, class TmaRows>
+    __device__ __forceinline__ void store_lse(const Record& own, const TmaRows& rows, int32 row, int32 head,
+                                              int32 batch, const float (&row_lse)[2]) const {
         float* lse = own.lse + common::first_statistic<Spec>(params_, batch, head);
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            const int32 at = row + Scores::row(i, lane_);
+            const int32 at = rows.position(params_, row + Scores::row(i, lane_));
             if (lane_ % 4 == 0 && at < own.seqlen_q) lse[at] = row_lse[i];
         }
     }

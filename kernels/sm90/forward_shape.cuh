@@ -48,7 +48,9 @@ struct ForwardShape : QueryTileShape<Spec, 1> {
     static_assert(kSharedBytes == Spec::kSharedBytes);
 
     // As in query_tile_shape.cuh; the warps that load the bias need more.
-    static constexpr int kProducerRegisters = kLoadsStart ? 32 : Base::kProducerRegisters,
+    static constexpr int kProducerRegisters = common::kHasBoxes<Spec> && kGroups <= 2 ? 48
+                                              : kLoadsStart                           ? 32
+                                                                                      : Base::kProducerRegisters,
                          kConsumerRegisters = Base::consumer_registers(kProducerRegisters);
     static_assert(registers_suffice(Base::kAtEntry, kGroups, kProducerRegisters, kConsumerRegisters));
 

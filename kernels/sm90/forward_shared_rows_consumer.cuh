@@ -117,7 +117,8 @@ class ForwardSharedRowsConsumer
 
     __device__ __forceinline__ void store_result(const float (&row_lse)[2]) const {
         const int32 row = first_row(tile_), head = tile_.head(), batch = tile_.batch();
-        if (part_ == 0) Own::store_lse(record_of<Spec>(params_, tile_), row, head, batch, row_lse);
+        const auto rows = query_tma_rows<Spec>(params_, batch);
+        if (part_ == 0) Own::store_lse(record_of<Spec>(params_, tile_), rows, row, head, batch, row_lse);
         const int first = part_ * Shape::kOwnPanels;
         const uint32 box = memory_.query(0) + first * Shape::kQueryPanelBytes + warp_ * 16 * kPanelRowBytes;
         barrier_sync(kStoreBarrier, 2 * kGroupThreads);  // both groups have finished reading Q
@@ -125,7 +126,6 @@ class ForwardSharedRowsConsumer
         async_proxy_fence();
         __syncwarp();
         if (lane_ > 0) return;
-        const auto rows = query_tma_rows<Spec>(params_, batch);
 #pragma unroll
         for (int panel = 0; panel < Shape::kOwnPanels; ++panel)
             if ((first + panel) * kPanelColumns < Spec::kHeadDimV)

@@ -4,8 +4,8 @@
 #include "common/output_shares.cuh"
 #include "common/series.cuh"
 #include "common/tile_lists.cuh"
+#include "sm90/boxes.cuh"
 #include "sm90/layout.cuh"
-#include "sm90/tma_rows.cuh"
 
 namespace fa2::sm90 {
 
@@ -16,7 +16,8 @@ inline constexpr int kTileSlots = 4;
 // unless kHasBegin); those from `full_key_tiles` on need the mask. Under a sparse map they are positions in a list. A
 // query tile that sees no key still gets one key tile, fully masked, so that its row sums become zero, and so does an
 // empty share: the key tile after the last that is seen. key_tiles = 0 marks the end of the work. `bias_is_kept` is not 0
-// if an earlier tile of the series has loaded the bias (series.cuh).
+// if an earlier tile of the series has loaded the bias (series.cuh). Of boxes of tokens, first_row and the last three
+// fields are PackedBoxes.
 struct alignas(32) QueryTile {
     int32 key_tiles, full_key_tiles, first_row, head, batch, first_key_tile, share, bias_is_kept;
 };
@@ -59,14 +60,24 @@ struct ListOfKeys<true> {
 // A query tile with the TMA coordinates that the producer needs to load it, the entries of its list, and the rest of its
 // series.
 template <class Spec>
-struct LoadedTile : QueryTile, common::RestOfSeries<common::kHasSeries<Spec>> {
-    TmaRows<Spec::kVarlen> queries, keys;
+struct LoadedTile : QueryTile, common::RestOfSeries<common::kHasSeries<Spec>>, TileRows<Spec> {
     ListOfKeys<common::kListsTiles<Spec>> list;
 };
 template <class Spec, class... Entries>
 __device__ __forceinline__ LoadedTile<Spec> loaded_tile(const Params& params, const QueryTile& tile,
                                                         Entries... entries) {
-    return {tile, {}, query_tma_rows<Spec>(params, tile.batch), key_tma_rows<Spec>(params, tile.batch), {entries...}};
+    return {tile, {}, {query_tma_rows<Spec>(params, tile.batch), key_tma_rows<Spec>(params, tile.batch)}, {entries...}};
+}
+// The same of boxes of tokens.
+template <class Spec>
+__device__ __forceinline__ LoadedTile<Spec> loaded_boxes(const Params& params, QueryTile tile,
+                                                         const common::TileBoxes& boxes) {
+    const PackedBoxes packed = pack(boxes);
+    tile.first_row = packed.word[0];
+    tile.first_key_tile = packed.word[1];
+    tile.share = packed.word[2];
+    tile.bias_is_kept = packed.word[3];
+    return {tile, {}, {query_boxes<Spec>(params, packed), key_boxes<Spec>(params, packed)}, {}};
 }
 
 template <class Tile>
@@ -112,6 +123,8 @@ __device__ __forceinline__ LoadedTile<Spec> query_tile(const Params& params, int
                              0};
         if constexpr (common::kListsTiles<Spec>)
             return loaded_tile<Spec>(params, tile, keys.entries);
+        else if constexpr (common::kHasBoxes<Spec>)
+            return loaded_boxes<Spec>(params, tile, keys.boxes);
         else if constexpr (common::kHasSeries<Spec>)
             return in_series(loaded_tile<Spec>(params, tile), rest);
         else
@@ -132,6 +145,9 @@ struct TileInSlot {
     __device__ int32 first_key_tile() const { return load_shared<int32>(address + 20); }
     __device__ int32 share() const { return load_shared<int32>(address + 24); }
     __device__ bool bias_is_kept() const { return load_shared<int32>(address + 28); }
+    __device__ PackedBoxes boxes() const {
+        return {{first_row(), first_key_tile(), share(), load_shared<int32>(address + 28)}};
+    }
 };
 
 // The key tiles of a query tile in a slot.
@@ -159,9 +175,10 @@ template <class Spec>
 __device__ __forceinline__ void store_tile(uint32 address, const QueryTile& tile) {
     store_shared(address, tile.key_tiles, tile.full_key_tiles, tile.first_row, tile.head);
     store_shared(address + 16, tile.batch);
-    if constexpr (kHasBegin<Spec>) store_shared(address + 20, tile.first_key_tile);
-    if constexpr (Spec::kSplit) store_shared(address + 24, tile.share);
-    if constexpr (common::kHasSeries<Spec>) store_shared(address + 28, tile.bias_is_kept);
+    constexpr bool kHasBoxes = common::kHasBoxes<Spec>;
+    if constexpr (kHasBegin<Spec> || kHasBoxes) store_shared(address + 20, tile.first_key_tile);
+    if constexpr (Spec::kSplit || kHasBoxes) store_shared(address + 24, tile.share);
+    if constexpr (common::kHasSeries<Spec> || kHasBoxes) store_shared(address + 28, tile.bias_is_kept);
 }
 
 // Hands a tile to the consumers, in the next slot of the ring.

@@ -2,6 +2,7 @@
 // the producer, the product that sums over keys, and the box in shared memory from which TMA stores a result.
 #pragma once
 #include "common/mask_function.cuh"
+#include "common/neighborhood.cuh"
 #include "sm90/query_tile_shape.cuh"
 #include "sm90/wgmma.cuh.j2"
 
@@ -18,9 +19,17 @@ class QueryTileConsumer {
     __device__ QueryTileConsumer(const Params& params, const Memory& memory, int32 group)
         : params_(params), memory_(memory), group_(group), warp_(threadIdx.x / 32 % 4), lane_(threadIdx.x % 32) {}
 
-    // The first of this warp's 16 rows.
+    // The first of this warp's 16 rows; in a box, counted from its first.
     __device__ __forceinline__ int32 first_row(const TileInSlot& tile) const {
+        if constexpr (common::kHasBoxes<Spec>) return group_ * kGroupRows + warp_ * 16;
         return tile.first_row() + group_ * kGroupRows + warp_ * 16;
+    }
+    // Where the tile's rows are in memory.
+    __device__ __forceinline__ auto rows_of(const TileInSlot& tile, int32 batch) const {
+        if constexpr (common::kHasBoxes<Spec>)
+            return query_boxes<Spec>(params_, tile.boxes());
+        else
+            return query_tma_rows<Spec>(params_, batch);
     }
 
     // This warp's scores of key tile `block` of GroupKeys.
@@ -76,17 +85,23 @@ class QueryTileConsumer {
 
     template <class Scores>
     __device__ __forceinline__ void mask(Scores& scores, const TileInSlot& tile, int32 block) const {
-        if constexpr (common::kListsTiles<Spec>) {
-            mask(scores, tile, TileMask(params_, score_tile(tile, block)));
+        if constexpr (common::kMasksMost<Spec>) {
+            mask(scores, tile, tile_mask(tile, block));
         } else {  // reads neither batch nor head from the slot
             if constexpr (Spec::kSplit) block += tile.first_key_tile();
             common::mask_scores(scores, common::mask_of<Spec>(record_of<Spec>(params_, tile)),
                                 {first_row(tile), block * kBc, lane_}, -common::infinity<float>());
         }
     }
-    // The same for a listed key tile whose mask has been made.
-    using TileMask = common::TileMask<false, Spec, QuadFragment<kBc / 8>, float>;
-    template <class Scores>
+    // The mask of a key tile, where most have one.
+    __device__ __forceinline__ auto tile_mask(const TileInSlot& tile, int32 block) const {
+        using Scores = QuadFragment<kBc / 8>;
+        if constexpr (common::kHasBoxes<Spec>)
+            return common::HiddenByWindows<Spec, Scores>(params_, unpack(tile.boxes()), block, first_row(tile), lane_);
+        else
+            return common::TileMask<false, Spec, Scores, float>(params_, score_tile(tile, block));
+    }
+    template <class Scores, class TileMask>
     __device__ __forceinline__ void mask(Scores& scores, const TileInSlot& tile, const TileMask& of_tile) const {
         of_tile.hide(scores, common::mask_of<Spec>(record_of<Spec>(params_, tile)), -common::infinity<float>());
     }

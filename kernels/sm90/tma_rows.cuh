@@ -44,6 +44,11 @@ struct TmaRows {
                                           int32 batch) const {
         tma_store(map, smem, column, row, head, batch);
     }
+    // The position of a row in the statistics of its sequence.
+    template <class Record>
+    __device__ __forceinline__ static int32 position(const Record&, int32 row) {
+        return row;
+    }
 };
 template <>
 struct TmaRows<true> {
@@ -60,6 +65,10 @@ struct TmaRows<true> {
     __device__ __forceinline__ void store(const TensorMap& map, uint32 smem, int32 column, int32 row, int32 head,
                                           int32) const {
         tma_store(map, smem, column, first + row, head, end, kFarRow);
+    }
+    template <class Record>
+    __device__ __forceinline__ static int32 position(const Record&, int32 row) {
+        return row;
     }
 };
 

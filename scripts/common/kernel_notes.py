@@ -26,6 +26,7 @@ from fa2cupy.jit.cache import kernels_in_memory
 from fa2cupy.jit.compiler import compile_source, nvrtc_build
 from fa2cupy.jit.source import render_kernel
 from fa2cupy.jit.spec import KernelSpec
+from fa2cupy.problem.boxes import BoxShapes
 
 from .digests import rendered_digest
 
@@ -134,6 +135,8 @@ def spec_of(text: str) -> KernelSpec:
     given, families = json.loads(text), {None: None, **{one.name: one for one in FAMILIES}}
     given["family"] = families[given["family"]]
     given |= {"tile": TileConfig(*given["tile"]), "features": tuple(given.get("features", ()))}
+    if "boxes" in given:
+        given["boxes"] = BoxShapes(*map(tuple, given["boxes"]))
     return KernelSpec(**given | {"functions": tuple(map(_function_of, given.get("functions", ())))})
 
 

@@ -21,7 +21,9 @@ COLUMNS = (
     "gpu", "driver", "date", "dtype", "head_dim", "seqlen", "batch", "num_heads", "causal", "pattern", "density",
     "operation", "provider", "ms_median", "ms_min", "ms_max", "tflops", "ratio",
 )  # fmt: skip
-PATTERNS = ("document", "window1024", "dilated", "prefix-LM", "random 0.1", "random 0.5")
+PATTERNS = (
+    "document", "window1024", "dilated", "prefix-LM", "random 0.1", "random 0.5", "13 x 13", "13 x 13 evaluated",
+)  # fmt: skip
 OPERATIONS = ("forward", DEFAULT)
 HEAD_DIMS, SEQLENS, MODEL_DIM, DOCUMENTS = (64, 128), (8192, 16384), 2048, 16
 TILE = 128
@@ -59,11 +61,16 @@ def pattern_of(name: str, xp, seqlen: int, like: object) -> Sparse:
         tiles = np.random.default_rng(0).random((seqlen // TILE, seqlen // TILE)) < float(name.split()[1])
         np.fill_diagonal(tiles, True)
         return Sparse({"block_mask": fa2cupy.BlockMask(xp.asarray(tiles), seqlen, seqlen)})
+    width = 2 ** (seqlen.bit_length() // 2)  # of an image with half as many rows, or as many
+    near = fa2cupy.mods.neighborhood((seqlen // width, width), (13, 13))
     function, arrays = {
         "document": lambda: (fa2cupy.mods.document, (document_ids(xp, seqlen),)),
         "window1024": lambda: (fa2cupy.mods.sliding_window(1024, 0), ()),
         "dilated": lambda: (fa2cupy.mods.dilated_window(2048, 4), ()),
         "prefix-LM": lambda: (fa2cupy.mods.prefix_lm, (xp.asarray(np.array([seqlen // 4], "int32")),)),
+        "13 x 13": lambda: (near, ()),
+        # A function that forwards do not know: it decides on each score of mixed tiles.
+        "13 x 13 evaluated": lambda: ((lambda b, h, q, k: near(b, h, q, k)), ()),
     }[name]()
     sparse = fa2cupy.block_mask(function, arrays, 1, 1, seqlen, seqlen, like=like)
     return Sparse({"mask_mod": function, "mask_args": arrays, "block_mask": sparse})

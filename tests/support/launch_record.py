@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
@@ -25,6 +26,7 @@ from fa2cupy.problem.block_mask import (
     QUERY_LISTS,
     ROW_INTERVALS,
 )
+from fa2cupy.problem.boxes import sequence_axis
 from fa2cupy.problem.features import ARRAY_KEYWORDS, OFFSETS
 
 TILE_COUNTER = "tile_counter"  # a pointer of the record that is no array of the call
@@ -72,6 +74,10 @@ class Launch:
         self.values = stage_values(stage)
         for name, tensor in self.maps.items():
             row, head, batch = (0, 0, 0) if tensor is None else (stride // 2 for stride in tensor.strides[:3])
+            if "neighborhood" in self.values:  # one axis stands for heads and sequences
+                steps = self.values["neighborhood"][-4:]
+                steps = steps[2:] if ROWS_OF[name] == "keys" else steps[:2]
+                head, batch = (step * tensor.strides[3] // 2 for step in steps)
             self.values[f"{name}_strides"] = (batch, row, head)
         heads = self.values.get("scheduled_heads") or self.values.get("num_heads", 1)
         per_batch = self.values.get("num_tiles", 1) * heads
@@ -258,11 +264,19 @@ def check_map(layout: TensorLayout, array: np.ndarray) -> None:
     """
     address = array.ctypes.data
     tensor = TensorMap(bytes(driver_tensor_map(*encode_arguments(layout, address))))
-    assert tensor.address == address and tensor.box == (64, layout.box_rows, *[1] * (tensor.rank - 2))
+    assert tensor.address == address and tensor.box == layout.box
+    assert layout.box[0] == 64 and 1 in (layout.box[-1], layout.box[-2])
     batch, rows, heads, columns = array.shape
     if tensor.rank == 4:
         assert tensor.dims == (columns, rows, heads, batch)
         places = [((0, r, h, b), (b, r, h)) for b in (0, batch - 1) for r in (0, rows - 1) for h in (0, heads - 1)]
+    elif math.prod(tensor.dims[1:4]) == rows:
+        # Tokens of a grid, and an axis for heads and sequences; see kernels/common/neighborhood.cuh.
+        axis = sequence_axis((batch, rows, heads), [stride // array.itemsize for stride in array.strides])
+        corners = itertools.product(*({0, length - 1} for length in (*tensor.dims[1:4], heads, batch)))
+        _, x_length, y_length, _, _ = tensor.dims
+        assert tensor.dims[4] == axis.at(heads - 1, batch - 1) + 1
+        places = [((0, x, y, z, axis.at(h, b)), (b, (z * y_length + y) * x_length + x, h)) for x, y, z, h, b in corners]
     else:
         # A sequence of n rows that ends before row `end` ends with the row axis; see kernels/sm90/tma_rows.cuh.
         far = 2**30
@@ -287,13 +301,14 @@ def _unpack(spec: KernelSpec, data: bytes) -> Iterator[tuple[str, object]]:
     offset = 0
     for field in spec.params.fields[len(spec.params.pointers) :]:
         code = {"strides": "=qqq", "score_strides": "=qqqq", "size": "=q", "real": real, "int": "=i", "word": "=I"}
+        code["neighborhood"] = "=22i"
         if field.kind.removeprefix("score_strides").isdecimal():
             own = "=qqq" + "qIi" * int(field.kind.removeprefix("score_strides"))
         else:
             own = code[field.kind] if field.kind in code else "=" + "qq" * int(field.kind.removeprefix("array"))
         values = struct.unpack_from(own, data, offset)
         offset += struct.calcsize(own)
-        yield field.name, values if field.name.endswith("strides") else values[0]
+        yield field.name, values if len(values) > 1 else values[0]
 
 
 class _Memory:

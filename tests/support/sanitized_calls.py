@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 import sys
 from pathlib import Path
 
@@ -264,6 +265,16 @@ def sparse() -> None:
         check_calls(q, k, v, do, dtype, {"block_mask": given, "causal": True})
 
 
+def boxes() -> None:
+    """Calls forwards whose tiles are boxes of tokens, which do not divide the grids."""
+    for shape, windows in (((13, 19), (5, 7)), ((5, 9, 7), (3, 5, 3))):
+        mask, length = fa2cupy.mods.neighborhood(shape, windows), math.prod(shape)
+        for dtype, head_dim in itertools.product(("float16", "bfloat16"), (64, 128)):
+            sizes = {"seqlen_q": length, "seqlen_k": length, "num_heads": 2, "num_heads_kv": 1}
+            q, k, v, _ = make_inputs(dtype, batch=2, head_dim=head_dim, xp=cupy, **sizes)
+            fa2cupy.forward(q, k, v, mask_mod=mask)
+
+
 def second_order(dtype: str) -> None:
     """Calls forward mode and second derivatives: plain, with tangents of features, with functions and a map, packed."""
     sizes = {"num_heads": 2, "seqlen_q": 150, "seqlen_k": 130}
@@ -326,7 +337,7 @@ def forward_by_threads(q, k, v, dtype: str, options: dict, family: str | None = 
 PARTS = {
     "plain": plain, "features": with_settings, "pairs": pairs, "shared-rows": shared_rows,
     "functions": with_functions, "short": short,
-    "both": both, "packed": packed, "sparse": sparse,
+    "both": both, "packed": packed, "sparse": sparse, "boxes": boxes,
     "float32-59": functools.partial(of_parts, 59), "float32-128": functools.partial(of_parts, 128),
     "float32-250": functools.partial(of_parts, 250), "float32-96-64": functools.partial(of_parts, 96, 64),
     "float64": of_float64, "decode": decoding,
