@@ -275,12 +275,12 @@ def test_offsets_that_lie_do_not_stop_the_device(wrong):
 
 
 @pytest.mark.parametrize("seqlen", (1, 49, 64, 256, 257, 384, 512, 768, 1000))
-@pytest.mark.parametrize("dtype", HALF)
-def test_a_bias_that_many_sequences_share(dtype, seqlen):
-    """On Hopper, blocks keep it on chip."""
-    batch = -(-1000 // (4 * -(-seqlen // 64)))  # of as many query tiles as keeping the bias needs
+@pytest.mark.parametrize(("dtype", "head_dim"), [*((one, 32) for one in HALF), ("bfloat16", 64)])
+def test_a_bias_that_many_sequences_share(dtype, head_dim, seqlen):
+    """On Hopper, blocks keep it on chip, for several sequences at a time if they have few columns."""
+    batch = -(-1100 // (4 * -(-seqlen // 64)))  # of as many query tiles as keeping the bias needs
     sizes = {"batch": batch, "num_heads": 4, "num_heads_kv": 4}
-    q, k, v, do = draw(dtype, (seqlen, seqlen), 32, **sizes)
+    q, k, v, do = draw(dtype, (seqlen, seqlen), head_dim, **sizes)
     bias = cp.asarray(numbers((4, seqlen, seqlen), dtype))
     padding = cp.arange(seqlen) <= cp.arange(batch)[:, None] * 7 % seqlen
     for options in ({}, {"key_padding_mask": padding}, {"causal": True}, {"bias": bias[:, :1]}):

@@ -33,6 +33,8 @@ TILES = (
     TileConfig(64, 48, 8, 2, 1),
     TileConfig(128, 64, 12, 2, 1),
 )
+#: Tiles of three and of four sequences at a time.
+SEVERAL = (TileConfig(64, 48, 16, 2), TileConfig(64, 64, 20, 2))
 SEEDS = (None, 1, 2, 3)
 
 
@@ -69,6 +71,21 @@ def check(monkeypatch, inputs: tuple, tile: TileConfig | None, order: int | None
 def test_sequences_that_share_a_bias(monkeypatch, tile, seed):
     """Checks series that end inside, tiles past the last query and the last key, and several query tiles."""
     check(monkeypatch, draw(7, 140, 104), tile, order=seed, bias=bias_of(2, 140, 104))
+
+
+@pytest.mark.sample(seed=(1,))
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("tile", SEVERAL, ids=str)
+def test_several_sequences_at_a_time(monkeypatch, tile, seed):
+    """Checks series that end inside the sequences of a tile, and blocks that go on with another bias."""
+    monkeypatch.setattr(schedule, "_LONGEST_SERIES", 5)
+    options = {
+        "bias": bias_of(2, 1, 2, 70, 139),
+        "key_padding_mask": place(np.arange(139) < 139 - 13 * np.arange(10)[:, None]),
+    }
+    options["key_padding_mask"] = options["key_padding_mask"].reshape(2, 5, 139)
+    inputs = (x.reshape(2, 5, *x.shape[1:]) for x in draw(10, 70, 139))
+    check(monkeypatch, tuple(inputs), tile, order=seed, **options)
 
 
 #: Arrays and options beside or in place of a full bias of heads, by the sizes of the problem: batch, rows, keys.
@@ -152,20 +169,29 @@ def test_other_calls_keep_nothing(monkeypatch, sizes, options):
     assert not launched[0].spec.kept_keys
 
 
+@pytest.mark.parametrize(("heads", "head_dim", "number"), [(2, 32, 4), (1, 32, 1), (2, 64, 1)])
+def test_several_sequences_at_a_time_need_few_columns_and_many_tiles(monkeypatch, heads, head_dim, number):
+    with fake_gpu(monkeypatch, DEVICE, lambda launch: None) as launched:
+        inputs = draw(4, 30, 300, heads, head_dim)
+        forward(*inputs[:3], bias=bias_of(heads, 30, 300))
+    spec = launched[0].spec
+    assert spec.kept_keys == 384 and spec.family.sequences_of_tile(spec.kernel, spec.tile) == number
+
+
 #: By name: the problem, a change of the forward's source, and the error that must catch it.
 MUTANTS = {
     "a series begins with the bias of another": (
         "full",
-        "share,\n                             0};",
-        "share,\n                             1};",
+        "share + rest,\n                             0};",
+        "share + rest,\n                             1};",
         "uninitialised",
     ),
-    "a series has one sequence": ("full", "++next.batch;", "", "unwritten"),
+    "a series has one sequence": ("full", "next.batch += kSequences<Spec>;", "", "unwritten"),
     "all key tiles have one place": ("full", "(Shape::kKeepsArray ? block : 0)", "0", "numbers"),
     "warps have one key tile apart": (
         "full",
-        "(group_ * 4 + warp_) * Shape::kHeldTiles",
-        "(group_ * 4 + warp_)",
+        "(row_group() * 4 + warp_) * Shape::kHeldTiles",
+        "(row_group() * 4 + warp_)",
         "race",
     ),
     "the bias is not waited for": ("full", "Tile::wait(Base::held_address(0), lane_);", "", "race"),
@@ -204,6 +230,29 @@ MUTANTS = {
 }
 
 
+MUTANTS |= {
+    "a bias is replaced while others read it": (
+        "several",
+        "wait_for_groups();  // they have read the last one",
+        "",
+        "race",
+    ),
+    "a bias is read before others have loaded it": (
+        "several",
+        "lane_);\n        wait_for_groups();",
+        "lane_);",
+        "race",
+    ),
+    "all groups have the keys of the first sequence": (
+        "several",
+        "memory.key(0) + group * Shape::kGroupKeyBytes",
+        "memory.key(0)",
+        "numbers",
+    ),
+    "a series goes on with the sequences of the next": ("several", "next.share -= kSequences<Spec>;", "", "bounds"),
+}
+
+
 @functools.lru_cache(maxsize=None)
 def run_mutant(problem: str, change: tuple[str, str] | None = None) -> None:
     sizes, shape = {
@@ -211,9 +260,10 @@ def run_mutant(problem: str, change: tuple[str, str] | None = None) -> None:
         "leading": ((10, 70, 80), (2, 1, 2, 70, 80)),
         "elements": ((5, 70, 71), (2, 70, 71)),
         "masked": ((4, 70, 88), (2, 70, 88)),
+        "several": ((10, 70, 139), (2, 1, 2, 70, 139)),
     }[problem]
     inputs = draw(*sizes)
-    if problem == "leading":
+    if problem in ("leading", "several"):
         inputs = tuple(x.reshape(2, 5, *x.shape[1:]) for x in inputs)
 
     def patch(spec, text: str) -> str:
@@ -224,7 +274,8 @@ def run_mutant(problem: str, change: tuple[str, str] | None = None) -> None:
         options["mask"] = place(booleans((4, 1, 70, 88)))
     expected = Expectation(*inputs, **options)
     with pytest.MonkeyPatch.context() as monkeypatch, simulated_gpu(monkeypatch, DEVICE, patch=patch):
-        o, lse = forward(*inputs[:3], config=TILES[0], **options)
+        monkeypatch.setattr(schedule, "_LONGEST_SERIES", 5 if problem == "several" else 3)
+        o, lse = forward(*inputs[:3], config=SEVERAL[0] if problem == "several" else TILES[0], **options)
     expected.check(o=o, lse=lse)
 
 

@@ -79,7 +79,8 @@ class TileRow:
         The row applies only to calls of ``decode`` with at most so many jobs for each multiprocessor.
     most_keys : float
         The row applies only to calls of ``decode`` whose jobs have at most so many keys for each multiprocessor. These
-        are all rows of the cache, since the tile must not depend on lengths.
+        are all rows of the cache, since the tile must not depend on lengths. Rows for a kept bias apply to at most so
+        many keys.
     most_rows : float
         The row applies only to calls of ``decode`` with at most so many rows, queries of the heads that share keys.
     head_dim_v : int or None
@@ -329,6 +330,10 @@ class Family(ABC):
 
     def blocks_of_tile(self, kernel: Kernel, tile: TileConfig) -> int:
         """The blocks, a cluster, that divide the keys of a tile among them."""
+        return 1
+
+    def sequences_of_tile(self, kernel: Kernel, tile: TileConfig) -> int:
+        """The sequences whose tiles a block that keeps the bias processes at a time."""
         return 1
 
     @abstractmethod

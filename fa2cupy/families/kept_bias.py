@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -44,11 +44,14 @@ def kept_bias(
     """
     if sharers(strides, problem.batch) < _LEAST_SHARERS or 0 in problem.score_shape:
         return None
-    found = next((one for one in kept_biases(family, problem, device, options) if problem.seqlen_k <= one.keys), None)
-    if found is None:
-        return None
-    tiles = problem.batch * problem.num_heads * -(-problem.seqlen_q // found.tile.b_r)
-    return found if tiles >= _LEAST_TILES * found.tile.blocks_per_sm * device.multiprocessors else None
+    ways = [one for one in kept_biases(family, problem, device, options) if problem.seqlen_k <= one.keys]
+    for way in ways:
+        tiles = problem.batch * problem.num_heads * -(-problem.seqlen_q // way.tile.b_r)
+        at_a_time = family.sequences_of_tile(Kernel.of("forward", with_kept_bias(problem, way.keys)), way.tile)
+        resident = way.tile.blocks_per_sm * at_a_time * device.multiprocessors
+        if way.keys == ways[0].keys and tiles >= _LEAST_TILES * resident:
+            return way
+    return None
 
 
 def kept_biases(
@@ -56,15 +59,15 @@ def kept_biases(
 ) -> Iterator[KeptBias]:
     """All ways in which the blocks of forwards with a problem's features keep the bias, that of the fewest keys first.
 
-    Parameters are those of `kept_bias`.
+    Several sequences at a time, for which calls may have too few tiles, come before one. Parameters are those of
+    `kept_bias`.
     """
     features = problem.features
     is_of_tiles = any(FEATURES[name].acts_on == "tiles" for name in features)
     if "bias" not in features or "wide_bias" in features or is_of_tiles or (options.num_splits or 1) > 1:
         return
     for keys in family.kept_keys:
-        tile = _tile(family, with_kept_bias(problem, keys), device, options)
-        if tile is not None:
+        for tile in _tiles(family, with_kept_bias(problem, keys), device, options):
             yield KeptBias(keys, tile)
 
 
@@ -73,13 +76,18 @@ def with_kept_bias(problem: AttentionProblem, keys: int) -> AttentionProblem:
     return problem.with_settings(replace(problem.settings, kept_bias=keys))
 
 
-def _tile(family: Family, problem: AttentionProblem, device: DeviceInfo, options: CallOptions) -> TileConfig | None:
-    """The caller's tile, or else the first of those for a kept bias that holds so many keys."""
+def _tiles(family: Family, problem: AttentionProblem, device: DeviceInfo, options: CallOptions) -> Iterable[TileConfig]:
+    """The caller's tile, or else the first for a kept bias of so many keys, of several sequences and of one."""
     kernel, requested = Kernel.of("forward", problem), requested_tile("forward", options.config)
     if requested is not None:
-        return requested if family.takes(kernel, requested, device) else None
+        return [requested] if family.takes(kernel, requested, device) else []
     columns = max(map(family.padded_head_dim, (kernel.head_dim, kernel.head_dim_v)))
     rows = family.tiles["forward"]
     applying = (row for row in rows if "kept_bias" in row.features and columns <= row.head_dim)
+    applying = (row for row in applying if kernel.kept_keys <= row.most_keys)
     tiles = (row.tile for row in applying if not row.least_saving or saves(row, rows, problem))
-    return next((tile for tile in tiles if family.takes(kernel, tile, device)), None)
+    found: dict[bool, TileConfig] = {}
+    for tile in tiles:
+        if family.takes(kernel, tile, device):
+            found.setdefault(family.sequences_of_tile(kernel, tile) > 1, tile)
+    return found.values()

@@ -22,6 +22,7 @@ from .tile import TileConfig
 __all__ = ["SM90", "Sm90"]
 
 _SHARED_BYTES = 227 * 1024  # the most that a block can have
+_NARROW = 32  # columns of the panels of several sequences
 _LEAST_WARPS = 12  # of a multiprocessor: with fewer, threads would start with more registers than they have later
 _WIDE = 128  # for a larger head_dim, a warp group's registers hold only one of dK and dV
 _WIDER = 256  # for a larger one, two warp groups of the forward have the same rows, and there is no backward
@@ -50,7 +51,7 @@ class Sm90(Family):
     default_methods = ("single_pass", "two_pass", "one_tile")
     split_operations = ("forward", "backward", "backward_dkdv")
     features = (*Family.features, "kept_bias", "boxes")
-    kept_keys = (64, 128, 256, 384, 512)  # beyond, few blocks have room for the bias: 768 keys took 1.3 times as long
+    kept_keys = (64, 128, 256, 384, 512, 768)  # beyond, few blocks have room for the bias
     boxes = BOXES
     least_warps = _LEAST_WARPS
     costs = COSTS
@@ -87,14 +88,14 @@ class Sm90(Family):
         return self.shared_memory_with(most, kernel, tile)
 
     def shared_memory_with(self, features: tuple[str, ...], kernel: Kernel, tile: TileConfig) -> int:
-        operation, _, head_dim, head_dim_v, kept_keys = kernel
+        operation, _, head_dim, head_dim_v, _ = kernel
         array = _held_array(features)
         if operation in ONE_TILE:
             return SM80.shared_memory_with(features, kernel, tile)
         if _shares_rows(kernel):
             return _shared_rows_bytes(head_dim, head_dim_v, tile)
         if operation == "forward":
-            return _forward_bytes(head_dim, head_dim_v, tile, array, kept_keys)
+            return _forward_bytes(kernel, tile, array)
         if operation == "backward_dq":
             return _dq_bytes(head_dim, head_dim_v, tile, array)
         if operation == "backward_both":
@@ -118,6 +119,9 @@ class Sm90(Family):
         # The same as in kernels/sm90/backward_shape.cuh.
         return 2 if kernel.operation == "backward" and _is_pair(kernel.head_dim, kernel.head_dim_v, tile) else 1
 
+    def sequences_of_tile(self, kernel: Kernel, tile: TileConfig) -> int:
+        return _sequences(kernel, tile)
+
     def why_not_shape(self, kernel: Kernel, tile: TileConfig) -> str | None:
         operation, _, head_dim, head_dim_v, _ = kernel
         if operation in ONE_TILE:
@@ -125,7 +129,7 @@ class Sm90(Family):
         if _shares_rows(kernel):
             return _why_no_shared_rows(tile, head_dim_v, kernel.kept_keys)
         if operation == "forward":
-            return _why_no_forward(tile, head_dim_v)
+            return _why_no_forward(tile, head_dim_v, _sequences(kernel, tile))
         if operation == "backward_dq":
             return _why_no_dq(tile, head_dim)
         if operation == "backward_both":
@@ -203,12 +207,15 @@ def _row_bytes(head_dim: int, head_dim_v: int) -> tuple[int, int]:
 # Kernels that own queries.
 
 
-def _forward_bytes(head_dim: int, head_dim_v: int, tile: TileConfig, array: str | None, kept_keys: int) -> int:
+def _forward_bytes(kernel: Kernel, tile: TileConfig, array: str | None) -> int:
     """Dynamic shared memory of the forward."""
     # The same as in kernels/sm90/forward_shape.cuh: O has a buffer, or two panels, and Q a second one, if they fit.
     most = (_SHARED_BYTES + 1024) // tile.blocks_per_sm - 1024
-    row, row_v = _row_bytes(head_dim, head_dim_v)
-    queries, output, panel = tile.b_r * row, tile.b_r * row_v, tile.b_r * 128
+    _, _, head_dim, head_dim_v, kept_keys = kernel
+    sequences = _sequences(kernel, tile)
+    row_of_panel = 128 if sequences == 1 else sequences * 2 * _NARROW
+    row, row_v = -(-head_dim // 64) * row_of_panel, -(-head_dim_v // 64) * row_of_panel
+    queries, output, panel = (tile.b_r * n for n in (row, row_v, row_of_panel))
     barriers = 8 * (4 + 4 * tile.num_stages + 2 * 4) + 4 * 32 + 4 * tile.num_threads
     fixed = 1024 + tile.num_stages * tile.b_c * (row + row_v) + barriers
     held = _held_bytes("bias" if kept_keys else array, tile.b_r, tile.b_c) * max(1, -(-kept_keys // tile.b_c))
@@ -313,10 +320,18 @@ def _dq_bytes(
     return next((fixed + n for n in besides if fixed + n <= most), fixed)
 
 
-def _why_no_forward(tile: TileConfig, head_dim_v: int) -> str | None:
+def _sequences(kernel: Kernel, tile: TileConfig) -> int:
+    """The sequences whose tiles a block that keeps the bias processes at a time."""
+    # As in kernels/sm90/query_tile.cuh. Fewer keys were not measured.
+    is_small = tile.b_r == 64 and max(kernel.head_dim, kernel.head_dim_v) <= _NARROW
+    return max(1, tile.num_warps // 4 - 1) if kernel.kept_keys > 128 and is_small else 1
+
+
+def _why_no_forward(tile: TileConfig, head_dim_v: int, sequences: int) -> str | None:
     """The reason why the forward cannot have this tile, or None if it can."""
     accumulators = head_dim_v // 2 + tile.b_c // 2 + tile.b_c // 4
-    return _why_no_query_rows(tile, head_dim_v, accumulators, 25, blocks={1: (1, 2, 3, 4), 2: (1, 2), 3: (1,)})
+    blocks = {1: (1, 2, 3, 4), 2: (1, 2), 3: (1,), 4: (1,)}
+    return _why_no_query_rows(tile, head_dim_v, accumulators, 25, sequences, blocks)
 
 
 def _why_no_dq(tile: TileConfig, head_dim: int) -> str | None:
@@ -345,7 +360,7 @@ def _why_no_query_rows(
     the number of multiplying warp groups of each.
     """
     groups = tile.b_r // 64 * dividers
-    if tile.b_r % 64 or groups > 3 or tile.num_warps != 4 * (groups + 1):
+    if tile.b_r % 64 or groups > max(3, dividers) or tile.num_warps != 4 * (groups + 1):
         return (
             f"b_r={tile.b_r} and num_warps={tile.num_warps} are not 64 rows for each of up to three warp groups of "
             "4 warps, and one more that loads"

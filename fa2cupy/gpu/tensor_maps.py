@@ -42,7 +42,7 @@ def _fixed_arguments(layout: TensorLayout) -> tuple[tuple, tuple]:
         [driver.cuuint32_t(n) for n in layout.box],
         [driver.cuuint32_t(1)] * len(layout.sizes),
         driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
-        driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
+        getattr(driver.CUtensorMapSwizzle, f"CU_TENSOR_MAP_SWIZZLE_{2 * layout.box[0]}B"),
         driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
         driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,  # zeros
     )

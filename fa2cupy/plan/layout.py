@@ -30,7 +30,7 @@ from .schedule import (
     shares_per_section,
 )
 from .stages import Stage, Workspace
-from .tensor_maps import TensorLayout, box_layout, packed_layout, tensor_layout
+from .tensor_maps import BOX_COLUMNS, TensorLayout, box_layout, packed_layout, tensor_layout
 from .tile_lists import (
     LIST_OPERATIONS,
     LIST_WARPS,
@@ -138,24 +138,28 @@ class StageLayout:
             section = groups_per_section(problem, self.device, columns, most=most)
             section = shares_per_section(problem, self.device, section, num_tiles, num_splits, most)
         heads *= num_splits
-        is_split = num_splits > 1
+        is_split, kernel = num_splits > 1, Kernel.of(operation, problem)
         values: dict[str, Any] = {
             "num_tiles": num_tiles,
             "scheduled_heads": heads,
             "heads_per_section": max(1, section),
         }
+        box_columns = BOX_COLUMNS
         if "kept_bias" in self.used_features:
-            values |= series_values(problem, self.device, tile, num_tiles, sharers(self.strides["bias"], problem.batch))
+            at_a_time = self.family.sequences_of_tile(kernel, tile)
+            shared = sharers(self.strides["bias"], problem.batch)
+            values |= series_values(problem, self.device, tile, num_tiles, shared, at_a_time)
+            box_columns = BOX_COLUMNS if at_a_time == 1 else BOX_COLUMNS // 2
         if problem.settings.boxes is not None:
             values["neighborhood"] = self._numbers_of(problem.settings.boxes)
         record = param_layout(operation, self.family, problem.dtype, is_split=is_split)
         blocks = num_tiles * heads * values.get("num_series", problem.batch)
-        of_tile = self.family.blocks_of_tile(Kernel.of(operation, problem), tile)
+        of_tile = self.family.blocks_of_tile(kernel, tile)
         if TILE_COUNTER in record.pointers:  # a persistent kernel: as many blocks as are resident at the same time
             blocks = min(blocks, self.device.multiprocessors * tile.blocks_per_sm // of_tile)
         blocks *= of_tile
         b_r, b_c = (tile.b_r // of_tile, tile.b_c) if side == "queries" else (tile.b_r, tile.b_c // of_tile)
-        maps = tuple(self._map(name, b_r, b_c) for name in record.maps)
+        maps = tuple(self._map(name, b_r, b_c, box_columns) for name in record.maps)
         if is_split:
             values["num_splits"] = num_splits
         if "block_mask" in self.used_features:
@@ -283,7 +287,7 @@ class StageLayout:
         )
         return Stage(spec, blocks, constants, maps)
 
-    def _map(self, name: str, queries: int, keys: int) -> TensorLayout | None:
+    def _map(self, name: str, queries: int, keys: int, box_columns: int = BOX_COLUMNS) -> TensorLayout | None:
         problem = self.problem
         if name in problem.absent:
             return None
@@ -296,7 +300,8 @@ class StageLayout:
         of_queries = dict.fromkeys(("q", "dout", "qt", "dot"), queries)
         box_rows = (of_queries | dict.fromkeys(("k", "v", "kt", "vt"), keys)).get(name, 16)
         layout = packed_layout if problem.is_packed else tensor_layout
-        return layout(problem.dtype, sizes, strides, problem.columns_of(name), problem.itemsize, box_rows)
+        whole = layout(problem.dtype, sizes, strides, problem.columns_of(name), problem.itemsize, box_rows)
+        return replace(whole, box=(box_columns, *whole.box[1:]))
 
     def _numbers_of(self, boxes: Boxes) -> tuple[int, ...]:
         """The ``Neighborhood`` of a record (``kernels/common/neighborhood.cuh``)."""

@@ -85,11 +85,12 @@ def shares_per_section(
 
 
 def series_values(
-    problem: AttentionProblem, device: DeviceInfo, tile: TileConfig, num_tiles: int, shared: int
+    problem: AttentionProblem, device: DeviceInfo, tile: TileConfig, num_tiles: int, shared: int, at_a_time: int = 1
 ) -> dict[str, int]:
     """Members of the record of a forward whose blocks keep the bias, which every `shared` sequences share.
 
-    A series (``kernels/common/series.cuh``) has as many sequences as let the blocks finish first.
+    A series (``kernels/common/series.cuh``) has as many sequences as let the blocks finish first, which process
+    `at_a_time` of them at a time.
     """
     slots = device.multiprocessors * tile.blocks_per_sm
     tiles = num_tiles * problem.num_heads
@@ -98,7 +99,7 @@ def series_values(
         return problem.batch // shared * -(-shared // length)
 
     def time(length: int) -> float:
-        return -(-number(length) * tiles // slots) * (length + _START_OF_SERIES)
+        return -(-number(length) * tiles // slots) * (-(-length // at_a_time) + _START_OF_SERIES)
 
     most = min(shared, _LONGEST_SERIES)
     if problem.causal or problem.band != (None, None):

@@ -9,7 +9,7 @@ from ..problem.boxes import Lengths, sequence_axis
 
 __all__ = ["BOX_COLUMNS", "TensorLayout", "box_layout", "packed_layout", "tensor_layout"]
 
-BOX_COLUMNS = 64  # 16-bit elements in the 128 bytes that a swizzle spans
+BOX_COLUMNS = 64  # 16-bit elements in the 128 bytes that the widest swizzle spans
 _FAR_ROW, _WRAP = 2**30, 2**34  # their product is 2**64; _FAR_ROW is also in kernels/sm90/tma_rows.cuh
 
 
@@ -26,7 +26,7 @@ class TensorLayout:
     strides : tuple of int
         Strides of all these axes but the first, in bytes.
     box : tuple of int
-        Elements of a box along the axes. It has 64 columns.
+        Elements of a box along the axes. A swizzle spans its columns.
     """
 
     dtype: str

@@ -28,14 +28,4 @@ __device__ __forceinline__ int32 enter_series(TileCoordinates& where, const Reco
     }
 }
 
-// The sequences of a tile's series behind its own.
-template <bool kHasSeries>
-struct RestOfSeries {
-    static constexpr int32 rest_of_series = 0;
-};
-template <>
-struct RestOfSeries<true> {
-    int32 rest_of_series;
-};
-
 }  // namespace fa2::common

@@ -10,13 +10,14 @@
 //              the group releases most of its registers
 //   1 ..       consumers: each owns 64 rows of the query tile, each of its warps 16; S, P and O are in registers
 //
-// Shared memory, in panels of 64 columns with the 128-byte swizzle that TMA writes and wgmma reads:
+// Shared memory, in panels of 64 columns with the 128-byte swizzle that TMA writes and wgmma reads, or of 32 with the
+// 64-byte swizzle:
 //
 //   Q [1 or 2 buffers][kBr][D] | K [kStages][kBc][D] | V [kStages][kBc][D] | O [kBr][D or 128] if it fits, else O uses
 //   Q's | barriers | next query tiles [4] | scratch, one word per thread | held array (query_tile_consumer.cuh)
 //
 // Where many sequences share a bias, the block keeps it for the query tile's rows and all keys, and processes the tile of
-// a series of these sequences (common/series.cuh).
+// a series of these sequences (common/series.cuh), one at a time, or several: each consumer has 64 rows of another one.
 //
 // Barriers: a pair of mbarriers for each buffer of Q, stage of K, stage of V and slot of the next query tiles. `full`
 // completes when TMA has written all bytes (for a slot: when the producer has), `empty` when every consumer warp has

@@ -32,7 +32,7 @@ class ForwardConsumer : ForwardScores<Spec, ForwardShape<Spec>, ForwardMemory<Fo
     using Base::first_row, Base::load_array, Base::make_positions_uniform, Base::mask, Base::multiply_keys,
         Base::output_box, Base::score_tile, Base::wait_for_box;
     using Base::group_, Base::lane_, Base::memory_, Base::params_, Base::warp_;
-    using Base::kBc, Base::kBr, Base::kD, Base::kLeftLimit, Base::kRightLimit;
+    using Base::kBc, Base::kBr, Base::kD, Base::kLeftLimit, Base::kPanelRowBytes, Base::kRightLimit;
     using Own::drop, Own::exponentials, Own::load_padding, Own::needs_mask, Own::score_scale, Own::scores_,
         Own::softmax_, Own::take_distances;
     using typename Own::Padding, typename Own::Probabilities, typename Own::Scores, typename Own::Softmax;
@@ -48,16 +48,17 @@ class ForwardConsumer : ForwardScores<Spec, ForwardShape<Spec>, ForwardMemory<Fo
     static constexpr bool kMasksApart =
         common::kMasksMost<Spec> || (common::kCapsLate<Spec> && kRightLimit && !Spec::kSplit);
     static constexpr bool kOddApart = kTwoP && common::kCapsLate<Spec>;
-    static constexpr int kTurnBarrier = Base::kOwnBarrier;
+    static constexpr int kTurnBarrier = Base::kOwnBarrier, kBiasBarrier = Base::kOutputBarrier + Shape::kGroups;
 
     using Output = QuadFragment<kDv / 8>;
 
   public:
     __device__ ForwardConsumer(const Params& params, const Memory& memory, int32 group)
         : Own(params, memory, group),
-          query_operand_(matrix_descriptor(memory.query(0) + group * kGroupRows * kPanelRowBytes, 0)),
-          key_operand_(matrix_descriptor(memory.key(0), 0)),
-          value_operand_(matrix_descriptor(memory.value(0), Shape::kKeyPanelBytes)),
+          query_operand_(matrix_descriptor<kPanelRowBytes>(memory.query(0) + group * Shape::kGroupBytes, 0)),
+          key_operand_(matrix_descriptor<kPanelRowBytes>(memory.key(0) + group * Shape::kGroupKeyBytes, 0)),
+          value_operand_(matrix_descriptor<kPanelRowBytes>(memory.value(0) + group * Shape::kGroupValueBytes,
+                                                           Shape::kKeyPanelBytes)),
           per_score_(kStarts ? static_cast<float>(common::kLog2e) / params.scale_log2 : 0.0f) {}
 
     // Inlined, however large the kernel is: its members are registers only then.
@@ -222,14 +223,19 @@ class ForwardConsumer : ForwardScores<Spec, ForwardShape<Spec>, ForwardMemory<Fo
         if (kPinExponentials) store_shared(memory_.scratch(threadIdx.x), softmax.sum[0] + softmax.sum[1]);
     }
 
-    // Loads the bias with the first sequence of a series.
+    // Loads the bias with the first sequences of a series. The groups of several sequences share it, and the work.
     __device__ __forceinline__ void keep_bias(const TileInSlot& tile, const GroupKeys& keys) const {
         using Tile = typename Base::Held::Tile;
         if (tile.bias_is_kept()) return;
-        const int32 begin = kLeftLimit ? keys.begin : 0;
+        const int32 begin = (kLeftLimit ? keys.begin : 0) + (Base::kHaveRows ? 0 : group_);
+        wait_for_groups();  // they have read the last one
 #pragma unroll 1
-        for (int32 block = begin; block < keys.end; ++block) load_array(tile, block);
+        for (int32 block = begin; block < keys.end; block += Shape::kSequences) load_array(tile, block);
         Tile::wait(Base::held_address(0), lane_);
+        wait_for_groups();
+    }
+    __device__ __forceinline__ static void wait_for_groups() {
+        if constexpr (!Base::kHaveRows) barrier_sync(kBiasBarrier, Shape::kGroups * kGroupThreads);
     }
     template <bool kRegular>
     using InMemory = common::BiasOfQueriesInMemory<Spec, Params, kBc / 8, kRegular>;
@@ -400,10 +406,11 @@ class ForwardConsumer : ForwardScores<Spec, ForwardShape<Spec>, ForwardMemory<Fo
     // Each warp stores its own boxes by TMA, asynchronously and independently of the other warps.
     __device__ __forceinline__ void store_result(const TileInSlot& tile, uint32 buffer, const float (&inverse_sum)[2],
                                                  const float (&row_lse)[2]) {
-        const int32 row = first_row(tile), head = tile.head(), batch = tile.batch();
+        const int32 row = first_row(tile), head = tile.head(), batch = Base::batch(tile);
+        const bool exists = Base::exists(tile);
         const auto& own = record_of<Spec>(params_, tile);
         const auto rows = Base::rows_of(tile, batch);
-        Own::store_lse(own, rows, row, head, batch, row_lse);
+        if (exists) Own::store_lse(own, rows, row, head, batch, row_lse);
 
         const auto box = output_box(memory_.query(buffer));
         multiply_output(inverse_sum);
@@ -412,10 +419,10 @@ class ForwardConsumer : ForwardScores<Spec, ForwardShape<Spec>, ForwardMemory<Fo
         for (int first = 0; first < Shape::kPanelsV; first += kPanelsAtOnce) {
             const int end = min_of(first + kPanelsAtOnce, Shape::kPanelsV);
             if (first > 0) wait_for_box();
-            write_box<Element>(box.address, box.panel_bytes, output_, lane_, first, end - first);
+            write_box<Element, kPanelRowBytes>(box.address, box.panel_bytes, output_, lane_, first, end - first);
             async_proxy_fence();
             __syncwarp();
-            if (lane_ == 0) {
+            if (lane_ == 0 && exists) {
 #pragma unroll
                 for (int panel = first; panel < end; ++panel)
                     rows.store(params_.o, box.address + (panel - first) * box.panel_bytes, panel * kPanelColumns, row,

@@ -27,10 +27,10 @@ class ForwardProducer : Base {
             const int32 last = kHasBegin ? tile.first_key_tile : 0;
             int32 block = tile.key_tiles - 1;
             load_down_to(tile, block, last + kDrawnAhead);
-            const bool goes_on = tile.rest_of_series > 0;
-            if (!goes_on) index = next_index<Spec>(params_, index);
+            const bool has_more = goes_on<Spec>(tile);
+            if (!has_more) index = next_index<Spec>(params_, index);
             load_down_to(tile, block, last);
-            const Tile next = goes_on ? tile_of_next_sequence<Spec>(params_, tile) : query_tile<Spec>(params_, index);
+            const Tile next = has_more ? tile_of_next_sequence<Spec>(params_, tile) : query_tile<Spec>(params_, index);
             publish(next);
             const bool is_last = next.key_tiles == 0;
             if (Shape::kQueryBuffers == 2 && !is_last) start(next);

@@ -72,8 +72,8 @@ class ForwardScores : protected common::HeadTerms<Spec>,
     // The group's own key tiles. Also loads the terms of the tile's head: its scores are computed next.
     __device__ __forceinline__ GroupKeys keys_of(const TileInSlot& tile, int32 most_skipped) {
         if constexpr (common::kHasHeadTerms<Spec>)
-            static_cast<Terms&>(*this) = common::head_terms<Spec>(params_, tile.batch(), tile.head());
-        return keys_of_group<Spec>(params_, tile, group_, most_skipped);
+            static_cast<Terms&>(*this) = common::head_terms<Spec>(params_, Base::batch(tile), tile.head());
+        return keys_of_group<Spec>(params_, tile, Base::row_group(), most_skipped);
     }
 
     // Stores lse of this warp's 16 rows from `row` on.

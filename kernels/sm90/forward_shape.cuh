@@ -11,7 +11,8 @@ struct ForwardShape : QueryTileShape<Spec, 1> {
     using Base = QueryTileShape<Spec, 1>;
     using Base::kBc, Base::kDv, Base::kGroups, Base::kStages;
     using Base::kFixedBytes, Base::kIsPair, Base::kKeepsArray, Base::kKeyBytes, Base::kPanelsV, Base::kQueryBytes,
-        Base::kQueryPanelBytes, Base::kValueBytes;
+        Base::kSequences, Base::kValueBytes;
+    static constexpr int kPanelBytes = kSequences * Base::kQueryPanelBytes;
 
     static constexpr bool kKeysFirst = false;  // K of a query tile is loaded before its Q
     static constexpr int kValueStages = kStages;
@@ -35,16 +36,15 @@ struct ForwardShape : QueryTileShape<Spec, 1> {
     // O has its own buffer if that fits, or one of two panels, through which it passes two panels at a time: Q of the
     // next query tile is loaded meanwhile. Where V has a head_dim of its own, it is one of all panels that fit. Else O
     // is stored through Q's buffer. If a second Q buffer fits beside all of O, Q is loaded one query tile ahead.
-    static constexpr int kOutputBytes = kPanelsV * kQueryPanelBytes;
+    static constexpr int kOutputBytes = kPanelsV * kPanelBytes;
     static constexpr int kFreeBytes = kMostBytes - kBesidesQueries - kQueryBytes;
     static constexpr int kOutputPanels = kFreeBytes >= kOutputBytes ? kPanelsV
-                                         : kIsPair                  ? common::max_of(kFreeBytes, 0) / kQueryPanelBytes
-                                         : kPanelsV > 2 && kFreeBytes >= 2 * kQueryPanelBytes ? 2
-                                                                                              : 0;
+                                         : kIsPair                  ? common::max_of(kFreeBytes, 0) / kPanelBytes
+                                         : kPanelsV > 2 && kFreeBytes >= 2 * kPanelBytes ? 2
+                                                                                         : 0;
     static constexpr bool kOwnOutput = kOutputPanels > 0;
     static constexpr int kQueryBuffers = kFreeBytes >= kOutputBytes + kQueryBytes ? 2 : 1;
-    static constexpr int kSharedBytes =
-        kBesidesQueries + kQueryBuffers * kQueryBytes + kOutputPanels * kQueryPanelBytes;
+    static constexpr int kSharedBytes = kBesidesQueries + kQueryBuffers * kQueryBytes + kOutputPanels * kPanelBytes;
     static_assert(kSharedBytes == Spec::kSharedBytes);
 
     // As in query_tile_shape.cuh; the warps that load the bias need more.

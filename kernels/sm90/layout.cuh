@@ -23,7 +23,10 @@ __device__ __forceinline__ constexpr uint64 along_columns(int s) {
     return (s / 4 * kPanelBytes + s % 4 * 32) / 16;
 }
 // Descriptor offset of k-step s of an MN-major operand: a k-step is 16 rows.
-__device__ __forceinline__ constexpr uint64 along_rows(int s) { return s * (16 * kPanelRowBytes / 16); }
+template <int kRowBytes = kPanelRowBytes>
+__device__ __forceinline__ constexpr uint64 along_rows(int s) {
+    return s * (16 * kRowBytes / 16);
+}
 
 // Registers of each thread at kernel entry if `warps` warps share the multiprocessor's register file.
 __host__ __device__ constexpr int registers_at_entry(int warps) { return min_of(255, 65536 / (32 * warps)) / 8 * 8; }

@@ -198,12 +198,13 @@ __device__ __forceinline__ void pin(PackedFragment<Element, kN8>& x) {
         for (int i = 0; i < 2; ++i) asm volatile("" : "+r"(x.word[n][i])::"memory");
 }
 
-// Descriptor of a shared-memory operand in consecutive panels, each of 64 columns (128 bytes, swizzled) by any number
-// of rows. K-major: the product sums over columns, and the leading dimension is unused. MN-major: the product sums
+// Descriptor of a shared-memory operand in consecutive panels, each of 64 columns (128 bytes, swizzled), or of 32, by any
+// number of rows. K-major: the product sums over columns, and the leading dimension is unused. MN-major: the product sums
 // over rows, and the leading dimension, `panel_bytes`, is the distance between panels.
+template <int kRowBytes = 128>
 __device__ __forceinline__ uint64 matrix_descriptor(uint32 address, uint32 panel_bytes) {
-    constexpr uint64 kSwizzle128 = 1ull << 62, kEightRows = (1024ull >> 4) << 32;
-    return kSwizzle128 | kEightRows | static_cast<uint64>(panel_bytes >> 4) << 16 | (address & 0x3ffff) >> 4;
+    constexpr uint64 kSwizzle = (kRowBytes == 128 ? 1ull : 2ull) << 62, kEightRows = (8ull * kRowBytes >> 4) << 32;
+    return kSwizzle | kEightRows | static_cast<uint64>(panel_bytes >> 4) << 16 | (address & 0x3ffff) >> 4;
 }
 
 }  // namespace fa2::sm90

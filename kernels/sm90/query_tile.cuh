@@ -16,11 +16,18 @@ inline constexpr int kTileSlots = 4;
 // unless kHasBegin); those from `full_key_tiles` on need the mask. Under a sparse map they are positions in a list. A
 // query tile that sees no key still gets one key tile, fully masked, so that its row sums become zero, and so does an
 // empty share: the key tile after the last that is seen. key_tiles = 0 marks the end of the work. `bias_is_kept` is not 0
-// if an earlier tile of the series has loaded the bias (series.cuh). Of boxes of tokens, first_row and the last three
-// fields are PackedBoxes.
+// if an earlier tile of the series has loaded the bias (series.cuh). The block processes this tile of kSequences sequences
+// at a time, from `batch` on; `share` is the number of sequences that the series has behind that. Of boxes of tokens,
+// first_row and the last three fields are PackedBoxes.
 struct alignas(32) QueryTile {
     int32 key_tiles, full_key_tiles, first_row, head, batch, first_key_tile, share, bias_is_kept;
 };
+
+// Blocks that keep the bias may have a warp group for each of several sequences, whose tiles then have 64 rows and up to
+// 32 columns.
+template <class Spec>
+inline constexpr int kSequences =
+    common::kHasSeries<Spec> && Spec::kBr == kGroupRows ? common::max_of(1, Spec::kWarps / 4 - 1) : 1;
 
 // True if the key tiles of a query tile need not begin with the sequence's first.
 template <class Spec>
@@ -57,16 +64,15 @@ struct ListOfKeys<true> {
     const int32* entries;
 };
 
-// A query tile with the TMA coordinates that the producer needs to load it, the entries of its list, and the rest of its
-// series.
+// A query tile with the TMA coordinates that the producer needs to load it, and the entries of its list.
 template <class Spec>
-struct LoadedTile : QueryTile, common::RestOfSeries<common::kHasSeries<Spec>>, TileRows<Spec> {
+struct LoadedTile : QueryTile, TileRows<Spec> {
     ListOfKeys<common::kListsTiles<Spec>> list;
 };
 template <class Spec, class... Entries>
 __device__ __forceinline__ LoadedTile<Spec> loaded_tile(const Params& params, const QueryTile& tile,
                                                         Entries... entries) {
-    return {tile, {}, {query_tma_rows<Spec>(params, tile.batch), key_tma_rows<Spec>(params, tile.batch)}, {entries...}};
+    return {tile, {query_tma_rows<Spec>(params, tile.batch), key_tma_rows<Spec>(params, tile.batch)}, {entries...}};
 }
 // The same of boxes of tokens.
 template <class Spec>
@@ -77,23 +83,23 @@ __device__ __forceinline__ LoadedTile<Spec> loaded_boxes(const Params& params, Q
     tile.first_key_tile = packed.word[1];
     tile.share = packed.word[2];
     tile.bias_is_kept = packed.word[3];
-    return {tile, {}, {query_boxes<Spec>(params, packed), key_boxes<Spec>(params, packed)}, {}};
+    return {tile, {query_boxes<Spec>(params, packed), key_boxes<Spec>(params, packed)}, {}};
 }
 
-template <class Tile>
-__device__ __forceinline__ Tile in_series(Tile tile, int32 rest) {
-    tile.rest_of_series = rest;
-    return tile;
+// True if the series of a tile goes on behind its sequences.
+template <class Spec>
+__device__ __forceinline__ bool goes_on(const QueryTile& tile) {
+    return common::kHasSeries<Spec> && tile.share >= kSequences<Spec>;
 }
-
-// The tile of the next sequence of a series that has one.
+// The tile of the next sequences of such a series.
 template <class Spec>
 __device__ __forceinline__ LoadedTile<Spec> tile_of_next_sequence(const Params& params, const LoadedTile<Spec>& tile) {
     if constexpr (common::kHasSeries<Spec>) {
         QueryTile next = tile;
-        ++next.batch;
+        next.batch += kSequences<Spec>;
+        next.share -= kSequences<Spec>;
         next.bias_is_kept = 1;
-        return in_series(loaded_tile<Spec>(params, next), tile.rest_of_series - 1);
+        return loaded_tile<Spec>(params, next);
     } else {
         return tile;
     }
@@ -119,14 +125,12 @@ __device__ __forceinline__ LoadedTile<Spec> query_tile(const Params& params, int
                              where.head,
                              where.batch,
                              keys.begin,
-                             share,
+                             share + rest,
                              0};
         if constexpr (common::kListsTiles<Spec>)
             return loaded_tile<Spec>(params, tile, keys.entries);
         else if constexpr (common::kHasBoxes<Spec>)
             return loaded_boxes<Spec>(params, tile, keys.boxes);
-        else if constexpr (common::kHasSeries<Spec>)
-            return in_series(loaded_tile<Spec>(params, tile), rest);
         else
             return loaded_tile<Spec>(params, tile);
     }
@@ -177,7 +181,7 @@ __device__ __forceinline__ void store_tile(uint32 address, const QueryTile& tile
     store_shared(address + 16, tile.batch);
     constexpr bool kHasBoxes = common::kHasBoxes<Spec>;
     if constexpr (kHasBegin<Spec> || kHasBoxes) store_shared(address + 20, tile.first_key_tile);
-    if constexpr (Spec::kSplit || kHasBoxes) store_shared(address + 24, tile.share);
+    if constexpr (Spec::kSplit || kSequences<Spec> > 1 || kHasBoxes) store_shared(address + 24, tile.share);
     if constexpr (common::kHasSeries<Spec> || kHasBoxes) store_shared(address + 28, tile.bias_is_kept);
 }
 

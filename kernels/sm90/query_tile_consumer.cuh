@@ -13,16 +13,24 @@ class QueryTileConsumer {
   protected:
     static constexpr bool kLeftLimit = common::kLeftLimit<Spec>, kRightLimit = common::kRightLimit<Spec>;
     static constexpr int kBr = Shape::kBr, kBc = Shape::kBc, kD = Shape::kD;
+    static constexpr int kPanelRowBytes = Shape::kPanelRowBytes;
     // Named barriers, one per group for each use: first those of the derived class, then those for the output.
     static constexpr int kOwnBarrier = 1, kOutputBarrier = kOwnBarrier + Shape::kGroups;
 
     __device__ QueryTileConsumer(const Params& params, const Memory& memory, int32 group)
         : params_(params), memory_(memory), group_(group), warp_(threadIdx.x / 32 % 4), lane_(threadIdx.x % 32) {}
 
+    // Groups have rows of their own, or a sequence each, of which the last one of a series may stand for others.
+    static constexpr bool kHaveRows = Shape::kSequences == 1;
+    __device__ __forceinline__ int32 row_group() const { return kHaveRows ? group_ : 0; }
+    __device__ __forceinline__ int32 batch(const TileInSlot& tile) const {
+        return tile.batch() + (kHaveRows ? 0 : min_of(group_, tile.share()));
+    }
+    __device__ __forceinline__ bool exists(const TileInSlot& tile) const { return kHaveRows || group_ <= tile.share(); }
     // The first of this warp's 16 rows; in a box, counted from its first.
     __device__ __forceinline__ int32 first_row(const TileInSlot& tile) const {
         if constexpr (common::kHasBoxes<Spec>) return group_ * kGroupRows + warp_ * 16;
-        return tile.first_row() + group_ * kGroupRows + warp_ * 16;
+        return tile.first_row() + row_group() * kGroupRows + warp_ * 16;
     }
     // Where the tile's rows are in memory.
     __device__ __forceinline__ auto rows_of(const TileInSlot& tile, int32 batch) const {
@@ -34,7 +42,7 @@ class QueryTileConsumer {
 
     // This warp's scores of key tile `block` of GroupKeys.
     __device__ __forceinline__ common::ScoreTile score_tile(const TileInSlot& tile, int32 block) const {
-        return score_tile_of<Spec>(params_, tile, tile.batch(), group_ * kGroupRows + warp_ * 16, block, lane_);
+        return score_tile_of<Spec>(params_, tile, batch(tile), row_group() * kGroupRows + warp_ * 16, block, lane_);
     }
 
     // The terms of these scores that depend on the distance. The tile's slot is not read if there are none.
@@ -49,7 +57,7 @@ class QueryTileConsumer {
     using Held = common::HeldOfQueries<Spec, kBc>;
     __device__ __forceinline__ uint32 held_address(int32 block) const {
         return memory_.held() +
-               ((group_ * 4 + warp_) * Shape::kHeldTiles + (Shape::kKeepsArray ? block : 0)) * Held::Tile::kBytes;
+               ((row_group() * 4 + warp_) * Shape::kHeldTiles + (Shape::kKeepsArray ? block : 0)) * Held::Tile::kBytes;
     }
     // Starts to load the score array of this warp's scores of key tile `block`.
     __device__ __forceinline__ void load_array(const TileInSlot& tile, int32 block) const {
@@ -135,7 +143,7 @@ class QueryTileConsumer {
     template <class Output, class Operand>
     __device__ __forceinline__ static void add_keys(Output& x, const Operand& p, uint64 rows) {
 #pragma unroll
-        for (int s = 0; s < kBc / 16; ++s) wgmma_output(x, p.k16(s), rows + along_rows(s));
+        for (int s = 0; s < kBc / 16; ++s) wgmma_output(x, p.k16(s), rows + along_rows<kPanelRowBytes>(s));
     }
 
     // The memory to which this warp writes its 16 rows of the result, one box per panel: its part of the output buffer,
@@ -151,7 +159,7 @@ class QueryTileConsumer {
             wait_for_box();
             return {address, kPanelBytes};
         } else {
-            const uint32 address = operand + (group_ * kGroupRows + warp_ * 16) * kPanelRowBytes;
+            const uint32 address = operand + group_ * Shape::kGroupBytes + warp_ * 16 * kPanelRowBytes;
             barrier_sync(kOutputBarrier + group_, kGroupThreads);  // all warps of the group have finished reading
             return {address, Shape::kQueryPanelBytes};
         }

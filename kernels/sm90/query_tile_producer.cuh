@@ -20,9 +20,12 @@ class QueryTileProducer {
     template <int kPanels, class... Tangent>
     __device__ void load_rows(const TensorMap& map, uint32 smem, uint32 full, const Tile& tile,
                               const Tangent&... tangent) const {
-        mbarrier_arrive_expect(full, (1 + sizeof...(tangent)) * kPanels * Shape::kQueryPanelBytes);
-        load_panels<kPanels>(map, smem, full, tile);
-        (load_panels<kPanels>(tangent, smem + kPanels * Shape::kQueryPanelBytes, full, tile), ...);
+        constexpr int kBytes = kPanels * Shape::kQueryPanelBytes;
+        mbarrier_arrive_expect(full, (kSequences<Spec> + sizeof...(tangent)) * kBytes);
+#pragma unroll
+        for (int i = 0; i < kSequences<Spec>; ++i)
+            load_panels<kPanels>(map, smem + i * kBytes, full, tile, sequence(tile, i));
+        (load_panels<kPanels>(tangent, smem + kBytes, full, tile, tile.batch), ...);
     }
 
     // Loads a key tile's rows of K, and those of its tangent if there is one.
@@ -56,12 +59,17 @@ class QueryTileProducer {
     RingPosition<kTileSlots> tiles_;
 
   private:
+    // The sequences that are processed at a time. Copies of the last one fill up the end of a series.
+    __device__ static int32 sequence(const Tile& tile, int i) {
+        return tile.batch + (kSequences<Spec> > 1 ? min_of(i, tile.share) : 0);
+    }
+
     template <int kPanels>
-    __device__ void load_panels(const TensorMap& map, uint32 smem, uint32 full, const Tile& tile) const {
+    __device__ void load_panels(const TensorMap& map, uint32 smem, uint32 full, const Tile& tile, int32 batch) const {
 #pragma unroll
         for (int panel = 0; panel < kPanels; ++panel)
             tile.queries.load(smem + panel * Shape::kQueryPanelBytes, map, full, panel * kPanelColumns,
-                              tile.first_row + first_row_of_block<Spec>(), tile.head, tile.batch);
+                              tile.first_row + first_row_of_block<Spec>(), tile.head, batch);
     }
 
     template <int kPanels, class... Tangent>
@@ -70,17 +78,20 @@ class QueryTileProducer {
         constexpr int kMatrices = 1 + sizeof...(tangent);
         constexpr int kStride = Shape::kInterleaves ? kMatrices * Shape::kKeyPanelBytes : Shape::kKeyPanelBytes;
         constexpr int kTangent = Shape::kInterleaves ? Shape::kKeyPanelBytes : kPanels * Shape::kKeyPanelBytes;
-        mbarrier_arrive_expect(full, kMatrices * kPanels * Shape::kKeyPanelBytes);
-        load_panels<kPanels, kStride>(map, smem, full, tile, key_tile);
-        (load_panels<kPanels, kStride>(tangent, smem + kTangent, full, tile, key_tile), ...);
+        constexpr int kBytes = kPanels * Shape::kKeyPanelBytes;
+        mbarrier_arrive_expect(full, kSequences<Spec> * kMatrices * kBytes);
+#pragma unroll
+        for (int i = 0; i < kSequences<Spec>; ++i)
+            load_panels<kPanels, kStride>(map, smem + i * kBytes, full, tile, sequence(tile, i), key_tile);
+        (load_panels<kPanels, kStride>(tangent, smem + kTangent, full, tile, tile.batch, key_tile), ...);
     }
     template <int kPanels, int kStride>
-    __device__ void load_panels(const TensorMap& map, uint32 smem, uint32 full, const Tile& tile,
+    __device__ void load_panels(const TensorMap& map, uint32 smem, uint32 full, const Tile& tile, int32 batch,
                                 int32 key_tile) const {
 #pragma unroll
         for (int panel = 0; panel < kPanels; ++panel)
             tile.keys.load(smem + panel * kStride, map, full, panel * kPanelColumns, key_tile * Shape::kBc,
-                           tile.head / params_.heads_per_group, tile.batch);
+                           tile.head / params_.heads_per_group, batch);
     }
 };
 

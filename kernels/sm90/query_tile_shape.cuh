@@ -15,8 +15,10 @@ struct QueryTileShape {
     static constexpr int kBr = Spec::kBr / Spec::kCluster;  // of the block
     static constexpr int kBc = Spec::kBc, kStages = Spec::kStages;
     static constexpr int kCluster = Spec::kCluster;  // blocks that divide the rows of a tile
-    static constexpr int kSharers = kSharers_, kDividers = kDividers_;
-    static constexpr int kGroups = kBr / kGroupRows * kSharers * kDividers;  // consumer warp groups
+    static constexpr int kSharers = kSharers_, kDividers = kDividers_, kSequences = sm90::kSequences<Spec>;
+    // Several sequences have few columns, which would leave half of a wide panel empty.
+    static constexpr int kPanelColumns = kSequences > 1 ? 32 : sm90::kPanelColumns, kPanelRowBytes = 2 * kPanelColumns;
+    static constexpr int kGroups = kBr / kGroupRows * kSharers * kDividers * kSequences;  // consumer warp groups
     static constexpr int kD = round_up(Spec::kHeadDim, 16);
     static constexpr int kDv =
         round_up(Spec::kHeadDimV, kDividers == 1 ? 16 : kDividers * kPanelColumns);  // columns of V, O and dO
@@ -32,9 +34,15 @@ struct QueryTileShape {
     // True if a panel of K or V is followed by that of its tangent, false if all panels of an operand are.
     static constexpr bool kInterleaves = false;
     static constexpr int kQueryPanelBytes = kBr * kPanelRowBytes;
-    static constexpr int kQueryBytes = kPanels * kQueryPanelBytes, kDoutBytes = kPanelsV * kQueryPanelBytes;
+    static constexpr int kQueryBytes = kSequences * kPanels * kQueryPanelBytes,
+                         kDoutBytes = kPanelsV * kQueryPanelBytes;
     static constexpr int kKeyPanelBytes = kBc * kPanelRowBytes;
-    static constexpr int kKeyBytes = kPanels * kKeyPanelBytes, kValueBytes = kPanelsV * kKeyPanelBytes;
+    static constexpr int kKeyBytes = kSequences * kPanels * kKeyPanelBytes,
+                         kValueBytes = kSequences * kPanelsV * kKeyPanelBytes;
+    // From the rows of a group to those of the next one, in Q, K and V.
+    static constexpr int kGroupBytes = kSequences > 1 ? kQueryBytes / kSequences : kGroupRows * kPanelRowBytes,
+                         kGroupKeyBytes = kSequences > 1 ? kKeyBytes / kSequences : 0,
+                         kGroupValueBytes = kSequences > 1 ? kValueBytes / kSequences : 0;
     static constexpr int kBarriers = 4 * kOperands + 4 * kStages + 2 * kTileSlots;
     static constexpr int kFixedBytes = kAlignment + 8 * kBarriers + sizeof(QueryTile) * kTileSlots;
     // A kernel that keeps the bias holds the tiles of all keys, else that of one key tile.
@@ -72,7 +80,7 @@ struct QueryTileMemory {
     __device__ uint32 value(uint32 stage) const { return key(kStages) + stage * Shape::kValueBytes; }
     __device__ uint32 output() const { return value(Shape::kValueStages); }
     __device__ uint32 barrier(uint32 index) const {
-        return output() + Shape::kOutputPanels * Shape::kQueryPanelBytes + 8 * index;
+        return output() + Shape::kSequences * Shape::kOutputPanels * Shape::kQueryPanelBytes + 8 * index;
     }
     // Full: the data have arrived. Empty: all consumer warps have finished reading them.
     __device__ uint32 full_query(uint32 buffer) const { return barrier(buffer); }

@@ -1,14 +1,14 @@
 // Writes a warp's 16 rows of accumulators, rounded, to shared memory: one box per panel of 64 columns, with the
-// 128-byte swizzle with which TMA stores them from there. Writes `panels` panels, starting with panel `first`.
+// 128-byte swizzle with which TMA stores them from there, or of 32 with the 64-byte swizzle. Writes `panels` panels,
+// starting with panel `first`.
 #pragma once
 #include "sm90/ptx.cuh"
 
 namespace fa2::sm90 {
 
-template <class Element, int kN8>
+template <class Element, uint32 kRowBytes = 128, int kN8>
 __device__ __forceinline__ void write_box(uint32 box, uint32 panel_bytes, const QuadFragment<kN8>& x, int32 lane,
                                           int first = 0, int panels = ceil_div(kN8, 8)) {
-    constexpr uint32 kRowBytes = 128;
     const uint32 row = lane % 16, address = box + row * kRowBytes;
     PackedFragment<Element, 2> packed;
 #pragma unroll
@@ -18,7 +18,7 @@ __device__ __forceinline__ void write_box(uint32 box, uint32 panel_bytes, const 
         packed.set(1, 0, x.value[n][2], x.value[n][3]);
         packed.set(0, 1, x.value[n + 1][0], x.value[n + 1][1]);
         packed.set(1, 1, x.value[n + 1][2], x.value[n + 1][3]);
-        const uint32 chunk = (n % 8 + lane / 16) ^ (row & 7);
+        const uint32 chunk = (n % 8 + lane / 16) ^ (row * kRowBytes / 128 % (kRowBytes / 16));
         stmatrix_x4(address + (n / 8 - first) * panel_bytes + chunk * 16, packed.k16(0));
     }
 }

@@ -164,8 +164,8 @@ MUTANTS = (
     Mutant(
         "sm90 functions: the head of the tile before",
         "forward",
-        "static_cast<Terms&>(*this) = common::head_terms<Spec>(params_, tile.batch(), tile.head());",
-        "static_cast<Terms&>(*this) = common::head_terms<Spec>(params_, tile.batch(), 0);",
+        "static_cast<Terms&>(*this) = common::head_terms<Spec>(params_, Base::batch(tile), tile.head());",
+        "static_cast<Terms&>(*this) = common::head_terms<Spec>(params_, Base::batch(tile), 0);",
         "numbers",
         dataclasses.replace(FUNCTIONS["alibi"], hopper_tile=TileConfig(64, 64, 8, 2, 2)),
     ),

@@ -209,8 +209,16 @@ def with_settings() -> None:
         o, lse = forward_by_threads(q, k, v, dtype, of_pairs)
         fa2cupy.backward(q, k, v, o, lse, do, deterministic=True, return_dbias=True, **of_pairs)
         check_calls(q, k, v, do, dtype, {"bias": cupy.asarray(bias), "mask": cupy.asarray(mask)})
-    for keys in (88, 90):  # so many sequences share a bias that forwards keep it, of rows on 16 bytes and of others
-        sizes = {"batch": 600, "num_heads": 2, "num_heads_kv": 2, "seqlen_q": 70, "seqlen_k": keys, "head_dim": 32}
+    # So many sequences share a bias that forwards keep it, of rows on 16 bytes and of others, for several at a time.
+    for keys, head_dim in ((88, 32), (90, 32), (90, 64)):
+        sizes = {
+            "batch": 600,
+            "num_heads": 2,
+            "num_heads_kv": 2,
+            "seqlen_q": 70,
+            "seqlen_k": keys,
+            "head_dim": head_dim,
+        }
         inputs, bias = make_inputs("bfloat16", **sizes, xp=cupy), cupy.asarray(numbers((2, 70, keys), "bfloat16"))
         fa2cupy.forward(*inputs[:3], bias=bias)
         check_calls(*(x[:2] for x in inputs), "bfloat16", {"bias": bias})
