@@ -137,6 +137,11 @@ def of_features(device: DeviceInfo, family: Family, dtype: str) -> Iterator[Kern
             yield from kernels_of(
                 device, dtype, 64, False, method, family.public_name, features=features, functions=functions
             )
+    for shape in ((64, 64), (16, 32, 32)) if family.boxes else ():
+        neighborhood = mods.neighborhood(shape, (5,) * len(shape))
+        for head_dim in (64, 128):
+            functions = {"mask_mod": neighborhood}
+            yield from kernels_of(device, dtype, head_dim, False, None, family.public_name, functions=functions)
     if "decode" in family.operations:
         yield from decode_specs(device, dtype, *columns_of_decode(family, 64), features=OPERATIONS["decode"].features)
     if family.has_kernels("jvp"):
