@@ -46,7 +46,7 @@ SWAPPED = (
         PAIR,
     ),
     ("backward_dkdv", "clear_row<DoTile>(", "DoTile", "QTile", "numbers", PAIR_HIDDEN),
-    ("backward_dkdv", "multiply<Element, Tiles::Own::kCols / 16>(", "Tiles::Own::kCols", "kD", "numbers", PAIR),
+    ("backward_dkdv", "multiply<Element, Tiles::Own::kCols / 16>(", "Tiles::Own::kCols", "Shape::kD", "numbers", PAIR),
     ("backward_dkdv", "kProbability ? kHeadDimV : kHeadDim;", "kHeadDimV", "kHeadDim", "unwritten", PAIR),
     ("backward_dkdv", "kProbability ? 0 : VTile::kBytes", "VTile", "KTile", "race", PAIR),
     ("backward_dkdv", "kProbability * Shares::Dk::kElements", "Dk", "Dv", "bounds", PAIR_SHARES),
