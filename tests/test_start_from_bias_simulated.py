@@ -163,24 +163,31 @@ MUTANTS = {
     "the keys of another group": ("own_.first_key + group * kGroupRows, lane}", "own_.first_key, lane}", "numbers"),
     "not scaled": ("__fmul_rz(term.bias, factor);", "term.bias;", "numbers"),
     "the statistic replaces it": ("wgmma_add_statistic(x, stat", "wgmma_statistic(x, stat", "numbers"),
-    "rows past the last one": ("if (first_query + row <= last_row) from", "from", "bounds"),
+    "rows past the last one": ("if (kWhole || first_query + row <= last_row) from", "from", "bounds"),
 }  # fmt: skip
+#: The same of the forward, behind the bias.
+MUTANTS_OF_FORWARDS = {
+    "no tile is cut off by rows": ("of heads", "first_query + kQueries <= params.seqlen_q && ", "", "bounds"),
+    "no tile is cut off by keys": ("of keys", " && first_key + kKeys <= params.seqlen_k", "", "bounds"),
+}
 
 
 @functools.lru_cache(maxsize=None)
-def run_mutant(change: tuple[str, str] | None = None) -> None:
+def run_mutant(operation: str, bias: str, change: tuple[str, str] | None = None) -> None:
     def patch(spec, text: str) -> str:
-        return text if change is None or spec.operation != "backward_dkdv" else replace_once(spec, text, *change)
+        return text if change is None or spec.operation != operation else replace_once(spec, text, *change)
 
+    run, name = (check_forward, "two groups") if operation == "forward" else (check, "dkdv")
     with pytest.MonkeyPatch.context() as monkeypatch:
-        check(monkeypatch, "dkdv", BIASES["of heads"]("bfloat16"), patch=patch)
+        run(monkeypatch, name, BIASES[bias]("bfloat16"), patch=patch)
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("mutant", MUTANTS)
+@pytest.mark.parametrize("mutant", [*MUTANTS, *MUTANTS_OF_FORWARDS])
 def test_a_broken_kernel_is_caught(mutant):
-    old, new, caught_by = MUTANTS[mutant]
-    run_mutant()
+    bias, old, new, caught_by = MUTANTS_OF_FORWARDS.get(mutant) or ("of heads", *MUTANTS[mutant])
+    given = ("backward_dkdv" if mutant in MUTANTS else "forward"), bias
+    run_mutant(*given)
     exception, text = CATCHES[caught_by]
     with pytest.raises(exception, match=text):
-        run_mutant((old, new))
+        run_mutant(*given, (old, new))

@@ -55,27 +55,15 @@ struct BiasTile {
 
     // Starts to copy the tile at `first` into `smem`. All lanes must have finished reading what is there. Keys past the
     // end become zeros, and rows past the end are copies of others; the results there are not used. The loop is not
-    // unrolled by default because it runs while registers hold accumulators.
-    template <int kUnrolled = 1, class Record>
+    // unrolled by default because it runs while registers hold accumulators. kDividesCases: whole tiles have a loop of
+    // their own, of a third of the instructions, for a warp whose copies several others wait for.
+    template <int kUnrolled = 1, bool kDividesCases = false, class Record>
     __device__ __forceinline__ static void load(uint32 smem, const Record& params, const ScoreTile& first) {
         const auto [first_query, first_key, lane] = first.position;
-        const int32 last_row = params.seqlen_q - 1;
-        static_assert(kChunks <= 32);
-        constexpr int kRows = 32 / kChunks;  // in one step of all lanes, or of as many as make whole rows
-        const int32 chunk = lane % kChunks, existing = existing_bytes(params, first_key + 8 * chunk);
-        const auto* column =
-            params.bias + params.bias_strides.offset(first.batch, first.head, 0, existing ? first_key + 8 * chunk : 0);
-        int32 row = lane / kChunks;
-        const auto* from = column + min_of(first_query + row, last_row) * params.bias_strides.row;
-        // Opaque: it would be loaded from the record for each row.
-        const uint64 step = as_if_new(static_cast<uint64>(kRows * params.bias_strides.row));
-#pragma unroll kUnrolled
-        for (int i = 0; i < ceil_div(kQueries, kRows); ++i) {
-            if ((32 % kChunks == 0 || lane < kRows * kChunks) && (kQueries % kRows == 0 || row < kQueries))
-                cp_async_16(smem + offset(row, chunk), from, existing);
-            row += kRows;
-            if (first_query + row <= last_row) from += static_cast<int64>(step);
-        }
+        if (kDividesCases && first_query + kQueries <= params.seqlen_q && first_key + kKeys <= params.seqlen_k)
+            load_rows<kUnrolled, true>(smem, params, first);
+        else
+            load_rows<kUnrolled, false>(smem, params, first);
     }
     // The same for any bias, without cp.async. Keys past the end are clamped to the last one.
     template <class Record>
@@ -104,6 +92,29 @@ struct BiasTile {
     }
 
   private:
+    // kWhole: all rows and keys of the tile exist.
+    template <int kUnrolled, bool kWhole, class Record>
+    __device__ __forceinline__ static void load_rows(uint32 smem, const Record& params, const ScoreTile& first) {
+        const auto [first_query, first_key, lane] = first.position;
+        const int32 last_row = params.seqlen_q - 1;
+        static_assert(kChunks <= 32);
+        constexpr int kRows = 32 / kChunks;  // in one step of all lanes, or of as many as make whole rows
+        const int32 chunk = lane % kChunks, existing = kWhole ? 16 : existing_bytes(params, first_key + 8 * chunk);
+        const auto* column =
+            params.bias + params.bias_strides.offset(first.batch, first.head, 0, existing ? first_key + 8 * chunk : 0);
+        int32 row = lane / kChunks;
+        const auto* from =
+            column + (kWhole ? first_query + row : min_of(first_query + row, last_row)) * params.bias_strides.row;
+        // Opaque: it would be loaded from the record for each row.
+        const uint64 step = as_if_new(static_cast<uint64>(kRows * params.bias_strides.row));
+#pragma unroll kUnrolled
+        for (int i = 0; i < ceil_div(kQueries, kRows); ++i) {
+            if ((32 % kChunks == 0 || lane < kRows * kChunks) && (kQueries % kRows == 0 || row < kQueries))
+                cp_async_16(smem + offset(row, chunk), from, existing);
+            row += kRows;
+            if (kWhole || first_query + row <= last_row) from += static_cast<int64>(step);
+        }
+    }
     // Bytes of a chunk before the end of the keys.
     template <class Record>
     __device__ __forceinline__ static int32 existing_bytes(const Record& params, int32 key) {

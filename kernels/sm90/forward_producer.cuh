@@ -86,7 +86,7 @@ class ForwardBiasProducer {
 #pragma unroll 1
             for (int32 block = keys.end - 1; takes && block >= end; --block) {
                 mbarrier_wait(memory_.empty_start(group_), starts_.parity() ^ 1);
-                Tile::template load<4>(
+                Tile::template load<4, true>(
                     memory_.start(group_), record_of<Spec>(params_, tile),
                     score_tile_of<Spec>(params_, tile, tile.batch(), group_ * kGroupRows, block, lane));
                 mbarrier_arrive_with_copies(memory_.full_start(group_));
