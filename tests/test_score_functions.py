@@ -18,6 +18,7 @@ from support.feature_cases import (
     assert_close,
     booleans,
     check,
+    gradient_names,
     inputs_of,
     keyword,
     numbers,
@@ -29,7 +30,7 @@ from support.traced_cases import ready_made
 import fa2cupy
 from fa2cupy import BlockMask, TileConfig, block_mask, mods, reference
 from fa2cupy.cpu import scores as cpu_scores
-from fa2cupy.testing import make_inputs
+from fa2cupy.testing import Expectation, make_inputs
 
 pytestmark = pytest.mark.filterwarnings("error")
 
@@ -271,6 +272,23 @@ def test_gradients_of_masked_keys_are_zero_where_the_function_has_none():
     gradients = fa2cupy.backward(q, k, v, o, lse, do, **strict, return_dscore_args=True)
     assert all(np.isfinite(gradient).all() for gradient in gradients)
     assert not np.isfinite(results["dscore_args[0]"]).all(), "a visible key on the diagonal has an infinite derivative"
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float64"])
+def test_each_further_gradient_can_be_asked_for_alone(dtype):
+    """Of a sink, a bias and the array of a function; a sink's alone raised KeyError on NumPy."""
+    wide = accumulator(dtype)
+    options = {"bias": numbers((20, 27), wide), "sink": numbers((4,), wide)}
+    options |= {"score_mod": mods.alibi(), "score_args": (numbers((4,), wide),)}
+    inputs = inputs_of(dtype, seqlen_q=20, seqlen_k=27)
+    expected = Expectation(*inputs, **options)
+    q, k, v, do = inputs
+    o, lse = fa2cupy.forward(q, k, v, **options)
+    for switch in ("return_dbias", "return_dsink", "return_dscore_args"):
+        names = gradient_names(options, {switch: True})
+        for method in METHODS:
+            gradients = fa2cupy.backward(q, k, v, o, lse, do, **options, **{switch: True}, method=method)
+            expected.check(spec=(switch, method), **dict(zip(names, gradients, strict=True)))
 
 
 def test_methods_agree_and_the_gradient_has_the_dtype_of_its_array():

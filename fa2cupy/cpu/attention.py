@@ -271,7 +271,7 @@ class _Gradient:
         if terms is not None:
             if sums is not None and sums.bias is not None:
                 sums.bias.add(ds, terms, queries, keys)
-            slopes.apply(ds, p, {} if sums is None else sums.others)
+            slopes.apply(ds, p, {} if sums is None else sums.arguments)
         if keep is not None:
             p *= keep
         return p, ds

@@ -34,6 +34,8 @@ class Sums:
     others : dict of ndarray
         Those of the arrays of `score_mod` are in float64: an element of a table may be the sum of as many numbers as
         there are scores.
+    arguments : dict of ndarray
+        Of the others, those of the arrays of `score_mod`.
     """
 
     def __init__(self, results: Mapping[str, np.ndarray], problem: AttentionProblem):
@@ -44,6 +46,7 @@ class Sums:
             for name, result in results.items()
             if name != "dbias"
         }
+        self.arguments = {name: total for name, total in self.others.items() if name != "dsink"}
 
 
 def in_shares(
