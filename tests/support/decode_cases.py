@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 import ml_dtypes
 import numpy as np
+from support.feature_cases import accumulator
 
 from fa2cupy.problem.attention import MAX_HEAD_DIM
 from fa2cupy.testing import Expectation
@@ -166,17 +167,18 @@ def check(decode: Callable, case: Case, **options) -> tuple[np.ndarray, np.ndarr
             of_reference["alibi_slopes"] = slopes[own]
         rows = q[own]
         if case.has_values_in_keys:  # the reference has the last products as a bias
-            of_reference |= {"softmax_scale": case.head_dim**-0.5, "bias": _last_products(rows, keys, case.head_dim)}
+            scale = case.head_dim**-0.5
+            of_reference |= {"softmax_scale": scale, "bias": last_products(rows, keys, scale)}
             rows, keys = rows[..., :MAX_HEAD_DIM], keys[..., :MAX_HEAD_DIM]
         o_rows = o[own] if case.layout == "bshd" else o[own].swapaxes(1, 2)
         Expectation(rows, keys, values, **of_reference).check(spec=(case, number), o=o_rows, lse=lse[own])
     return o, lse
 
 
-def _last_products(q: np.ndarray, k: np.ndarray, head_dim: int) -> np.ndarray:
+def last_products(q: np.ndarray, k: np.ndarray, scale: float) -> np.ndarray:
     """Returns the part of the scores that the columns beyond `MAX_HEAD_DIM` make."""
-    q, k = (x[..., MAX_HEAD_DIM:].astype("float32") for x in (q, k))
-    return np.einsum("bqhd,bkhd->bhqk", q, k.repeat(q.shape[2] // k.shape[2], axis=2)) * np.float32(head_dim**-0.5)
+    q, k = (x[..., MAX_HEAD_DIM:].astype(accumulator(q.dtype.name)) for x in (q, k))
+    return np.einsum("bqhd,bkhd->bhqk", q, k.repeat(q.shape[2] // k.shape[2], axis=2)) * q.dtype.type(scale)
 
 
 def _append(case: Case, caches: list[np.ndarray], call: dict) -> None:

@@ -1,4 +1,7 @@
-"""Random calls for the fake GPU: operations, dtypes, sizes, strides, features alone and together, options and maps."""
+"""Random calls: operations, dtypes, sizes, strides, features alone and together, options and maps.
+
+`RandomCall` has arrays without numbers, for the fake GPU; random_numbers.py adds numbers, and checks results.
+"""
 
 from __future__ import annotations
 
@@ -63,8 +66,15 @@ class RandomCall:
         The arguments by name. `draw` adds them; elements of arrays are unwritten.
     """
 
+    columns: tuple[int, ...] = COLUMNS
+    lengths: tuple[int, ...] = LENGTHS
+    lengths_of_caches: tuple[int, ...] = (64, 100, 1024, 4096, 32768)
+    placed = staticmethod(on_gpu)
+    leading: tuple[tuple[int, ...], ...] = ((1,), (1,), (2,), (3,), (64,), (2, 3))
+    largest = LARGEST
+
     def __init__(self, seed: str, operation: str, features: tuple[str, ...], *, on_hopper: bool):
-        self._random = random.Random(seed)
+        self._random = self._of_sizes = random.Random(seed)
         self._any = self._random.choice
         self.operation, self._features, self._on_hopper = operation, features, on_hopper
         self.arch = "sm_90" if on_hopper else self._any(ARCHS)
@@ -107,29 +117,34 @@ class RandomCall:
 
     def _draw_sizes(self, decodes: bool) -> None:
         """Draws sizes until the tensors are small enough."""
-        elements = LARGEST + 1
-        while elements > LARGEST:
-            self._columns = self._any(COLUMNS)
-            self._columns_v = self._columns if self._often(0.7) else self._any(COLUMNS)
-            self._heads_kv = self._any((1, 2, 4, 8))
-            self._heads = self._heads_kv * self._any((1, 1, 2, 4, 8))
-            self._leading = (PACKED,) if self._packed else self._any(((1,), (1,), (2,), (3,), (64,), (2, 3)))
-            self._queries = self._any(LENGTHS)
-            self._keys = self._queries if self._often(0.6) else self._any(LENGTHS)
+        one = self._of_sizes.choice
+        elements = self.largest + 1
+        while elements > self.largest:
+            self._draw_columns(decodes)
+            self._heads_kv = one((1, 2, 4, 8))
+            self._heads = self._heads_kv * one((1, 1, 2, 4, 8))
+            self._leading = (PACKED,) if self._packed else one(self.leading)
+            self._queries = one(self.lengths)
+            self._keys = self._queries if self._of_sizes.random() < 0.6 else one(self.lengths)
             if decodes:
-                self._leading, self._queries = self._leading[:1], self._any((1, 1, 2, 4, 8, 33))
-                self._keys = self._any((64, 100, 1024, 4096, 32768))
-                self._columns, self._columns_v = self._any((LATENT, (self._columns, self._columns_v)))
+                self._leading, self._queries = (self._leading or (1,))[:1], one((1, 1, 2, 4, 8, 33))
+                self._keys = one(self.lengths_of_caches)
             rows = max(self._queries * self._heads, self._keys * self._heads_kv)
             elements = math.prod(self._leading) * rows * max(self._columns, self._columns_v)
 
-    def _array(self, shape: tuple[int, ...], dtype: object) -> FakeArray:
-        """Returns an array whose rows may be parts of longer ones."""
+    def _draw_columns(self, decodes: bool) -> None:
+        self._columns = self._any(self.columns)
+        self._columns_v = self._columns if self._often(0.7) else self._any(self.columns)
+        if decodes:
+            self._columns, self._columns_v = self._any((LATENT, (self._columns, self._columns_v)))
+
+    def _array(self, shape: tuple[int, ...], dtype: object, job: str = "") -> np.ndarray:
+        """Returns an array whose rows may be parts of longer ones; its job may decide on its numbers."""
         dtype = np.dtype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
         longer = shape[-1] + self._any((0, 0, 0, 0, 0, 0, 0, 0, 8, 1))
         return FakeArray((*shape[:-1], longer), dtype)[..., : shape[-1]]
 
-    def _tensor(self, axes: tuple[int, ...], length: int, heads: int, columns: int) -> FakeArray:
+    def _tensor(self, axes: tuple[int, ...], length: int, heads: int, columns: int) -> np.ndarray:
         rows = (heads, length) if self._layout == "bhsd" else (length, heads)
         return self._array((*axes, *rows, columns), self._dtype)
 
@@ -142,7 +157,7 @@ class RandomCall:
             self.arguments["o"] = self._tensor(axes, self._queries, self._heads, self._columns_v)
             self.arguments["lse"] = self._array((*axes, self._heads, self._queries), self._wide)
         for side, length in (("q", self._queries), ("k", self._keys)) if self._packed else ():
-            self.arguments[f"cu_seqlens_{side}"] = self._array((PACKED + 1,), "int32")
+            self.arguments[f"cu_seqlens_{side}"] = self._array((PACKED + 1,), "int32", f"ends_{side}")
             self.arguments[f"max_seqlen_{side}"] = length
 
     def _add_cache(self) -> None:
@@ -151,7 +166,7 @@ class RandomCall:
         page = self._any((16, 64, 128)) if paged else self._keys
         pages = -(-self._keys // page)
 
-        def keys_and_values(number: int, rows: int) -> tuple[FakeArray, FakeArray]:
+        def keys_and_values(number: int, rows: int) -> tuple[np.ndarray, np.ndarray]:
             keys = self._tensor((number,), rows, self._heads_kv, self._columns)
             if shared:
                 return keys, keys[..., : self._columns_v]
@@ -160,9 +175,9 @@ class RandomCall:
         shared = self._columns_v < self._columns and self._often(0.8)
         self.arguments["q"] = self._tensor((batch,), self._queries, self._heads, self._columns)
         self.arguments |= zip(("k_cache", "v_cache"), keys_and_values(batch * pages, page), strict=True)
-        self.arguments["cache_seqlens"] = self._array((batch,), "int32")
+        self.arguments["cache_seqlens"] = self._array((batch,), "int32", "lengths")
         if paged:
-            self.arguments["block_table"] = self._array((batch, pages), "int32")
+            self.arguments["block_table"] = self._array((batch, pages), "int32", "pages")
         if not shared and self._often(0.3):
             self.arguments |= zip("kv", keys_and_values(batch, self._queries), strict=True)
 
@@ -175,34 +190,36 @@ class RandomCall:
         return {"softcap": self._any((2.0, 30.0))}
 
     def _alibi_slopes(self) -> dict:
-        return {"alibi_slopes": self._array((*self._any(((), self._leading)), self._heads), self._wide)}
+        return {"alibi_slopes": self._array((*self._any(((), self._leading)), self._heads), self._wide, "slopes")}
 
     def _sink(self) -> dict:
-        return {"sink": self._array((self._heads,), self._wide)}
+        return {"sink": self._array((self._heads,), self._wide, "sink")}
 
-    def _over_scores(self, dtype: str) -> FakeArray:
+    def _over_scores(self, dtype: str, job: str) -> np.ndarray:
         """Returns an array with some axes of the scores; it repeats along the others, as it must if it is large."""
-        shape = [1 if self._often(0.3) else size for size in (*self._leading, self._heads, self._queries, self._keys)]
+        sizes, one = self._of_sizes, (*self._leading, self._heads, self._queries, self._keys)
+        shape = [1 if sizes.random() < 0.3 else size for size in one]
         while math.prod(shape) > LARGEST:
-            shape[self._random.randrange(len(shape))] = 1
-        return self._array(tuple(shape[self._random.randrange(len(shape)) if self._often(0.3) else 0 :]), dtype)
+            shape[sizes.randrange(len(shape))] = 1
+        return self._array(tuple(shape[sizes.randrange(len(shape)) if sizes.random() < 0.3 else 0 :]), dtype, job)
 
     def _bias(self) -> dict:
-        return {"bias": self._over_scores(self._any((self._dtype, self._wide)))}
+        return {"bias": self._over_scores(self._any((self._dtype, self._wide)), "bias")}
 
     def _mask(self) -> dict:
-        return {"mask": self._over_scores("bool")}
+        return {"mask": self._over_scores("bool", "mask")}
 
     def _key_padding_mask(self) -> dict:
-        return {"key_padding_mask": self._array((*self._leading, self._keys), "bool")}
+        return {"key_padding_mask": self._array((*self._leading, self._keys), "bool", "mask")}
 
     def _dropout(self) -> dict:
         return {"dropout_p": 0.1, "seed": 3}
 
     def _function(self, role: str) -> dict:
         """Returns a function of `fa2cupy.mods`, or one that it does not have, and its arrays."""
-        cases = ready_made(math.prod(self._leading), self._heads, self._queries, self._keys, self._wide).values()
-        return on_gpu(self._any([case for case in cases if case.role == role]).options)
+        lengths = max(self._queries, 1), max(self._keys, 1)
+        cases = ready_made(max(math.prod(self._leading), 1), self._heads, *lengths, self._wide).values()
+        return self.placed(self._any([case for case in cases if case.role == role]).options)
 
     def _score_mod(self) -> dict:
         return self._function("score_mod")
