@@ -13,7 +13,7 @@ from support.feature_cases import METHODS, assert_bits_equal, assert_close, bool
 import fa2cupy
 from fa2cupy import TileConfig
 from fa2cupy import lengths as lengths_module
-from fa2cupy.testing import make_inputs
+from fa2cupy.testing import Expectation, make_inputs
 
 pytestmark = pytest.mark.filterwarnings("error")
 
@@ -116,6 +116,19 @@ def test_a_bias_for_all_sequences_gets_the_sum_of_their_gradients():
         total[:, :rows, :keys] += run(own, bias=bias[:, :rows, :keys], config=TILE)["dbias"]
     np.testing.assert_allclose(results["dbias"], total, rtol=1e-12, atol=1e-14)
     assert results["dbias"].any()
+
+
+@pytest.mark.parametrize("lengths", [(5, 300), (300, 5), (5, 150, 300)], ids=str)
+def test_a_bias_for_sequences_of_very_different_lengths_gets_the_sum_of_their_gradients(lengths):
+    """NumPy computes several heads of a short sequence at a time, and one of a long sequence."""
+    ends = np.cumsum([0, *lengths]).astype("int32")
+    inputs = [x[0] for x in make_inputs("float64", seqlen_q=int(ends[-1]), num_heads=4, head_dim=8)]
+    bias = np.random.default_rng(0).standard_normal((4, max(lengths), max(lengths)))
+    options = {"bias": bias, "cu_seqlens_q": ends, "cu_seqlens_k": ends}
+    options |= dict.fromkeys(("max_seqlen_q", "max_seqlen_k"), max(lengths))
+    o, lse = fa2cupy.forward(*inputs[:3], **options)
+    *_, dbias = fa2cupy.backward(*inputs[:3], o, lse, inputs[3], return_dbias=True, **options)
+    Expectation(*inputs, **options).check(dbias=dbias)
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -240,7 +240,8 @@ class BiasGradient:
 
     def __init__(self, shape: tuple[int, ...], dtype: str):
         self._shape, self._dtype = (1,) * (4 - len(shape)) + shape, dtype
-        # By place along the leading axes and first head, arrays of the axes (head, query, key).
+        # By place along the leading axes, first head and end of the heads, arrays of the axes (head, query, key). Packed
+        # sequences of other lengths have other heads together.
         self._parts: dict[tuple[int, ...], np.ndarray] = {}
 
     def add(self, ds: np.ndarray, terms: HeadTerms, queries: slice, keys: slice) -> None:
@@ -253,6 +254,7 @@ class BiasGradient:
             tile = tile.sum(axis=tuple(axis for axis in range(3) if repeated[axis]), keepdims=True)
         index = (*terms.sequence.place[len(terms.sequence.place) - len(leading) :], terms.group.start)
         place = tuple(0 if length == 1 else i for length, i in zip((*leading, heads), index, strict=True))
+        place = (*place, place[-1] + len(tile))
         if place not in self._parts:
             self._parts[place] = np.zeros((len(tile), num_rows, num_columns), self._dtype)
         rows, columns = (
@@ -265,17 +267,19 @@ class BiasGradient:
     def store(sums: Collection[BiasGradient], dbias: np.ndarray) -> None:
         """Writes the sum of several, in their order."""
         whole = dbias[(None,) * (4 - dbias.ndim)]
+        together = math.gcd(*(end for one in sums for place in one._parts for end in place[-2:]))
         by_place: dict[tuple[int, ...], list[np.ndarray]] = {}
         for one in sums:
-            for place, part in one._parts.items():
-                by_place.setdefault(place, []).append(part)
+            for (*leading, start, stop), part in one._parts.items():
+                for head in range(start, stop, together):
+                    own = part[head - start : head - start + together]
+                    by_place.setdefault((*leading, head), []).append(own)
 
         def write(place: tuple[int, ...]) -> None:
             *leading, head = place
-            parts = by_place[place]
-            index: Any = (*leading, slice(head, head + len(parts[0])))
-            whole[index] = functools.reduce(np.add, parts)
+            index: Any = (*leading, slice(head, head + together))
+            whole[index] = functools.reduce(np.add, by_place[place])
 
-        if sum(len(parts[0]) for parts in by_place.values()) < math.prod(whole.shape[:-2]):
+        if together * len(by_place) < math.prod(whole.shape[:-2]):
             whole[...] = 0  # some heads have no tile
         in_threads(write, list(by_place), whole.size)

@@ -255,7 +255,9 @@ class NumericCall(RandomCall):
         expected = Expectation(*inputs.values(), do, dlse=dlse, **given)
         placed = _placed(library, given)
         q, k, v = (library.placed(x) for x in inputs.values())
-        of_forward = {name: options[name] for name in ("family", "precision", "num_splits") if name in options}
+        of_forward = {
+            name: options[name] for name in ("family", "precision", "num_splits", "config") if name in options
+        }
         if self.operation == "forward":
             of_forward["out"] = tuple(map(library.placed, self._outputs(*expected.unwritten("o", "lse"))))
         o, lse = library.functions.forward(q, k, v, **placed, **of_forward)

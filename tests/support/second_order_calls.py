@@ -17,6 +17,7 @@ from fa2cupy import TileConfig, reference
 from fa2cupy.families.device import DeviceInfo
 from fa2cupy.numerics.second_order import SecondOrder
 from fa2cupy.problem.checks import problem_from_arrays
+from fa2cupy.problem.features import complete
 from fa2cupy.problem.tangents import Tangents
 from fa2cupy.testing import Expectation, make_inputs
 
@@ -152,7 +153,7 @@ class Call:
             lse = self._moved_outputs[1]
             share = np.exp(self.options["sink"][:, None] - np.where(lse == -np.inf, np.inf, lse))
             by_heads = rounding if self.options.get("layout") == "bhsd" else rounding.swapaxes(-1, -2)
-            noise = (share * by_heads).sum(axis=-1).max(initial=0)
+            noise = np.where(share > 0, share * by_heads, 0).sum(axis=-1).max(initial=0)
             self._check(found[:-1], exact[:-1], formulas[:-1])
             self._check(found[-1:], exact[-1:], formulas[-1:], noise)
             return
@@ -187,9 +188,11 @@ class Call:
 
     def _naive(self) -> tuple[SecondOrder, dict, Tangents]:
         """The formulas in the call's precision, or float32, and the arrays and tangents of the call."""
-        problem = problem_from_arrays(*self._of_qkv(self.arrays), **self.options)
+        options = {**self.options}
+        complete(options)
+        problem = problem_from_arrays(*self._of_qkv(self.arrays), **options)
         rounded = self.arrays["q"].dtype if self.arrays["q"].itemsize == 2 else "float32"
-        naive = SecondOrder(problem, self.options, self.arrays["q"], "float32", rounded)
+        naive = SecondOrder(problem, options, self.arrays["q"], "float32", rounded)
         with np.errstate(divide="ignore"):  # rows without a key
             o, lse = naive.forward(*self._of_qkv(self.arrays))
         arrays, tangents = self.arrays | {"o": o, "lse": lse}, self._tangents()
