@@ -240,8 +240,8 @@ class BiasGradient:
 
     def __init__(self, shape: tuple[int, ...], dtype: str):
         self._shape, self._dtype = (1,) * (4 - len(shape)) + shape, dtype
-        # By place along the leading axes, first head and end of the heads, arrays of the axes (head, query, key). Packed
-        # sequences of other lengths have other heads together.
+        # By place along the leading axes, first head and end of the heads, arrays of the axes (head, query, key). How
+        # many heads are together depends on the length of the sequence.
         self._parts: dict[tuple[int, ...], np.ndarray] = {}
 
     def add(self, ds: np.ndarray, terms: HeadTerms, queries: slice, keys: slice) -> None:
