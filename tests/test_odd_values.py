@@ -133,6 +133,20 @@ def test_of_packed_sequences_a_bias_may_be_larger_than_all_of_them(family):
     assert not np.asarray(results["dbias"], "float64")[hidden].any()
 
 
+@pytest.mark.sample(family=("numpy", "sm90"))
+@on(*FAMILIES)
+def test_packed_sequences_may_all_lack_keys(family):
+    """Checks max_seqlen_k of 0: biases and masks have no element then, and kernels on Hopper read one all the same."""
+    dtype = FAMILIES[family][0]
+    lengths = {"cu_seqlens_q": np.array([2, 9, 20], "int32"), "cu_seqlens_k": np.array([5, 5, 5], "int32")}
+    options = {"key_padding_mask": np.ones((2, 0), bool), "mask": np.ones((2, 2, 11, 0), bool)}
+    results = check(
+        family, tuple(x[0] for x in draw(family, 20, 27)), dlse=numbers((2, 20), accumulator(dtype)),
+        bias=numbers((2, 1, 11, 0), dtype), **options, **lengths, max_seqlen_q=11, max_seqlen_k=0,
+    )  # fmt: skip
+    assert np.isneginf(results["lse"]).all()
+
+
 @pytest.mark.sample(family=("numpy", "numpy half", "sm80"))
 @on("numpy", "numpy half", "simt double", "sm80")
 def test_a_sink_of_minus_infinity_is_none_and_has_no_gradient(family):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -97,6 +97,8 @@ class KernelCall:
         Names of the results that the caller passes an array for; the others are allocated.
     check_overlap : callable, optional
         Raises ValueError if arrays at the given addresses overlap.
+    replaced : mapping of str by str, optional
+        Names of arrays that kernels get in place of those that have no element.
     """
 
     def __init__(
@@ -107,6 +109,7 @@ class KernelCall:
         results: tuple[Result, ...],
         given: Collection[str] = (),
         check_overlap: Callable[[list[int]], None] | None = None,
+        replaced: Mapping[str, str] | None = None,
     ):
         self.ordinal = ordinal
         self.check_overlap = check_overlap
@@ -118,6 +121,7 @@ class KernelCall:
                 self.allocated.append((*place, result.shape, result.dtype, self.result_bytes))
                 self.result_bytes += _aligned(math.prod(result.shape) * result.dtype.itemsize)
         positions = {name: position for position, name in enumerate(arguments.kernel_names)}
+        positions |= {name: positions[other] for name, other in (replaced or {}).items()}
         # The lists of a map are the map's. Other workspaces are parts of one allocation. Those that are cleared come
         # last, so that one memset clears them.
         of_map, written = stages_of_map(plan) if "block_mask" in arguments.inputs else ([], set())

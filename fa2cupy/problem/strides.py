@@ -103,9 +103,10 @@ def flat_stride(lengths: Sequence[int], strides: Sequence[int]) -> int | None:
 def score_strides(name: str, array: Array, leading: Sequence[int] = ()) -> ScoreStrides:
     """Element strides over the scores of a feature's array, whose shape has been checked.
 
-    `leading` has the lengths of the leading axes of the scores if there are several.
+    `leading` has the lengths of the leading axes of the scores if there are several. An array without elements is
+    repeated along all axes, so that whatever is read in its place is read at its start.
     """
-    strides = [stride // array.itemsize for stride in array.strides]
+    strides = [stride // array.itemsize if array.size else 0 for stride in array.strides]
     return _over_scores(ARRAYS[name].score_axes(array.ndim), array.shape, strides, leading)
 
 
