@@ -113,6 +113,26 @@ def test_what_a_bias_has_for_hidden_keys_is_ignored(family):
     assert not np.asarray(results["dbias"], "float64")[hidden].any()
 
 
+@pytest.mark.sample(family=("numpy", "sm80"), precise=(False,))
+@pytest.mark.parametrize("precise", [False, True])
+@pytest.mark.parametrize("rows_of_bias", [20, 1])
+@on(*FAMILIES)
+def test_what_a_bias_has_for_keys_that_a_function_hides_is_ignored(family, rows_of_bias, precise):
+    """The last row's bias is that of rows past the end in kernels, from which the function hides other keys."""
+    rows, keys = 20, 27
+    dtype = FAMILIES[family][0]
+
+    def shown(b, h, q, k):
+        return (3 * k % 7 + 5 * q % 11 < 8) & ((k != 4) | (q > 19))
+
+    query, key = np.arange(rows)[:, None], np.arange(keys)
+    hidden = ~shown(0, 0, query, key)[-rows_of_bias:] if rows_of_bias > 1 else (key == 4)[None]
+    bias = numbers((1, 2, rows_of_bias, keys), accumulator(dtype) if precise else dtype)
+    bias[..., hidden] = np.nan
+    dlse = numbers((1, 2, rows), accumulator(dtype))
+    check(family, draw(family, rows, keys), dlse=dlse, bias=bias, mask_mod=shown)
+
+
 @pytest.mark.matrix
 @on(*FAMILIES)
 def test_of_packed_sequences_a_bias_may_be_larger_than_all_of_them(family):

@@ -47,7 +47,7 @@ class ScoreArrays {
         constexpr bool kReadsPadding = kInMemory && kPadding;
         if constexpr (kReadsPairs || kReadsPadding) {
             const int32 row = existing(query), column = min_of(key, last_key_of<Spec>(params_));
-            if constexpr (kReadsBias) term.bias = to_accum(*bias(row, column));
+            if constexpr (kReadsBias) term.bias = of_existing(query, to_accum(*bias(row, column)));
             if constexpr (kReadsMask) term.visible = *mask(row, column);
             if constexpr (kReadsPadding) term.visible = term.visible && *padding(column);
         }
@@ -86,7 +86,7 @@ class ScoreArrays {
             if constexpr (kReadsBias) {
                 const auto two = read_two(bias(row, key) + keys);
 #pragma unroll
-                for (int e = 0; e < 2; ++e) terms[e].bias = to_accum(two.item[e]);
+                for (int e = 0; e < 2; ++e) terms[e].bias = of_existing(query, to_accum(two.item[e]));
             }
             if constexpr (kReadsMask) hide(terms, read_two(mask(row, key) + keys));
         }
@@ -94,6 +94,11 @@ class ScoreArrays {
 
   private:
     __device__ __forceinline__ int32 existing(int32 query) const { return min_of(query, params_.seqlen_q - 1); }
+    // A mask function may show a row past the end what it hides from the last row, where a bias may be NaN.
+    template <class Real>
+    __device__ __forceinline__ Real of_existing(int32 query, Real bias) const {
+        return Spec::kMaskMod && query >= params_.seqlen_q ? 0 : bias;
+    }
     __device__ __forceinline__ auto bias(int32 row, int32 column) const {
         return params_.bias + params_.bias_strides.offset(batch_, head_, row, column);
     }
