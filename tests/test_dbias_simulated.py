@@ -488,3 +488,13 @@ def test_a_broken_kernel_is_caught(mutant):
     exception, text = CATCHES[caught_by]
     with pytest.raises(exception, match=text):
         run_mutant(*given, (old, new))
+
+
+def test_no_sequence_gives_zeros(monkeypatch):
+    """The estimate of the kernel's time divided by the number of tiles."""
+    arrays = [place(x) for x in make_inputs("float16", batch=0, seqlen_q=3, seqlen_k=15, head_dim=192)]
+    with fake_gpu(monkeypatch, "sm_90"):
+        options = {"bias": place(numbers((1, 1, 3, 1), "float16"))}
+        o, lse = forward(*arrays[:3], **options)
+        *_, found = backward(*arrays[:3], o, lse, arrays[3], return_dbias=True, deterministic=True, **options)
+    assert not found.any()

@@ -113,7 +113,7 @@ def _work(
     sequences, heads, rows, keys = problem.score_shape
     shared, tiles = sharers_of(strides["dbias"], sequences).num_shared, tiles_of_bias(problem, strides, tile)
     steps = sequences * heads * -(-rows // tile.b_r) * -(-keys // tile.b_c)
-    return OwnedTiles(device.multiprocessors * tile.blocks_per_sm, tiles, shared, steps // (tiles * shared))
+    return OwnedTiles(device.multiprocessors * tile.blocks_per_sm, tiles, shared, steps // max(1, tiles * shared))
 
 
 def splits_of_dbias(

@@ -263,7 +263,7 @@ def _taken_by(
         if in_kernel == "dbias":
             strides[in_kernel] = (
                 contiguous_score_strides(shape, problem.leading)
-                if is_new
+                if is_new or not array.size
                 else score_strides(in_kernel, array, problem.leading)
             )
         elif in_kernel in ("bias_tangent", "sink_tangent"):
