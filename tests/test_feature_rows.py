@@ -96,7 +96,7 @@ KERNELS = {
     **dict.fromkeys(OF_DIRECTION, {"sm90/"}),
     "mask": {"common/mask_tile.cuh", "common/score_arrays.cuh", "common/score_mod.cuh"},
     "key_padding_mask": {"common/key_padding.cuh", "common/score_arrays.cuh", "common/score_mod.cuh"},
-    "mask_mod": {"common/mask_function.cuh", "common/score_mod.cuh"},
+    "mask_mod": {"common/mask_function.cuh", "common/score_arrays.cuh", "common/score_mod.cuh"},
     "block_mask": {
         "common/dbias.cuh", "common/mask_function.cuh", "common/score_mod.cuh", "common/tile_lists.cuh",
         "common/tile_range.cuh",

@@ -111,10 +111,10 @@ def prepare(
     if problem.head_dim > MAX_HEAD_DIM:  # v_cache lies in k_cache
         compared = tuple(None if n == "v_cache" else array for n, array in zip(arguments.names, arrays, strict=True))
     check_overlap = overlap_check(arguments, compared, written)
-    # Kernels read an element for a packed sequence even if none has a key; cu_seqlens_k has 8 bytes where there is one.
+    # Kernels read an element for a packed sequence even if none has a key. A row of q has the bytes of one.
     inputs = {name: named[name] for name in arguments.inputs if problem.is_packed and name not in TENSORS}
     empty = [name for name, array in inputs.items() if array is not None and not array.size]
-    replaced = dict.fromkeys(empty, "cu_seqlens_k")
+    replaced = dict.fromkeys(empty, "q")
     if not taken.copied:
         overlap = check_overlap if given or written else None
         return KernelCall(plan, ordinal, arguments, results, given, overlap, replaced)
