@@ -11,7 +11,7 @@ pytest.importorskip("cupy")
 
 from mutants.mutant import CATCHES, replace_once
 from support.fake_cupy import place
-from support.fake_gpu import fake_gpu, forward
+from support.fake_gpu import backward, fake_gpu, forward
 from support.simulated_problems import HOPPER
 from support.simulator import simulated_gpu
 from support.strided_arrays import packed
@@ -76,6 +76,28 @@ def check(
     assert spec.operation == "forward" and spec.features == ("boxes",) and not spec.functions
     layout = own.get("layout", "bshd")
     Expectation(q, k, v, do, mask_mod=function, layout=layout).check(o=o, lse=lse)
+
+
+def check_backward(monkeypatch, name, *, view=place, patch=None, inputs=None, dtype="bfloat16", head_dim=64, **own):
+    """Checks a backward, and that its tiles are boxes of tokens."""
+    q, k, v, do = inputs or inputs_of(name, batch=1, dtype=dtype, head_dim=head_dim)
+    function, options = function_of(name), {"method": "single_pass", **own}
+    layout = own.get("layout", "bshd")
+    o, lse = fa2cupy.reference.forward(*(x.astype("float32") for x in (q, k, v)), mask_mod=function, layout=layout)
+    with simulated_gpu(monkeypatch, HOPPER, patch=patch) as launched:
+        arrays = tuple(map(view, (q, k, v, o.astype(q.dtype), lse.astype("float32"), do)))
+        gradients = backward(*arrays, mask_mod=function, **options)
+    of_stages = {stage.spec.operation: stage.spec.features for stage in launched}
+    assert of_stages == {"delta": (), "backward": ("boxes",), "convert_dq": ("boxes",)}
+    expected = Expectation(q, k, v, do, mask_mod=function, layout=layout)
+    expected.check(**dict(zip(("dq", "dk", "dv"), gradients, strict=True)))
+
+
+@pytest.mark.sample(head_dim=(64,), name=("plane", "space", "cut off"))
+@pytest.mark.parametrize("head_dim", [40, 64, 128])
+@pytest.mark.parametrize("name", [*GRIDS, "cut off"])
+def test_gradients_of_each_window(monkeypatch, name, head_dim):
+    check_backward(monkeypatch, name, head_dim=head_dim, dtype="float16" if head_dim == 40 else "bfloat16")
 
 
 @pytest.mark.sample(head_dim=(64,), name=("plane", "space", "cut off"))

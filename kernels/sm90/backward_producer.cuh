@@ -103,9 +103,11 @@ class BackwardProducer {
     __device__ void load_queries(uint32 stage, const QueryStep& own, bool clears) const {
         const uint32 full = full_of<kQ>(stage), barrier = clears ? landed<kQ>() : full;
         mbarrier_arrive_expect(barrier, kPanelsOf<kQ> * Shape::kQueryPanelBytes);
-        if (Shape::kMulticast && !clears) {
-            if (loads_for_both<kQ>()) load_panels<kQ, true>(stage, own, full);
-            return;
+        if constexpr (Shape::kMulticast) {
+            if (!clears) {
+                if (loads_for_both<kQ>()) load_panels<kQ, true>(stage, own, full);
+                return;
+            }
         }
         load_panels<kQ, false>(stage, own, barrier);
         if (!clears || (Shape::kMulticast && !loads_for_both<kQ>())) return;
@@ -243,7 +245,7 @@ class BackwardProducer {
         bool hides = false;
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-            const int32 query = query_of<kLse>(lane, i), row = own.tile * kBr + query;
+            const int32 query = query_of<kLse>(lane, i), row = own_.queries.position(params_, own.tile * kBr + query);
             x[i] = kLse ? -common::infinity<float>() : 0.0f;
             if (query < kBr && row < params_.seqlen_q) {
                 if constexpr (kLse)
