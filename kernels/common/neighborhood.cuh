@@ -131,7 +131,9 @@ class HiddenByWindows {
         const int32 first_x = column.x + Run::col(0, lane);
 #pragma unroll
         for (int i = 0; i < Fragment::kRows; ++i) {
-            const Token own = boxes.own + Rows::token(row + Fragment::row(i, lane));
+            // A block that owns keys has the same in each step: loops would keep what they see, and spill it.
+            const int32 own_row = row + Fragment::row(i, lane);
+            const Token own = boxes.own + Rows::token(kTransposed ? as_if_new(own_row) : own_row);
             const int32 before = LaneColumns<Run>::before(Sees::begin(grid.x, own.x) - first_x);
             const int32 end = LaneColumns<Run>::before(Sees::end(grid.x, own.x) - first_x);
             uint32 visible = bits(before, end) * kRepeated<kRunBits>;

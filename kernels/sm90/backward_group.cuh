@@ -130,7 +130,7 @@ class BackwardGroup : protected KeyGroup<Spec, Shape, BackwardMemory<Shape>> {
     template <bool kMasked>
     __device__ __forceinline__ auto mask_ahead(const QueryStep& step, int32 first_key) const {
         if constexpr (kMasked && common::kHasBoxes<Spec>)
-            return common::HiddenByWindows<true, Spec, Scores>(params_, own_.tiles.boxes, step.tile,
+            return common::HiddenByWindows<true, Spec, Scores>(params_, unpack(own_.queries.boxes), step.tile,
                                                                first_key + 16 * warp_, lane_);
         else if constexpr (kMasked && kMasksAhead)
             return common::TileMask<true, Spec, Scores, float>(params_, score_tile(step, first_key));
@@ -278,8 +278,7 @@ class BackwardGroup : protected KeyGroup<Spec, Shape, BackwardMemory<Shape>> {
         }
         read_.advance();
         if constexpr (common::kHasBoxes<Spec>) {
-            add_rows(dq, column8);
-            find_rows(next, row16);
+            add_rows(dq, row16, column8, own_.step_before(next));
             return;
         }
         workspace_ += static_cast<int64>(tiles_to_walk_) * Workspace::kTileElements;
@@ -295,33 +294,27 @@ class BackwardGroup : protected KeyGroup<Spec, Shape, BackwardMemory<Shape>> {
         if constexpr (!Shape::kPair) walk_to(next);
     }
 
-    // Of boxes of tokens: adds dQ to the workspace of rows, two blocks of columns at a time.
+    // Adds dQ of a box of tokens to the workspace of rows, two blocks of columns at a time. There are registers to find the
+    // rows here, but not to keep them from step to step.
     template <int kN8>
-    __device__ __forceinline__ void add_rows(const QuadFragment<kN8>& dq, int32 column8) const {
+    __device__ __forceinline__ void add_rows(const QuadFragment<kN8>& dq, int32 row16, int32 column8,
+                                             const QueryStep& step) const {
         static_assert(kN8 % 2 == 0 && !Workspace::kTransposed);
+        const int64 head = static_cast<int64>(own_.batch) * params_.num_heads + step.head;
+        float* workspace = params_.dq_accum + Workspace::offset_in_row(column8, lane_);
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            float* row = workspace_ + static_cast<int64>(added_row_[i]) * kD;
-            if (added_row_[i] < 0) continue;
+            const int32 row =
+                own_.queries.position(params_, step.tile * kBr + 16 * row16 + QuadFragment<kN8>::row(i, lane_));
+            if (row >= params_.seqlen_q) continue;
+            float* to = workspace + (head * ceil_div(params_.seqlen_q, kBr) * kBr + row) * kD;
 #pragma unroll
             for (int n = 0; n < kN8; n += 2)
                 if (column8 + n < kD / 8)
-                    add_global(row + 8 * n, {dq.value[n][2 * i], dq.value[n][2 * i + 1], dq.value[n + 1][2 * i],
-                                             dq.value[n + 1][2 * i + 1]});
+                    add_global(to + 8 * n, {dq.value[n][2 * i], dq.value[n][2 * i + 1], dq.value[n + 1][2 * i],
+                                            dq.value[n + 1][2 * i + 1]});
         }
     }
-    // The rows of the workspace of this lane's rows of a step's query box, whose dQ is added next; negative outside of the
-    // grid. 32 bits suffice for all rows that memory can hold.
-    __device__ __forceinline__ void find_rows(const QueryStep& step, int32 row16) {
-        const int32 head = (own_.batch * params_.num_heads + step.head) * workspace_rows();
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            const int32 row = step.tile * kBr + 16 * row16 + Rows::row(i, lane_);
-            const int32 at = own_.queries.position(params_, row);
-            added_row_[i] = at < params_.seqlen_q ? head + at : -1;
-        }
-    }
-    using Rows = QuadFragment<1>;
 
     // Walks to the step whose dQ is added next; in a pair to every step, also to those of the other block.
     __device__ __forceinline__ void walk_to(const QueryStep& step) {
@@ -356,12 +349,8 @@ class BackwardGroup : protected KeyGroup<Spec, Shape, BackwardMemory<Shape>> {
     // record has a workspace only in kernels that compute dQ.
     template <class Record>
     __device__ __forceinline__ void start_adding(const Record& params, int32 row16, int32 column8) {
+        if constexpr (common::kHasBoxes<Spec>) return;
         const QueryStep step = own_.at(own_.first_step());
-        if constexpr (common::kHasBoxes<Spec>) {
-            workspace_ = params.dq_accum + Workspace::offset_in_row(column8, lane_);
-            find_rows(step, row16);
-            return;
-        }
         if constexpr (Shape::kPair && !common::kListsTiles<Spec>) tiles_to_walk_ = -tiles_ahead_of(own_.first_step());
         if constexpr (common::kListsTiles<Spec>) added_tile_ = tile_of_group(own_.first_step());
         const int64 first = Spec::kVarlen
@@ -371,8 +360,6 @@ class BackwardGroup : protected KeyGroup<Spec, Shape, BackwardMemory<Shape>> {
             params.dq_accum + (first + step.tile) * Workspace::kTileElements + Workspace::offset(row16, column8, lane_);
     }
 
-    // Rows of a head in the workspace of rows.
-    __device__ __forceinline__ int32 workspace_rows() const { return ceil_div(params_.seqlen_q, kBr) * kBr; }
     // Query tiles of a head in the workspace, including those outside this key tile's range.
     __device__ __forceinline__ int32 query_tiles() const {
         if constexpr (Spec::kVarlen) return common::workspace_tiles<Spec>(params_);
@@ -401,7 +388,6 @@ class BackwardGroup : protected KeyGroup<Spec, Shape, BackwardMemory<Shape>> {
     float* workspace_ = nullptr;      // this lane's part of the tile of the last added dQ
     int32 tiles_to_walk_ = 0;
     int32 added_tile_ = 0;  // under a sparse map, the number of that tile in the group
-    int32 added_row_[2];    // of boxes of tokens, the rows of the dQ that is added next
 };
 
 }  // namespace fa2::sm90

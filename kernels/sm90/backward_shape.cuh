@@ -83,7 +83,9 @@ struct BackwardShape {
     static_assert(kIsPass<Spec> || kSharedBytes == Spec::kSharedBytes);
 
     // ------------------------------------------------------------------------------------------------------ registers
-    static constexpr int kProducerRegisters = kHoldsStart ? 40 : 24, kConsumerRegisters = kHoldsStart ? 232 : 240;
+    // The producer that finds boxes of tokens, or copies a score array, needs more.
+    static constexpr bool kProducesMore = kHoldsStart || common::kHasBoxes<Spec>;
+    static constexpr int kProducerRegisters = kProducesMore ? 40 : 24, kConsumerRegisters = kProducesMore ? 232 : 240;
     static_assert(registers_suffice(registers_at_entry(Spec::kWarps), kGroups, kProducerRegisters, kConsumerRegisters));
 };
 
@@ -120,6 +122,16 @@ struct KeyTile : TileRows<Spec, true> {
             return step.head < limits.end.head || (step.head == limits.end.head && step.tile < limits.end.tile);
         else
             return step.head < first_query_head + tiles.num_heads(params.heads_per_group);
+    }
+
+    // Of boxes of tokens: the step before another one, which may be that behind the last.
+    __device__ __forceinline__ QueryStep step_before(const QueryStep& step) const {
+        const bool is_first = step.tile == tiles.begin;
+        return {step.head - is_first, (is_first ? tiles.end : step.tile) - 1};
+    }
+    __device__ __forceinline__ QueryStep step_after_last(const Params& params) const {
+        if constexpr (common::kHasBoxes<Spec>) return {end_head(params), tiles.begin};
+        return {};
     }
 
     // The heads of the steps end here, and the query tiles of a head begin and end there.
