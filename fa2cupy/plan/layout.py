@@ -264,7 +264,7 @@ class StageLayout:
             head_dim_v,
             batch_terms,
             problem.settings.kept_bias if "kept_bias" in features else 0,
-            problem.settings.boxes.shapes if problem.settings.boxes is not None else None,
+            problem.settings.boxes.shapes if problem.settings.boxes is not None and row.is_tiled else None,
         )
         if problem.settings.boxes is not None:
             values["neighborhood"] = self._numbers_of(problem.settings.boxes)
