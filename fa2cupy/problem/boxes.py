@@ -94,15 +94,15 @@ class Boxes(NamedTuple):
             seen = [seen_by(axis, first, own[axis]) for first in range(0, length, own[axis])]
             along = Counter(-(-(end - begin) // others[axis]) for begin, end in seen)
             product: Counter[int] = Counter()
-            for (steps_before, boxes), (more, others_along) in itertools.product(steps.items(), along.items()):
-                product[steps_before * more] += boxes * others_along
+            for (count, tiles), (more, tiles_along) in itertools.product(steps.items(), along.items()):
+                product[count * more] += tiles * tiles_along
             steps = product
         return steps
 
     @property
     def num_steps(self) -> int:
         """The boxes of the other side that all boxes that blocks own see."""
-        return sum(count * boxes for count, boxes in self.steps.items())
+        return sum(count * tiles for count, tiles in self.steps.items())
 
 
 class SequenceAxis(NamedTuple):
