@@ -28,7 +28,9 @@ struct Box {
     static_assert(kRows % (kWidth * kHeight) == 0);
 
     __device__ static Token token(int32 row) {
-        return {row % kWidth, row / kWidth % kHeight, row / (kWidth * kHeight)};
+        const uint32 at = row;  // whose quotients are shifts
+        return {static_cast<int32>(at % kWidth), static_cast<int32>(at / kWidth % kHeight),
+                static_cast<int32>(at / (kWidth * kHeight))};
     }
 };
 template <class Spec>
@@ -46,13 +48,19 @@ struct TileBoxes {
     Token own, others;
     int32 along_x, along_y;
 
+    // tile / along, of less than 2^20 tiles: what is added to them is more than the product errs by.
+    __device__ __forceinline__ static int32 quotient(int32 tile, int32 along) {
+        float inverse;
+        asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(static_cast<float>(along)));
+        return static_cast<int32>((tile + 0.5f) * inverse);
+    }
     // The first token of a tile of the other side.
     template <class Box, bool kLayers>
     __device__ __forceinline__ Token other(int32 tile) const {
-        const int32 row = tile / along_x;
+        const int32 row = quotient(tile, along_x);
         const Token box{(tile - row * along_x) * Box::kWidth, 0, 0};
         if constexpr (!kLayers) return others + box + Token{0, row * Box::kHeight, 0};
-        const int32 layer = row / along_y;
+        const int32 layer = quotient(row, along_y);
         return others + box + Token{0, (row - layer * along_y) * Box::kHeight, layer * Box::kDepth};
     }
 };

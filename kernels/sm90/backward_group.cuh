@@ -301,11 +301,11 @@ class BackwardGroup : protected KeyGroup<Spec, Shape, BackwardMemory<Shape>> {
                                              const QueryStep& step) const {
         static_assert(kN8 % 2 == 0 && !Workspace::kTransposed);
         const int64 head = static_cast<int64>(own_.batch) * params_.num_heads + step.head;
+        const auto place = own_.queries.template place<kBr>(step.tile);
         float* workspace = params_.dq_accum + Workspace::offset_in_row(column8, lane_);
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            const int32 row =
-                own_.queries.position(params_, step.tile * kBr + 16 * row16 + QuadFragment<kN8>::row(i, lane_));
+            const int32 row = own_.queries.position(params_, place, 16 * row16 + QuadFragment<kN8>::row(i, lane_));
             if (row >= params_.seqlen_q) continue;
             float* to = workspace + (head * ceil_div(params_.seqlen_q, kBr) * kBr + row) * kD;
 #pragma unroll

@@ -50,21 +50,23 @@ struct TmaOwnBox {
     }
 };
 
-// The rows of the tiles of the other side, of kRows each.
-template <class Box, bool kLayers, int kRows>
+// The rows of the tiles of the other side, by the place of a tile: its first token.
+template <class Box, bool kLayers>
 struct TmaOtherBoxes {
     PackedBoxes boxes;
     Neighborhood::SequenceAxis sequences;
 
-    __device__ __forceinline__ void load(uint32 smem, const TensorMap& map, uint32 barrier, int32 column, int32 row,
-                                         int32 head, int32 batch) const {
-        const auto [x, y, z] = unpack(boxes).template other<Box, kLayers>(row / kRows);
-        tma_load(smem, map, barrier, column, x, y, z, sequences.at(head, batch));
+    template <int kRows>
+    __device__ __forceinline__ common::Token place(int32 tile) const {
+        return unpack(boxes).template other<Box, kLayers>(tile);
+    }
+    __device__ __forceinline__ void load(uint32 smem, const TensorMap& map, uint32 barrier, int32 column,
+                                         const common::Token& place, int32 head, int32 batch) const {
+        tma_load(smem, map, barrier, column, place.x, place.y, place.z, sequences.at(head, batch));
     }
     template <class Record>
-    __device__ __forceinline__ int32 position(const Record& params, int32 row) const {
-        const auto first = unpack(boxes).template other<Box, kLayers>(row / kRows);
-        return position_in(common::grid_of(params), first + Box::token(row % kRows));
+    __device__ __forceinline__ static int32 position(const Record& params, const common::Token& place, int32 row) {
+        return position_in(common::grid_of(params), place + Box::token(row));
     }
 };
 
@@ -76,11 +78,11 @@ struct TileRows {
 template <class Spec>
 struct TileRows<Spec, false, true> {
     TmaOwnBox<common::QueryBox<Spec>> queries;
-    TmaOtherBoxes<common::KeyBox<Spec>, common::kHasLayers<Spec>, Spec::kBc> keys;
+    TmaOtherBoxes<common::KeyBox<Spec>, common::kHasLayers<Spec>> keys;
 };
 template <class Spec>
 struct TileRows<Spec, true, true> {
-    TmaOtherBoxes<common::QueryBox<Spec>, common::kHasLayers<Spec>, Spec::kBr> queries;
+    TmaOtherBoxes<common::QueryBox<Spec>, common::kHasLayers<Spec>> queries;
     TmaOwnBox<common::KeyBox<Spec>> keys;
 };
 
