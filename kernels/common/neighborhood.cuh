@@ -48,20 +48,25 @@ struct TileBoxes {
     Token own, others;
     int32 along_x, along_y;
 
+    // The first token of a tile of the other side. A warp with registers to spare is faster without divisions (kFast), whose
+    // results the others have in registers that are the same for all lanes.
+    template <class Box, bool kLayers, bool kFast = false>
+    __device__ __forceinline__ Token other(int32 tile) const {
+        const int32 row = quotient<kFast>(tile, along_x);
+        const Token box{(tile - row * along_x) * Box::kWidth, 0, 0};
+        if constexpr (!kLayers) return others + box + Token{0, row * Box::kHeight, 0};
+        const int32 layer = quotient<kFast>(row, along_y);
+        return others + box + Token{0, (row - layer * along_y) * Box::kHeight, layer * Box::kDepth};
+    }
+
+  private:
     // tile / along, of less than 2^20 tiles: what is added to them is more than the product errs by.
+    template <bool kFast>
     __device__ __forceinline__ static int32 quotient(int32 tile, int32 along) {
+        if constexpr (!kFast) return tile / along;
         float inverse;
         asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(static_cast<float>(along)));
         return static_cast<int32>((tile + 0.5f) * inverse);
-    }
-    // The first token of a tile of the other side.
-    template <class Box, bool kLayers>
-    __device__ __forceinline__ Token other(int32 tile) const {
-        const int32 row = quotient(tile, along_x);
-        const Token box{(tile - row * along_x) * Box::kWidth, 0, 0};
-        if constexpr (!kLayers) return others + box + Token{0, row * Box::kHeight, 0};
-        const int32 layer = quotient(row, along_y);
-        return others + box + Token{0, (row - layer * along_y) * Box::kHeight, layer * Box::kDepth};
     }
 };
 

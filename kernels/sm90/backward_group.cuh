@@ -302,10 +302,11 @@ class BackwardGroup : protected KeyGroup<Spec, Shape, BackwardMemory<Shape>> {
         static_assert(kN8 % 2 == 0 && !Workspace::kTransposed);
         const int64 head = static_cast<int64>(own_.batch) * params_.num_heads + step.head;
         const auto place = own_.queries.template place<kBr>(step.tile);
-        float* workspace = params_.dq_accum + Workspace::offset_in_row(column8, lane_);
+        const int32 lane = as_if_new(lane_);
+        float* workspace = params_.dq_accum + Workspace::offset_in_row(column8, lane);
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            const int32 row = own_.queries.position(params_, place, 16 * row16 + QuadFragment<kN8>::row(i, lane_));
+            const int32 row = own_.queries.position(params_, place, 16 * row16 + QuadFragment<kN8>::row(i, lane));
             if (row >= params_.seqlen_q) continue;
             float* to = workspace + (head * ceil_div(params_.seqlen_q, kBr) * kBr + row) * kD;
 #pragma unroll

@@ -58,7 +58,7 @@ struct TmaOtherBoxes {
 
     template <int kRows>
     __device__ __forceinline__ common::Token place(int32 tile) const {
-        return unpack(boxes).template other<Box, kLayers>(tile);
+        return unpack(boxes).template other<Box, kLayers, true>(tile);
     }
     __device__ __forceinline__ void load(uint32 smem, const TensorMap& map, uint32 barrier, int32 column,
                                          const common::Token& place, int32 head, int32 batch) const {
