@@ -22,6 +22,7 @@ _BESIDE_FUNCTION = {"mask_mod", "block_mask", "intervals", "dlse"}
 #: The arrays of queries and of keys that kernels read and write by tensor maps.
 _MAPPED = {"forward": (("q", "o"), ("k", "v")), "backward": (("q", "dout"), ("k", "v", "dk", "dv"))}
 _MAX_LENGTH = 2**15  # along an axis: positions there have 16 bits
+_MOST_STEPS = 2**20  # of a tile; kernels/common/neighborhood.cuh divides their numbers
 _MAX_STRIDE = 2**40  # bytes; a limit of tensor maps
 
 
@@ -65,7 +66,8 @@ def boxed(
         if takes and is_of_grid and row.least_head_dim <= columns <= row.head_dim:
             for boxes in (Boxes(grid, shapes, owned) for shapes in row.shapes):
                 scores = boxes.num_steps * row.tile.b_r * row.tile.b_c
-                found.append((row.cost * scores, Boxed(boxes, row.tile)))
+                if max(boxes.steps) < _MOST_STEPS:
+                    found.append((row.cost * scores, Boxed(boxes, row.tile)))
     return min(found, key=lambda one: one[0])[1] if found else None
 
 

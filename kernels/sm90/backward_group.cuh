@@ -301,7 +301,7 @@ class BackwardGroup : protected KeyGroup<Spec, Shape, BackwardMemory<Shape>> {
                                              const QueryStep& step) const {
         static_assert(kN8 % 2 == 0 && !Workspace::kTransposed);
         const int64 head = static_cast<int64>(own_.batch) * params_.num_heads + step.head;
-        const auto place = own_.queries.template place<kBr>(step.tile);
+        const auto place = own_.queries.place(step.tile);
         const int32 lane = as_if_new(lane_);
         float* workspace = params_.dq_accum + Workspace::offset_in_row(column8, lane);
 #pragma unroll

@@ -51,8 +51,17 @@ class BackwardProducer {
         if (warp == 2) prepare<false, kHides>();
         if (Shape::kWithDq && warp == 3 && threadIdx.x % 32 == 0) pass_ds_on();
     }
-    using Place = decltype(KeyTile<Spec>().queries.template place<kBr>(0));
-    __device__ Place place_of(const QueryStep& own) const { return own_.queries.template place<kBr>(own.tile); }
+    // Where the rows of a query tile are: the number of the first, or in a box its token.
+    __device__ auto place_of(const QueryStep& own) const {
+        if constexpr (common::kHasBoxes<Spec>)
+            return own_.queries.place(own.tile);
+        else
+            return own.tile * kBr;
+    }
+    __device__ __forceinline__ int32 position(int32 first, int32 query) const { return first + query; }
+    __device__ __forceinline__ int32 position(const common::Token& first, int32 query) const {
+        return own_.queries.position(params_, first, query);
+    }
     __device__ bool is_valid(const QueryStep& step) const { return own_.has(step, params_); }
     __device__ void advance(QueryStep& step) const {
         if (++step.tile < own_.tiles.end) return;
@@ -101,7 +110,7 @@ class BackwardProducer {
     // pair loads other tiles for both: `landed` is of all stages, and a block late at it could get the bytes of two. That
     // block also lets both see a tile with rows to clear: the other one, if it were a tile ahead, would release it before
     // this block has released the tile that it replaces, and the barrier, which counts both, could not tell.
-    template <bool kQ>
+    template <bool kQ, class Place>
     __device__ void load_queries(uint32 stage, const QueryStep& own, const Place& place, bool clears) const {
         const uint32 full = full_of<kQ>(stage), barrier = clears ? landed<kQ>() : full;
         mbarrier_arrive_expect(barrier, kPanelsOf<kQ> * Shape::kQueryPanelBytes);
@@ -120,7 +129,7 @@ class BackwardProducer {
     __device__ static bool loads_for_both() {
         return Shape::kMulticast && rank_in_pair<Spec>() == Shape::template kLoader<kQ>;
     }
-    template <bool kQ, bool kForBoth>
+    template <bool kQ, bool kForBoth, class Place>
     __device__ void load_panels(uint32 stage, const QueryStep& own, const Place& place, uint32 barrier) const {
         const TensorMap& map = kQ ? maps_.q : maps_.dout;
 #pragma unroll
@@ -187,7 +196,7 @@ class BackwardProducer {
         RingPosition<Shape::kStages> ring;
         if constexpr (kIsPass<Spec> && !kLse) OwnDelta<Spec>::wait();
         float x[4];
-        Place place = place_of(own);
+        auto place = place_of(own);
         bool clears = load_rows<kLse, kHides>(own, place, lane, x);
         uint32 landed_parity = 0;
 #pragma unroll 1
@@ -242,14 +251,14 @@ class BackwardProducer {
     }
 
     // Loads the statistics of four queries of a tile. With kHides, the result is true if a query of the tile sees no key.
-    template <bool kLse, bool kHides>
+    template <bool kLse, bool kHides, class Place>
     __device__ bool load_rows(const QueryStep& own, const Place& place, int32 lane, float (&x)[4]) const {
         const int64 first = common::first_statistic<Spec>(params_, own_.batch, own.head);
         const float* lse = params_.lse + first;
         bool hides = false;
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-            const int32 query = query_of<kLse>(lane, i), row = own_.queries.position(params_, place, query);
+            const int32 query = query_of<kLse>(lane, i), row = position(place, query);
             x[i] = kLse ? -common::infinity<float>() : 0.0f;
             if (query < kBr && row < params_.seqlen_q) {
                 if constexpr (kLse)

@@ -50,15 +50,18 @@ struct TmaOwnBox {
     }
 };
 
-// The rows of the tiles of the other side, by the place of a tile: its first token.
-template <class Box, bool kLayers>
+// The rows of the tiles of the other side, of kRows each: by the first one's number, or by the place, its token.
+template <class Box, bool kLayers, int kRows>
 struct TmaOtherBoxes {
     PackedBoxes boxes;
     Neighborhood::SequenceAxis sequences;
 
-    template <int kRows>
     __device__ __forceinline__ common::Token place(int32 tile) const {
         return unpack(boxes).template other<Box, kLayers, true>(tile);
+    }
+    __device__ __forceinline__ void load(uint32 smem, const TensorMap& map, uint32 barrier, int32 column, int32 row,
+                                         int32 head, int32 batch) const {
+        load(smem, map, barrier, column, unpack(boxes).template other<Box, kLayers>(row / kRows), head, batch);
     }
     __device__ __forceinline__ void load(uint32 smem, const TensorMap& map, uint32 barrier, int32 column,
                                          const common::Token& place, int32 head, int32 batch) const {
@@ -78,11 +81,11 @@ struct TileRows {
 template <class Spec>
 struct TileRows<Spec, false, true> {
     TmaOwnBox<common::QueryBox<Spec>> queries;
-    TmaOtherBoxes<common::KeyBox<Spec>, common::kHasLayers<Spec>> keys;
+    TmaOtherBoxes<common::KeyBox<Spec>, common::kHasLayers<Spec>, Spec::kBc> keys;
 };
 template <class Spec>
 struct TileRows<Spec, true, true> {
-    TmaOtherBoxes<common::QueryBox<Spec>, common::kHasLayers<Spec>> queries;
+    TmaOtherBoxes<common::QueryBox<Spec>, common::kHasLayers<Spec>, Spec::kBr> queries;
     TmaOwnBox<common::KeyBox<Spec>> keys;
 };
 

@@ -90,8 +90,8 @@ class QueryTileProducer {
                                 int32 key_tile) const {
 #pragma unroll
         for (int panel = 0; panel < kPanels; ++panel)
-            tile.keys.load(smem + panel * kStride, map, full, panel * kPanelColumns,
-                           tile.keys.template place<Shape::kBc>(key_tile), tile.head / params_.heads_per_group, batch);
+            tile.keys.load(smem + panel * kStride, map, full, panel * kPanelColumns, key_tile * Shape::kBc,
+                           tile.head / params_.heads_per_group, batch);
     }
 };
 

@@ -49,15 +49,6 @@ struct TmaRows {
     __device__ __forceinline__ static int32 position(const Record&, int32 row) {
         return row;
     }
-    // The place of a tile of kRows rows, and the position of one of its rows.
-    template <int kRows>
-    __device__ __forceinline__ static int32 place(int32 tile) {
-        return tile * kRows;
-    }
-    template <class Record>
-    __device__ __forceinline__ static int32 position(const Record&, int32 first, int32 row) {
-        return first + row;
-    }
 };
 template <>
 struct TmaRows<true> {
@@ -78,15 +69,6 @@ struct TmaRows<true> {
     template <class Record>
     __device__ __forceinline__ static int32 position(const Record&, int32 row) {
         return row;
-    }
-    // The place of a tile of kRows rows, and the position of one of its rows.
-    template <int kRows>
-    __device__ __forceinline__ static int32 place(int32 tile) {
-        return tile * kRows;
-    }
-    template <class Record>
-    __device__ __forceinline__ static int32 position(const Record&, int32 first, int32 row) {
-        return first + row;
     }
 };
 
