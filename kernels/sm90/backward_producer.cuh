@@ -51,15 +51,22 @@ class BackwardProducer {
         if (warp == 2) prepare<false, kHides>();
         if (Shape::kWithDq && warp == 3 && threadIdx.x % 32 == 0) pass_ds_on();
     }
-    // Where the rows of a query tile are: the number of the first, or in a box its token.
+    // Where the rows of a query tile are: in a box of tokens by the first one, else by the tile's number alone.
+    struct ByNumber {};
     __device__ auto place_of(const QueryStep& own) const {
         if constexpr (common::kHasBoxes<Spec>)
             return own_.queries.place(own.tile);
         else
-            return own.tile * kBr;
+            return ByNumber{};
     }
-    __device__ __forceinline__ int32 position(int32 first, int32 query) const { return first + query; }
-    __device__ __forceinline__ int32 position(const common::Token& first, int32 query) const {
+    __device__ __forceinline__ static int32 row_at(const ByNumber&, const QueryStep& own) { return own.tile * kBr; }
+    __device__ __forceinline__ static const common::Token& row_at(const common::Token& first, const QueryStep&) {
+        return first;
+    }
+    __device__ __forceinline__ static int32 position(const ByNumber&, const QueryStep& own, int32 query) {
+        return own.tile * kBr + query;
+    }
+    __device__ __forceinline__ int32 position(const common::Token& first, const QueryStep&, int32 query) const {
         return own_.queries.position(params_, first, query);
     }
     __device__ bool is_valid(const QueryStep& step) const { return own_.has(step, params_); }
@@ -136,10 +143,11 @@ class BackwardProducer {
         for (int panel = 0; panel < kPanelsOf<kQ>; ++panel) {
             const uint32 smem = rows_of<kQ>(stage) + panel * Shape::kQueryPanelBytes;
             const int32 column = panel * kPanelColumns;
+            const auto row = row_at(place, own);
             if constexpr (kForBoth)
-                own_.queries.load_to(3, smem, map, barrier, column, place, own.head, own_.batch);
+                own_.queries.load_to(3, smem, map, barrier, column, row, own.head, own_.batch);
             else
-                own_.queries.load(smem, map, barrier, column, place, own.head, own_.batch);
+                own_.queries.load(smem, map, barrier, column, row, own.head, own_.batch);
         }
     }
     template <bool kQ>
@@ -258,7 +266,7 @@ class BackwardProducer {
         bool hides = false;
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-            const int32 query = query_of<kLse>(lane, i), row = position(place, query);
+            const int32 query = query_of<kLse>(lane, i), row = position(place, own, query);
             x[i] = kLse ? -common::infinity<float>() : 0.0f;
             if (query < kBr && row < params_.seqlen_q) {
                 if constexpr (kLse)
