@@ -341,7 +341,7 @@ MUTANTS = {
     "lse is stored by rows of boxes": (
         "plane",
         "(z * grid.y.length + y) * grid.x.length + x",
-        "row",
+        "x",
         "blocks",
     ),
 }
@@ -372,13 +372,13 @@ OF_BACKWARD = {
     "the last queries do not see keys of moved windows": ("space", "last <= key ||", "", "numbers"),
     "statistics are those of rows that follow each other": (
         "plane",
-        "own_.queries.position(params_, own.tile * kBr + query)",
-        "own.tile * kBr + query",
+        "own_.queries.position(params_, first, query)",
+        "query",
         "numbers",
     ),
-    "dQ is added to the next step's rows": ("plane", "own_.step_before(next)", "next", "numbers"),
+    "dQ is added to the next step's rows": ("plane", "own_.step_before(next)", "next", "bounds"),
     "dQ of queries outside of the grid is added": ("plane", "if (row >= params_.seqlen_q) continue;", "", "bounds"),
-    "the last dQ of a head is added to the next one": ("plane", "step.head - is_first", "step.head", "numbers"),
+    "the last dQ of a head is added to the next one": ("plane", "step.head - is_first", "step.head", "bounds"),
     "dQ's columns are converted in the order of other kernels": (
         "plane",
         "x[t].item[2 * j], x[t].item[2 * j + 1]",
