@@ -183,9 +183,9 @@ def neighborhood(shape: tuple[int, ...], kernel_size: tuple[int, ...]) -> Mod:
 
     Notes
     -----
-    On Hopper, forwards in 16 bits with head_dim up to 128 read only boxes of tokens that queries see, if the function
-    is their only feature and the grid has two or three axes. A map by `fa2cupy.block_mask` adds nothing to these, but
-    it saves time in other calls.
+    On Hopper, forwards in 16 bits with head_dim up to 128, and their backwards by ``single_pass``, read only boxes of
+    tokens that queries see, if the function is their only feature and the grid has two or three axes. A map by
+    `fa2cupy.block_mask` adds nothing to these, but it saves time in other calls.
     """
     if len(kernel_size) != len(shape):
         raise ValueError(f"kernel_size: expected {len(shape)} lengths like shape, got {len(kernel_size)}")

@@ -139,9 +139,9 @@ def of_features(device: DeviceInfo, family: Family, dtype: str) -> Iterator[Kern
             )
     for shape in ((64, 64), (16, 32, 32)) if family.boxes else ():
         neighborhood = mods.neighborhood(shape, (5,) * len(shape))
-        for head_dim in (64, 128):
+        for head_dim, method in itertools.product((64, 128), (None, "single_pass")):
             functions = {"mask_mod": neighborhood}
-            yield from kernels_of(device, dtype, head_dim, False, None, family.public_name, functions=functions)
+            yield from kernels_of(device, dtype, head_dim, False, method, family.public_name, functions=functions)
     if "decode" in family.operations:
         yield from decode_specs(device, dtype, *columns_of_decode(family, 64), features=OPERATIONS["decode"].features)
     if family.has_kernels("jvp"):

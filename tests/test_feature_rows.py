@@ -71,8 +71,8 @@ OTHERS = {
     "sink": {*_TANGENTS, "distributed/", "problem/tangents", "cpu/attention", "families/operations", "testing"},
     "dropout_p": {"distributed/", "families/operations", "problem/checks", "problem/philox"},
     "dlse": {
-        *_TANGENTS, "closure", "cpu/attention", "distributed/", "families/operations", "gpu/", "plan/", "problem/",
-        "reference", "second_order", "testing", "typing",
+        *_TANGENTS, "closure", "cpu/attention", "distributed/", "families/boxes", "families/operations", "gpu/",
+        "plan/", "problem/", "reference", "second_order", "testing", "typing",
     },
     "cu_seqlens": {
         "__init__", "distributed/", "families/operations", "jit/source", "lengths", "plan/specs", "problem/sequences",

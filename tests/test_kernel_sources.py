@@ -23,7 +23,6 @@ NAMED = {
     ("sm80/convert_dq.cuh", "kVarlen"): 1,
     ("sm90/backward_dkdv.cuh", "kVarlen"): 1,
     ("sm90/backward_group.cuh", "kVarlen"): 2,
-    ("sm90/backward_shape.cuh", "kVarlen"): 1,
     ("sm90/convert_dq.cuh", "kVarlen"): 1,
     ("sm90/dkdv_jvp.cuh", "kVarlen"): 1,
     ("sm90/forward_consumer.cuh", "kVarlen"): 1,

@@ -51,7 +51,7 @@ class Choice:
     kept_keys : int
         The most keys whose bias the blocks of a forward keep; 0 if they keep none.
     boxes : Boxes or None
-        The boxes of tokens that are the tiles of a forward, in the place of a mask function.
+        The boxes of tokens that are the tiles of the kernels, in the place of a mask function.
     dbias : DbiasOwner or None
         The kernel that owns tiles of a broadcast bias. None if the tiled kernels add dbias atomically, or if there is
         no such dbias.
@@ -236,10 +236,10 @@ def _choices_of(
         if kept is not None:
             choices.append(Choice(family, {call: kept.tile}, kept_keys=kept.keys))
             continue
-        may_box = call == "forward" and problem.settings.functions and family.boxes
-        of_grid = boxed(family, problem, device, strides, options) if may_box else None
+        may_box = names in (("forward",), ("backward",)) and problem.settings.functions and family.boxes
+        of_grid = boxed(names[0], family, problem, device, strides, options) if may_box else None
         if of_grid is not None:
-            choices.append(Choice(family, {call: of_grid.tile}, boxes=of_grid.boxes))
+            choices.append(Choice(family, {call: of_grid.tile}, method, boxes=of_grid.boxes))
             continue
         try:
             tiles = {
@@ -378,7 +378,9 @@ def _by_time(
 
     def time(choice: Choice) -> float:
         has_owner = choice.dbias is not None
-        tiled = backward_time(costs, problem, device, choice.tiles, choice.num_splits, blocks, has_owner=has_owner)
+        tiled = backward_time(
+            costs, problem, device, choice.tiles, choice.num_splits, blocks, has_owner=has_owner, boxes=choice.boxes
+        )
         if "dbias" not in strides or problem.settings.full_dbias or ONE_TILE_DBIAS in choice.tiles:
             return tiled
         return tiled + time_of_dbias(family, choice.dbias, problem, device, strides)

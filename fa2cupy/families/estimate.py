@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, TypeVar
 
 from ..problem.attention import AttentionProblem
+from ..problem.boxes import Boxes
 from ..problem.dtypes import ITEMSIZE
 from .device import DeviceInfo
 from .operations import OPERATIONS
@@ -198,6 +199,7 @@ def backward_time(
     blocks_of_tile: Mapping[str, int],
     *,
     has_owner: bool = False,
+    boxes: Boxes | None = None,
 ) -> float:
     """The estimated time of a backward in microseconds.
 
@@ -211,6 +213,8 @@ def backward_time(
         Where they are more than one. The blocks of a tile are a cluster.
     has_owner : bool, optional
         True if a kernel that owns tiles of a bias follows. It reads delta, so that no method is one launch.
+    boxes : Boxes, optional
+        The boxes of tokens that are the tiles. Without them, all tiles in the band of the problem are counted.
     """
     sequences = _Sequences.of(problem)
     queries = problem.batch * problem.seqlen_q * problem.num_heads * problem.mean_head_dim / 1e6
@@ -236,7 +240,10 @@ def backward_time(
             steps = _times(sequences.steps_of_queries(tile), problem.num_heads * sequences.number)
         else:
             steps = _shares(
-                sequences.steps_of_keys(tile), problem.heads_per_group, splits, problem.num_heads_kv * sequences.number
+                boxes.steps if boxes else sequences.steps_of_keys(tile),
+                problem.heads_per_group,
+                splits,
+                problem.num_heads_kv * sequences.number,
             )
         time += _time_of_blocks(cost, step, steps, device, tile, blocks)
     return time

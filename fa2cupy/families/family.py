@@ -102,7 +102,7 @@ class TileRow:
 
 
 class BoxRow(NamedTuple):
-    """A forward's tile whose rows are boxes of tokens of a grid, and the calls to which it applies.
+    """A tile whose rows are boxes of tokens of a grid, and the calls to which it applies.
 
     Attributes
     ----------
@@ -112,12 +112,15 @@ class BoxRow(NamedTuple):
         Axes of the grid.
     tile : TileConfig
     shapes : tuple of BoxShapes
-        Boxes of as many tokens as the tile has. Sixteen queries that follow each other in a box are a box, too. With
-        three axes, boxes of queries or of keys have several tokens along z.
+        Boxes of as many tokens as the tile has. Sixteen tokens that follow each other in a box that a block owns are a
+        box, too. The other boxes have multiples of eight tokens along x. With three axes, boxes of queries or of keys
+        have several tokens along z.
     cost : float
-        The time for a score, relative to that of other rows for the same head dimensions.
+        The time for a score, relative to that of other rows for the same operation and head dimensions.
     measured : str
         GPU and date.
+    operation : str
+        ``"forward"`` or ``"backward"``.
     """
 
     least_head_dim: int
@@ -127,6 +130,7 @@ class BoxRow(NamedTuple):
     shapes: tuple[BoxShapes, ...]
     cost: float
     measured: str = ""
+    operation: str = "forward"
 
 
 class Family(ABC):
@@ -181,7 +185,7 @@ class Family(ABC):
     kept_keys : tuple of int
         The numbers of keys for which it has forwards whose blocks keep the bias; empty if it has none.
     boxes : tuple of BoxRow
-        The boxes of its forwards for mask functions of neighborhoods, of which those that cost least are taken.
+        The boxes of its kernels for mask functions of neighborhoods, of which those that cost least are taken.
     least_warps : int
         The compiler limits registers as if at least so many warps were on a multiprocessor.
     divides_rows : bool

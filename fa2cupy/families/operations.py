@@ -111,7 +111,7 @@ OPERATIONS = _Operations(
     for operation in (
         Operation("forward", (*_OF_SCORES, "sink", "given_lse", "kept_bias", "boxes"), owns="queries"),
         Operation("decode", _OF_DECODE, owns="queries", has_config=False),
-        Operation("backward", (*_OF_SCORES, *_OF_DBIAS)),
+        Operation("backward", (*_OF_SCORES, *_OF_DBIAS, "boxes")),
         Operation("backward_dq", (*_OF_SCORES, *_OF_DBIAS), owns="queries"),
         Operation("backward_dkdv", _OF_SCORES, owns="keys"),
         # The last two in one launch, which computes delta, too.
@@ -288,7 +288,7 @@ OPERATIONS = _Operations(
         # dQ, converted from its workspace: families whose blocks own keys sum it there.
         Operation(
             "convert_dq",
-            ("cu_seqlens",),
+            ("cu_seqlens", "boxes"),
             num_warps=8,
             record=Record(
                 "dq_accum:input_accum dq:output", ("dq",), ("softmax_scale",), ("num_heads", "seqlen_q", "num_tiles")

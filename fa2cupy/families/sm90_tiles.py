@@ -171,7 +171,8 @@ _PLANES, _SPACES = ((8, 8, 1), (4, 16, 1), (16, 4, 1)), ((4, 4, 4), (8, 4, 2), (
 _LARGE_PLANES, _LARGE_SPACES = ((16, 8, 1), (8, 16, 1)), ((4, 4, 8), (8, 8, 2), (8, 4, 4), (8, 2, 8))
 _PLANES_OF_KEYS = ((16, 8, 1), (8, 16, 1), (32, 4, 1))
 _SPACES_OF_KEYS = ((8, 8, 2), (16, 2, 4), (8, 4, 4), (8, 2, 8), (16, 4, 2))
-#: The boxes of tokens of forwards with mask functions of neighborhoods. Small ones have fewer hidden scores, which
+_OWN_PLANES, _OWN_SPACES = ((16, 8, 1), (8, 16, 1)), ((8, 4, 4), (4, 8, 4), (4, 4, 8), (8, 8, 2))
+#: The boxes of tokens of kernels with mask functions of neighborhoods. Small ones have fewer hidden scores, which
 #: matters less where windows are large.
 BOXES = (
     BoxRow(0, 64, 2, TileConfig(64, 128, 8, 2, 2), _shapes(_PLANES, _PLANES_OF_KEYS), 1.0, _H200_LATER),
@@ -188,4 +189,13 @@ BOXES = (
         _H200_LATER,
     ),
     BoxRow(65, 128, 3, TileConfig(128, 128, 12, 2), _shapes(_LARGE_SPACES, _SPACES_OF_KEYS), 0.72, _H200_LATER),
+    *(
+        BoxRow(least, most, axes, TileConfig(b_r, 128, 12, 2), _shapes(*shapes), 1.0, operation="backward")
+        for least, most, axes, b_r, shapes in (
+            (0, 64, 2, 128, (((16, 8, 1), (8, 16, 1)), _OWN_PLANES)),
+            (65, 128, 2, 64, (((8, 8, 1), (16, 4, 1)), _OWN_PLANES)),
+            (0, 64, 3, 128, (_SPACES_OF_KEYS, _OWN_SPACES)),
+            (65, 128, 3, 64, (((8, 4, 2), (8, 2, 4), (8, 8, 1), (16, 2, 2)), _OWN_SPACES)),
+        )
+    ),
 )

@@ -52,9 +52,10 @@ _LOG2_E = math.log2(math.e)
 
 def _own_box(name: str, boxes: Boxes) -> Lengths:
     """The box of a tensor map: warps store results by themselves, 16 rows at a time."""
-    if name != "o":
-        return boxes.shapes.queries if ROWS_OF[name] == "queries" else boxes.shapes.keys
-    width, height, _ = boxes.shapes.queries
+    own: Lengths = getattr(boxes.shapes, ROWS_OF[name])
+    if name not in ("o", "dk", "dv"):
+        return own
+    width, height, _ = own
     x = min(16, width)
     y = min(16 // x, height)
     return x, y, 16 // (x * y)
@@ -93,8 +94,9 @@ class StageLayout:
     def num_tiles(self, side: str, rows: int) -> int:
         """Tiles of a head along the queries or keys. No tile has rows of two packed sequences."""
         problem, axis = self.problem, {"queries": 2, "keys": 3}[side]
-        if problem.settings.boxes is not None:
-            return math.prod(problem.settings.boxes.along)
+        boxes = problem.settings.boxes
+        if boxes is not None and boxes.owned == side:
+            return math.prod(boxes.along)
         if not problem.is_packed:
             return -(-problem.score_shape[axis] // rows)
         total = problem.seqlen_q if side == "queries" else problem.seqlen_k
@@ -150,8 +152,6 @@ class StageLayout:
             shared = sharers(self.strides["bias"], problem.batch)
             values |= series_values(problem, self.device, tile, num_tiles, shared, at_a_time)
             box_columns = BOX_COLUMNS if at_a_time == 1 else BOX_COLUMNS // 2
-        if problem.settings.boxes is not None:
-            values["neighborhood"] = self._numbers_of(problem.settings.boxes)
         record = param_layout(operation, self.family, problem.dtype, is_split=is_split)
         blocks = num_tiles * heads * values.get("num_series", problem.batch)
         of_tile = self.family.blocks_of_tile(kernel, tile)
@@ -264,8 +264,10 @@ class StageLayout:
             head_dim_v,
             batch_terms,
             problem.settings.kept_bias if "kept_bias" in features else 0,
-            problem.settings.boxes.shapes if problem.settings.boxes is not None else None,
+            problem.settings.boxes.shapes if problem.settings.boxes is not None and row.is_tiled else None,
         )
+        if problem.settings.boxes is not None:
+            values["neighborhood"] = self._numbers_of(problem.settings.boxes)
         available: dict[str, float | AnyStrides] = {
             **{f"{name}_strides": strides for name, strides in self.strides.items()},
             **{f"{name}_strides": recorded_strides(strides, batch_terms) for name, strides in over_scores.items()},

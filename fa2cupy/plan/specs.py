@@ -121,9 +121,10 @@ def _choices(
     if call == "forward":
         for kept in kept_biases(found[0].family, problem, device, options):
             yield Choice(found[0].family, {call: kept.tile}, kept_keys=kept.keys)
-        of_grid = boxed(found[0].family, with_grid(problem), device, strides, options)
+    if options.method in (None, "single_pass"):
+        of_grid = boxed(call, found[0].family, with_grid(problem), device, strides, options)
         if of_grid is not None:
-            yield Choice(found[0].family, {call: of_grid.tile}, boxes=of_grid.boxes)
+            yield Choice(found[0].family, {call: of_grid.tile}, options.method, boxes=of_grid.boxes)
 
 
 def _choices_of_dbias(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple, TypeAlias
 
@@ -43,6 +45,13 @@ class Grid(NamedTuple):
         begin, end = (min(max(query - self.before[axis], least), most) for query in (first, last))
         return max(begin, 0), min(end + self.sizes[axis], length)
 
+    def queries(self, axis: int, first: int, keys: int) -> tuple[int, int]:
+        """The queries along an axis that see any of some keys: the first one, and the one behind the last."""
+        length, before, (least, most) = self.lengths[axis], self.before[axis], self.limits(axis)
+        last = min(first + keys, length) - 1
+        begin = 0 if least > first - self.sizes[axis] else max(first - self.sizes[axis] + before + 1, 0)
+        return begin, length if most <= last else min(last + before + 1, length)
+
 
 class BoxShapes(NamedTuple):
     """Tokens along x, y and z of the boxes that are tiles of queries and of keys."""
@@ -55,25 +64,45 @@ class BoxShapes(NamedTuple):
 
 
 class Boxes(NamedTuple):
-    """A grid, and the boxes of a kernel."""
+    """A grid, and the boxes of a kernel.
+
+    Attributes
+    ----------
+    grid : Grid
+    shapes : BoxShapes
+    owned : str
+        The boxes that blocks own, ``"queries"`` or ``"keys"``. They divide the grid.
+    """
 
     grid: Grid
     shapes: BoxShapes
+    owned: str = "queries"
 
     @property
     def along(self) -> Lengths:
-        """The boxes of queries along each axis."""
-        return tuple(-(-length // box) for length, box in zip(self.grid.lengths, self.shapes.queries, strict=True))
+        """The boxes along each axis that blocks own."""
+        own = getattr(self.shapes, self.owned)
+        return tuple(-(-length // box) for length, box in zip(self.grid.lengths, own, strict=True))
+
+    @property
+    def steps(self) -> Counter[int]:
+        """How many boxes that blocks own see how many of the others."""
+        own, others = self.shapes if self.owned == "queries" else self.shapes[::-1]
+        seen_by = self.grid.window if self.owned == "queries" else self.grid.queries
+        steps = Counter({1: 1})
+        for axis, length in enumerate(self.grid.lengths):
+            seen = [seen_by(axis, first, own[axis]) for first in range(0, length, own[axis])]
+            along = Counter(-(-(end - begin) // others[axis]) for begin, end in seen)
+            product: Counter[int] = Counter()
+            for (count, tiles), (more, tiles_along) in itertools.product(steps.items(), along.items()):
+                product[count * more] += tiles * tiles_along
+            steps = product
+        return steps
 
     @property
     def num_steps(self) -> int:
-        """The boxes of keys that all boxes of queries see."""
-        steps = 1
-        for axis, length in enumerate(self.grid.lengths):
-            queries, keys = self.shapes.queries[axis], self.shapes.keys[axis]
-            windows = [self.grid.window(axis, first, queries) for first in range(0, length, queries)]
-            steps *= sum(-(-(end - begin) // keys) for begin, end in windows)
-        return steps
+        """The boxes of the other side that all boxes that blocks own see."""
+        return sum(count * tiles for count, tiles in self.steps.items())
 
 
 class SequenceAxis(NamedTuple):

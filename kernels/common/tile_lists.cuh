@@ -93,7 +93,8 @@ struct TilesOf<Spec, true, false> {
 };
 template <class Spec>
 struct TilesOf<Spec, false, true> {
-    using Keys = BoxedKeyTiles;
+    using Keys = BoxedTiles;
+    using Queries = BoxedTiles;
 };
 template <class Spec>
 using KeyTiles = typename TilesOf<Spec>::Keys;
@@ -107,7 +108,7 @@ __device__ __forceinline__ KeyTiles<Spec> key_tiles(const Record& params, const 
         const int32* list = list_of(params.key_lists, params, where.batch, where.head, where.tile);
         return {list + kListHead, 0, list[0], list[1]};
     } else if constexpr (kHasBoxes<Spec>) {
-        return boxed_key_tiles<Spec>(params, where.tile);
+        return boxed_tiles<Spec, false>(params, where.tile);
     } else {
         return key_tiles_of<Spec::kCausal, Spec::kBr, Spec::kBc>(where.tile, params.seqlen_q, params.seqlen_k,
                                                                  window_of<Spec>(params));
@@ -120,6 +121,8 @@ __device__ __forceinline__ QueryTiles<Spec> query_tiles(const Record& params, co
     if constexpr (Spec::kBlockMask) {
         const int32* list = list_of(params.query_lists, params, where.batch, where.head, where.tile);
         return {list + kListHead, 0, list[0], list[1]};
+    } else if constexpr (kHasBoxes<Spec>) {
+        return boxed_tiles<Spec, true>(params, where.tile);
     } else {
         return query_tiles_of<Spec::kCausal, Spec::kBr, Spec::kBc>(where.tile, params.seqlen_q, params.seqlen_k,
                                                                    window_of<Spec>(params));

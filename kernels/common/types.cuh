@@ -71,8 +71,9 @@ struct NestedScoreStrides {
 
 // A grid of tokens in which each query sees a window of keys (fa2cupy/problem/boxes.py).
 struct Neighborhood {
-    // Tokens along an axis, and boxes of queries. The window of a query has `size` keys from begin() on; those outside of
-    // the axis do not exist.
+    // Tokens along an axis, and boxes that blocks own. The window of a query has `size` keys from begin() on; those outside
+    // of the axis do not exist. Windows begin in the order of their queries, so that queries that see a key, or any of
+    // several that follow each other, follow each other, too; none sees a key outside of the axis.
     struct Axis {
         int32 length, boxes, before, size, first, last;
 
@@ -83,6 +84,14 @@ struct Neighborhood {
         __device__ int32 end(int32 query) const {
             const int32 wanted = begin(query) + size;
             return wanted < length ? wanted : length;
+        }
+        __device__ int32 begin_of_queries(int32 key) const {
+            const int32 wanted = key - size + before + 1;
+            return first > key - size || wanted < 0 ? 0 : wanted;
+        }
+        __device__ int32 end_of_queries(int32 key) const {
+            const int32 wanted = key + before + 1;
+            return key >= length ? 0 : last <= key || wanted > length ? length : wanted;
         }
     };
     // Heads and sequences are one axis of tensor maps. The factors of their numbers in it.

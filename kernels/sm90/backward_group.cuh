@@ -124,14 +124,16 @@ class BackwardGroup : protected KeyGroup<Spec, Shape, BackwardMemory<Shape>> {
         pin(x);
     }
 
-    // The mask of a step's scores. Under a sparse map it is made while S^T is in flight, or else where it is needed.
-    static constexpr bool kMasksAhead = common::kListsTiles<Spec> && !kTakesWeights;
-    using TileMask = common::TileMask<true, Spec, Scores, float>;
+    // The mask of a step's scores. Where most steps have one, it is made while S^T is in flight, else where it is needed.
+    static constexpr bool kMasksAhead = common::kMasksMost<Spec> && !kTakesWeights;
     struct NoMask {};
     template <bool kMasked>
     __device__ __forceinline__ auto mask_ahead(const QueryStep& step, int32 first_key) const {
-        if constexpr (kMasked && kMasksAhead)
-            return TileMask(params_, score_tile(step, first_key));
+        if constexpr (kMasked && common::kHasBoxes<Spec>)
+            return common::HiddenByWindows<true, Spec, Scores>(params_, unpack(own_.queries.boxes), step.tile,
+                                                               first_key + 16 * warp_, lane_);
+        else if constexpr (kMasked && kMasksAhead)
+            return common::TileMask<true, Spec, Scores, float>(params_, score_tile(step, first_key));
         else
             return NoMask{};
     }
@@ -275,6 +277,10 @@ class BackwardGroup : protected KeyGroup<Spec, Shape, BackwardMemory<Shape>> {
             read_.advance();
         }
         read_.advance();
+        if constexpr (common::kHasBoxes<Spec>) {
+            add_rows(dq, row16, column8, own_.step_before(next));
+            return;
+        }
         workspace_ += static_cast<int64>(tiles_to_walk_) * Workspace::kTileElements;
         // In dQ^T = K^T dS^T, rows are columns of K: those of a panel may exceed kD.
         constexpr bool kAllRows = !Workspace::kTransposed || kD == 2 * kPanelColumns;
@@ -286,6 +292,29 @@ class BackwardGroup : protected KeyGroup<Spec, Shape, BackwardMemory<Shape>> {
         }
         tiles_to_walk_ = 0;
         if constexpr (!Shape::kPair) walk_to(next);
+    }
+
+    // Adds dQ of a box of tokens to the workspace of rows, two blocks of columns at a time. There are registers to find the
+    // rows here, but not to keep them from step to step.
+    template <int kN8>
+    __device__ __forceinline__ void add_rows(const QuadFragment<kN8>& dq, int32 row16, int32 column8,
+                                             const QueryStep& step) const {
+        static_assert(kN8 % 2 == 0 && !Workspace::kTransposed);
+        const int64 head = static_cast<int64>(own_.batch) * params_.num_heads + step.head;
+        const auto place = own_.queries.place(step.tile);
+        const int32 lane = as_if_new(lane_);
+        float* workspace = params_.dq_accum + Workspace::offset_in_row(column8, lane);
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const int32 row = own_.queries.position(params_, place, 16 * row16 + QuadFragment<kN8>::row(i, lane));
+            if (row >= params_.seqlen_q) continue;
+            float* to = workspace + (head * ceil_div(params_.seqlen_q, kBr) * kBr + row) * kD;
+#pragma unroll
+            for (int n = 0; n < kN8; n += 2)
+                if (column8 + n < kD / 8)
+                    add_global(to + 8 * n, {dq.value[n][2 * i], dq.value[n][2 * i + 1], dq.value[n + 1][2 * i],
+                                            dq.value[n + 1][2 * i + 1]});
+        }
     }
 
     // Walks to the step whose dQ is added next; in a pair to every step, also to those of the other block.
@@ -321,6 +350,7 @@ class BackwardGroup : protected KeyGroup<Spec, Shape, BackwardMemory<Shape>> {
     // record has a workspace only in kernels that compute dQ.
     template <class Record>
     __device__ __forceinline__ void start_adding(const Record& params, int32 row16, int32 column8) {
+        if constexpr (common::kHasBoxes<Spec>) return;
         const QueryStep step = own_.at(own_.first_step());
         if constexpr (Shape::kPair && !common::kListsTiles<Spec>) tiles_to_walk_ = -tiles_ahead_of(own_.first_step());
         if constexpr (common::kListsTiles<Spec>) added_tile_ = tile_of_group(own_.first_step());

@@ -69,7 +69,7 @@ class BackwardKeys : BackwardGroup<Spec, Shape> {
             Base::issue_dq(dq, key_columns_, ds_operand_);
             wgmma_wait<0>();
             pin(dq);
-            add_dq(dq, {});
+            add_dq(dq, own_.step_after_last(params_));
         }
         pin(dk_);
         pin(dv_);

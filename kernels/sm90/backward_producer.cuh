@@ -51,6 +51,24 @@ class BackwardProducer {
         if (warp == 2) prepare<false, kHides>();
         if (Shape::kWithDq && warp == 3 && threadIdx.x % 32 == 0) pass_ds_on();
     }
+    // Where the rows of a query tile are: in a box of tokens by the first one, else by the tile's number alone.
+    struct ByNumber {};
+    __device__ auto place_of(const QueryStep& own) const {
+        if constexpr (common::kHasBoxes<Spec>)
+            return own_.queries.place(own.tile);
+        else
+            return ByNumber{};
+    }
+    __device__ __forceinline__ static int32 row_at(const ByNumber&, const QueryStep& own) { return own.tile * kBr; }
+    __device__ __forceinline__ static const common::Token& row_at(const common::Token& first, const QueryStep&) {
+        return first;
+    }
+    __device__ __forceinline__ static int32 position(const ByNumber&, const QueryStep& own, int32 query) {
+        return own.tile * kBr + query;
+    }
+    __device__ __forceinline__ int32 position(const common::Token& first, const QueryStep&, int32 query) const {
+        return own_.queries.position(params_, first, query);
+    }
     __device__ bool is_valid(const QueryStep& step) const { return own_.has(step, params_); }
     __device__ void advance(QueryStep& step) const {
         if (++step.tile < own_.tiles.end) return;
@@ -99,15 +117,17 @@ class BackwardProducer {
     // pair loads other tiles for both: `landed` is of all stages, and a block late at it could get the bytes of two. That
     // block also lets both see a tile with rows to clear: the other one, if it were a tile ahead, would release it before
     // this block has released the tile that it replaces, and the barrier, which counts both, could not tell.
-    template <bool kQ>
-    __device__ void load_queries(uint32 stage, const QueryStep& own, bool clears) const {
+    template <bool kQ, class Place>
+    __device__ void load_queries(uint32 stage, const QueryStep& own, const Place& place, bool clears) const {
         const uint32 full = full_of<kQ>(stage), barrier = clears ? landed<kQ>() : full;
         mbarrier_arrive_expect(barrier, kPanelsOf<kQ> * Shape::kQueryPanelBytes);
-        if (Shape::kMulticast && !clears) {
-            if (loads_for_both<kQ>()) load_panels<kQ, true>(stage, own, full);
-            return;
+        if constexpr (Shape::kMulticast) {
+            if (!clears) {
+                if (loads_for_both<kQ>()) load_panels<kQ, true>(stage, own, place, full);
+                return;
+            }
         }
-        load_panels<kQ, false>(stage, own, barrier);
+        load_panels<kQ, false>(stage, own, place, barrier);
         if (!clears || (Shape::kMulticast && !loads_for_both<kQ>())) return;
         mbarrier_arrive(full);
         if constexpr (Shape::kMulticast) mbarrier_arrive_there(in_block(1 - Shape::template kLoader<kQ>, full));
@@ -116,13 +136,14 @@ class BackwardProducer {
     __device__ static bool loads_for_both() {
         return Shape::kMulticast && rank_in_pair<Spec>() == Shape::template kLoader<kQ>;
     }
-    template <bool kQ, bool kForBoth>
-    __device__ void load_panels(uint32 stage, const QueryStep& own, uint32 barrier) const {
+    template <bool kQ, bool kForBoth, class Place>
+    __device__ void load_panels(uint32 stage, const QueryStep& own, const Place& place, uint32 barrier) const {
         const TensorMap& map = kQ ? maps_.q : maps_.dout;
 #pragma unroll
         for (int panel = 0; panel < kPanelsOf<kQ>; ++panel) {
             const uint32 smem = rows_of<kQ>(stage) + panel * Shape::kQueryPanelBytes;
-            const int32 column = panel * kPanelColumns, row = own.tile * kBr;
+            const int32 column = panel * kPanelColumns;
+            const auto row = row_at(place, own);
             if constexpr (kForBoth)
                 own_.queries.load_to(3, smem, map, barrier, column, row, own.head, own_.batch);
             else
@@ -183,13 +204,14 @@ class BackwardProducer {
         RingPosition<Shape::kStages> ring;
         if constexpr (kIsPass<Spec> && !kLse) OwnDelta<Spec>::wait();
         float x[4];
-        bool clears = load_rows<kLse, kHides>(own, lane, x);
+        auto place = place_of(own);
+        bool clears = load_rows<kLse, kHides>(own, place, lane, x);
         uint32 landed_parity = 0;
 #pragma unroll 1
         while (true) {
             const uint32 stage = ring.slot();
             mbarrier_wait(kLse ? memory_.empty_query(stage) : memory_.empty_dout(stage), ring.parity() ^ 1);
-            if (lane == 0) load_queries<kLse>(stage, own, clears);
+            if (lane == 0) load_queries<kLse>(stage, own, place, clears);
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
                 if constexpr (kInBase2) x[i] = common::in_base2(x[i]);
@@ -215,7 +237,8 @@ class BackwardProducer {
             advance(step);
             if (!is_valid(step)) break;
             own = own_.at(step);
-            clears = load_rows<kLse, kHides>(own, lane, x);
+            place = place_of(own);
+            clears = load_rows<kLse, kHides>(own, place, lane, x);
             ring.advance();
         }
         // A block must not end before the other one has released all that it loads for both.
@@ -236,14 +259,14 @@ class BackwardProducer {
     }
 
     // Loads the statistics of four queries of a tile. With kHides, the result is true if a query of the tile sees no key.
-    template <bool kLse, bool kHides>
-    __device__ bool load_rows(const QueryStep& own, int32 lane, float (&x)[4]) const {
+    template <bool kLse, bool kHides, class Place>
+    __device__ bool load_rows(const QueryStep& own, const Place& place, int32 lane, float (&x)[4]) const {
         const int64 first = common::first_statistic<Spec>(params_, own_.batch, own.head);
         const float* lse = params_.lse + first;
         bool hides = false;
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-            const int32 query = query_of<kLse>(lane, i), row = own.tile * kBr + query;
+            const int32 query = query_of<kLse>(lane, i), row = position(place, own, query);
             x[i] = kLse ? -common::infinity<float>() : 0.0f;
             if (query < kBr && row < params_.seqlen_q) {
                 if constexpr (kLse)

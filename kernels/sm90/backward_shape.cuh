@@ -6,9 +6,9 @@
 #include "common/start_from_bias.cuh"
 #include "common/tile_lists.cuh"
 #include "sm90/dq_workspace.cuh"
+#include "sm90/boxes.cuh"
 #include "sm90/own_delta.cuh"
 #include "sm90/layout.cuh"
-#include "sm90/tma_rows.cuh"
 #include "sm90/statistic.cuh"
 
 namespace fa2::sm90 {
@@ -43,7 +43,10 @@ struct BackwardShape {
     // group multiplies, they split it by rows, and its transpose by its rows, which are columns of K.
     static constexpr bool kDqByRows = kBr == 2 * kGroupRows;
     static constexpr bool kDqTransposed = DqWorkspace<kBr, kD>::kTransposed;
-    static constexpr int kFirstDqColumns = kD > 128 ? 128 : kD > kPanelColumns ? kPanelColumns : kD / 2;
+    static constexpr int kFirstDqColumns = kD > 128                  ? 128
+                                           : kD > kPanelColumns      ? kPanelColumns
+                                           : common::kHasBoxes<Spec> ? round_up(kD / 2, 16)
+                                                                     : kD / 2;
     static_assert(kDq || !kPair);
     static_assert(!kDq || kBr == kGroupRows ||
                   (!kDivided && (kDqByRows ? kPanels == 1 : kDqTransposed && kPanels == 2)));
@@ -80,7 +83,9 @@ struct BackwardShape {
     static_assert(kIsPass<Spec> || kSharedBytes == Spec::kSharedBytes);
 
     // ------------------------------------------------------------------------------------------------------ registers
-    static constexpr int kProducerRegisters = kHoldsStart ? 40 : 24, kConsumerRegisters = kHoldsStart ? 232 : 240;
+    // The producer that finds boxes of tokens, or copies a score array, needs more.
+    static constexpr bool kProducesMore = kHoldsStart || common::kHasBoxes<Spec>;
+    static constexpr int kProducerRegisters = kProducesMore ? 40 : 24, kConsumerRegisters = kProducesMore ? 232 : 240;
     static_assert(registers_suffice(registers_at_entry(Spec::kWarps), kGroups, kProducerRegisters, kConsumerRegisters));
 };
 
@@ -96,12 +101,12 @@ struct StepLimits<true> {
 
 // The work of a block: dK and dV of a key tile, from the query tiles of all heads that share its K/V head, or from a
 // share of these steps. The key tile has at least one step: without a left limit the last query sees every key; with
-// one, a key tile that no query sees gets one query tile, fully masked. A share may have none.
+// one, a key tile that no query sees gets one query tile, fully masked. A share may have none. In a box of tokens, keys
+// count from the first of the box.
 template <class Spec>
-struct KeyTile {
+struct KeyTile : TileRows<Spec, true> {
     int32 first_key, head, batch, first_query_head;
     common::QueryTiles<Spec> tiles;
-    TmaRows<Spec::kVarlen> queries, keys;
     StepLimits<Spec::kSplit> limits;
 
     __device__ __forceinline__ QueryStep first_step() const {
@@ -117,6 +122,16 @@ struct KeyTile {
             return step.head < limits.end.head || (step.head == limits.end.head && step.tile < limits.end.tile);
         else
             return step.head < first_query_head + tiles.num_heads(params.heads_per_group);
+    }
+
+    // Of boxes of tokens: the step before another one, which may be that behind the last.
+    __device__ __forceinline__ QueryStep step_before(const QueryStep& step) const {
+        const bool is_first = step.tile == tiles.begin;
+        return {step.head - is_first, (is_first ? tiles.end : step.tile) - 1};
+    }
+    __device__ __forceinline__ QueryStep step_after_last(const Params& params) const {
+        if constexpr (common::kHasBoxes<Spec>) return {end_head(params), tiles.begin};
+        return {};
     }
 
     // The heads of the steps end here, and the query tiles of a head begin and end there.
@@ -166,13 +181,19 @@ template <class Spec>
 __device__ __forceinline__ KeyTile<Spec> key_tile(const Params& params) {
     auto where = common::scheduled_tile<Spec, true>(params, tile_index<Spec>());
     const int32 share = common::take_share<Spec>(where, params);
-    KeyTile<Spec> tile = {where.tile * Spec::kBc + static_cast<int32>(rank_in_pair<Spec>()) * kKeysOfBlock<Spec>,
+    KeyTile<Spec> tile = {{},
+                          where.tile * Spec::kBc + static_cast<int32>(rank_in_pair<Spec>()) * kKeysOfBlock<Spec>,
                           where.head,
                           where.batch,
                           where.head * params.heads_per_group,
-                          common::query_tiles<Spec>(params, where),
-                          query_tma_rows<Spec>(params, where.batch),
-                          key_tma_rows<Spec>(params, where.batch)};
+                          common::query_tiles<Spec>(params, where)};
+    using Rows = TileRows<Spec, true>;
+    if constexpr (common::kHasBoxes<Spec>) {
+        static_cast<Rows&>(tile) = rows_of_boxes<Spec, true>(params, pack(tile.tiles.boxes));
+        tile.first_key = 0;
+    } else {
+        static_cast<Rows&>(tile) = {query_tma_rows<Spec>(params, where.batch), key_tma_rows<Spec>(params, where.batch)};
+    }
     if constexpr (common::kLeftLimit<Spec>) tile.tiles.end = max_of(tile.tiles.end, 1);
     limit_steps<Spec>(tile, params, share);
     return tile;

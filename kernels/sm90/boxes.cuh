@@ -12,8 +12,8 @@ struct PackedBoxes {
 };
 __device__ __forceinline__ PackedBoxes pack(const common::TileBoxes& boxes) {
     const auto pair = [](int32 low, int32 high) { return low | high << 16; };
-    return {{pair(boxes.query.x, boxes.query.y), pair(boxes.key.x, boxes.key.y), pair(boxes.along_x, boxes.along_y),
-             pair(boxes.query.z, boxes.key.z)}};
+    return {{pair(boxes.own.x, boxes.own.y), pair(boxes.others.x, boxes.others.y), pair(boxes.along_x, boxes.along_y),
+             pair(boxes.own.z, boxes.others.z)}};
 }
 __device__ __forceinline__ common::TileBoxes unpack(const PackedBoxes& packed) {
     const auto low = [&](int i) { return packed.word[i] & 0xffff; };
@@ -21,64 +21,78 @@ __device__ __forceinline__ common::TileBoxes unpack(const PackedBoxes& packed) {
     return {{low(0), high(0), low(3)}, {low(1), high(1), high(3)}, low(2), high(2)};
 }
 
-// The rows of a query tile.
-template <class Spec>
-struct TmaQueryBox {
-    using Box = common::QueryBox<Spec>;
+// The position of a token in its sequence; behind the last one for tokens outside of the grid.
+__device__ __forceinline__ int32 position_in(const Neighborhood& grid, const common::Token& token) {
+    const auto [x, y, z] = token;
+    const bool is_inside = x < grid.x.length && y < grid.y.length && z < grid.z.length;
+    return is_inside ? (z * grid.y.length + y) * grid.x.length + x : 0x7fffffff;
+}
+
+// The rows of the tile that a block owns.
+template <class Box>
+struct TmaOwnBox {
     PackedBoxes boxes;
     Neighborhood::SequenceAxis sequences;
 
     __device__ __forceinline__ void load(uint32 smem, const TensorMap& map, uint32 barrier, int32 column, int32,
                                          int32 head, int32 batch) const {
-        const auto [x, y, z] = unpack(boxes).query;
+        const auto [x, y, z] = unpack(boxes).own;
         tma_load(smem, map, barrier, column, x, y, z, sequences.at(head, batch));
     }
     __device__ __forceinline__ void store(const TensorMap& map, uint32 smem, int32 column, int32 row, int32 head,
                                           int32 batch) const {
-        const auto [x, y, z] = unpack(boxes).query + Box::token(row);
+        const auto [x, y, z] = unpack(boxes).own + Box::token(row);
         tma_store(map, smem, column, x, y, z, sequences.at(head, batch));
     }
-    // Behind the last row for rows outside of the grid.
     template <class Record>
     __device__ __forceinline__ int32 position(const Record& params, int32 row) const {
-        const Neighborhood& grid = common::grid_of(params);
-        const auto [x, y, z] = unpack(boxes).query + Box::token(row);
-        const bool is_inside = x < grid.x.length && y < grid.y.length && z < grid.z.length;
-        return is_inside ? (z * grid.y.length + y) * grid.x.length + x : 0x7fffffff;
+        return position_in(common::grid_of(params), unpack(boxes).own + Box::token(row));
     }
 };
 
-// The rows of the key tiles of a query tile.
-template <class Spec>
-struct TmaKeyBoxes {
+// The rows of the tiles of the other side, of kRows each: by the first one's number, or by the place, its token.
+template <class Box, bool kLayers, int kRows>
+struct TmaOtherBoxes {
     PackedBoxes boxes;
     Neighborhood::SequenceAxis sequences;
 
+    __device__ __forceinline__ common::Token place(int32 tile) const {
+        return unpack(boxes).template other<Box, kLayers, true>(tile);
+    }
     __device__ __forceinline__ void load(uint32 smem, const TensorMap& map, uint32 barrier, int32 column, int32 row,
                                          int32 head, int32 batch) const {
-        const auto [x, y, z] = unpack(boxes).template key_box<Spec>(row / Spec::kBc);
-        tma_load(smem, map, barrier, column, x, y, z, sequences.at(head, batch));
+        load(smem, map, barrier, column, unpack(boxes).template other<Box, kLayers>(row / kRows), head, batch);
+    }
+    __device__ __forceinline__ void load(uint32 smem, const TensorMap& map, uint32 barrier, int32 column,
+                                         const common::Token& place, int32 head, int32 batch) const {
+        tma_load(smem, map, barrier, column, place.x, place.y, place.z, sequences.at(head, batch));
+    }
+    template <class Record>
+    __device__ __forceinline__ static int32 position(const Record& params, const common::Token& place, int32 row) {
+        return position_in(common::grid_of(params), place + Box::token(row));
     }
 };
 
-template <class Spec, class Record>
-__device__ __forceinline__ TmaQueryBox<Spec> query_boxes(const Record& params, const PackedBoxes& boxes) {
-    return {boxes, common::grid_of(params).queries};
-}
-template <class Spec, class Record>
-__device__ __forceinline__ TmaKeyBoxes<Spec> key_boxes(const Record& params, const PackedBoxes& boxes) {
-    return {boxes, common::grid_of(params).keys};
-}
-
-// Where the rows of a query tile are in memory, and those of its key tiles.
-template <class Spec, bool kHasBoxes = common::kHasBoxes<Spec>>
+// Where the rows of a tile of queries, or of keys if kByKeys, are in memory, and those of the tiles that it sees.
+template <class Spec, bool kByKeys, bool kHasBoxes = common::kHasBoxes<Spec>>
 struct TileRows {
     TmaRows<Spec::kVarlen> queries, keys;
 };
 template <class Spec>
-struct TileRows<Spec, true> {
-    TmaQueryBox<Spec> queries;
-    TmaKeyBoxes<Spec> keys;
+struct TileRows<Spec, false, true> {
+    TmaOwnBox<common::QueryBox<Spec>> queries;
+    TmaOtherBoxes<common::KeyBox<Spec>, common::kHasLayers<Spec>, Spec::kBc> keys;
 };
+template <class Spec>
+struct TileRows<Spec, true, true> {
+    TmaOtherBoxes<common::QueryBox<Spec>, common::kHasLayers<Spec>, Spec::kBr> queries;
+    TmaOwnBox<common::KeyBox<Spec>> keys;
+};
+
+template <class Spec, bool kByKeys, class Record>
+__device__ __forceinline__ TileRows<Spec, kByKeys> rows_of_boxes(const Record& params, const PackedBoxes& boxes) {
+    const Neighborhood& grid = common::grid_of(params);
+    return {{boxes, grid.queries}, {boxes, grid.keys}};
+}
 
 }  // namespace fa2::sm90

@@ -1,7 +1,8 @@
 // dQ = scale * workspace, rounded and rearranged from accumulator order into rows (last stage of `single_pass`).
 //
 // A block owns one query tile of a head. A thread converts 2 rows by 8 columns of dQ (by 16 columns if the workspace is
-// transposed): the accumulators of 4 (8) lanes of one 16 x 8 workspace block, which it stores as whole 16-byte chunks.
+// transposed): the accumulators of 4 (8) lanes of one 16 x 8 workspace block, which it stores as whole 16-byte chunks. If
+// the workspace has rows, it converts 16 columns of one.
 #pragma once
 #include "common/sequence.cuh"
 #include "sm90/dq_workspace.cuh"
@@ -26,7 +27,9 @@ struct ConvertDq {
         Element* dq =
             params.dq + params.dq_strides.offset(head / params.num_heads, rows.first, head % params.num_heads);
         const ConvertDq tile{params, workspace, dq, rows.length};
-        if constexpr (Workspace::kTransposed)
+        if constexpr (common::kHasBoxes<Spec>)
+            tile.convert_rows();
+        else if constexpr (Workspace::kTransposed)
             tile.convert_transposed();
         else
             tile.convert();
@@ -66,6 +69,24 @@ struct ConvertDq {
                         chunk.item[g] = packed(x[2 * g].item[2 * i + j], x[2 * g + 1].item[2 * i + j]);
                     store(8 * row8 + 2 * t + j, 16 * column16 + 8 * i, chunk);
                 }
+        }
+    }
+
+    __device__ void convert_rows() const {
+        for (int32 index = threadIdx.x; index < kBr * (kD / 16); index += blockDim.x) {
+            const int32 column16 = index % (kD / 16), row = index / (kD / 16);
+            Four x[4];
+#pragma unroll
+            for (int t = 0; t < 4; ++t)
+                x[t] = *reinterpret_cast<const Four*>(workspace + row * kD + Workspace::offset_in_row(2 * column16, t));
+#pragma unroll
+            for (int j = 0; j < 2; ++j) {
+                if (16 * column16 + 8 * j >= Spec::kHeadDim) continue;
+                Chunk chunk;
+#pragma unroll
+                for (int t = 0; t < 4; ++t) chunk.item[t] = packed(x[t].item[2 * j], x[t].item[2 * j + 1]);
+                store(row, 16 * column16 + 8 * j, chunk);
+            }
         }
     }
 

@@ -20,7 +20,7 @@ class KeyGroup {
 
     // Runs all steps of the block. With a right limit only, the query tiles that need the mask come first and have a
     // separate loop. With a left limit they are at both ends, and every step tests at run time whether it needs the
-    // mask: with one more copy of the step the compiler would serialise its wgmmas.
+    // mask: with one more copy of the step the compiler would serialise its wgmmas. All boxes of tokens need it.
     template <class Group>
     static __device__ __forceinline__ void take_steps(Group& group) {
         const KeyTile<Spec>& own = group.own_;
@@ -30,10 +30,10 @@ class KeyGroup {
             int32 tile = own.begin_of(head);
             const int32 end = own.end_of(head);
             const int32 masked_end = Spec::kSplit ? min_of(own.tiles.full_begin, end) : own.tiles.full_begin;
+            constexpr bool kMasksAll = common::kLeftLimit<Spec> || common::kHasBoxes<Spec>;
 #pragma unroll 1
-            for (; tile < (common::kLeftLimit<Spec> ? end : masked_end); ++tile)
-                group.template step<true>({head, tile});
-            if constexpr (!common::kLeftLimit<Spec>) {
+            for (; tile < (kMasksAll ? end : masked_end); ++tile) group.template step<true>({head, tile});
+            if constexpr (!kMasksAll) {
 #pragma unroll 1
                 for (; tile < end; ++tile) group.template step<false>({head, tile});
             }

@@ -66,7 +66,7 @@ struct ListOfKeys<true> {
 
 // A query tile with the TMA coordinates that the producer needs to load it, and the entries of its list.
 template <class Spec>
-struct LoadedTile : QueryTile, TileRows<Spec> {
+struct LoadedTile : QueryTile, TileRows<Spec, false> {
     ListOfKeys<common::kListsTiles<Spec>> list;
 };
 template <class Spec, class... Entries>
@@ -83,7 +83,7 @@ __device__ __forceinline__ LoadedTile<Spec> loaded_boxes(const Params& params, Q
     tile.first_key_tile = packed.word[1];
     tile.share = packed.word[2];
     tile.bias_is_kept = packed.word[3];
-    return {tile, {query_boxes<Spec>(params, packed), key_boxes<Spec>(params, packed)}, {}};
+    return {tile, rows_of_boxes<Spec, false>(params, packed), {}};
 }
 
 // True if the series of a tile goes on behind its sequences.

@@ -35,7 +35,7 @@ class QueryTileConsumer {
     // Where the tile's rows are in memory.
     __device__ __forceinline__ auto rows_of(const TileInSlot& tile, int32 batch) const {
         if constexpr (common::kHasBoxes<Spec>)
-            return query_boxes<Spec>(params_, tile.boxes());
+            return rows_of_boxes<Spec, false>(params_, tile.boxes()).queries;
         else
             return query_tma_rows<Spec>(params_, batch);
     }
@@ -105,7 +105,8 @@ class QueryTileConsumer {
     __device__ __forceinline__ auto tile_mask(const TileInSlot& tile, int32 block) const {
         using Scores = QuadFragment<kBc / 8>;
         if constexpr (common::kHasBoxes<Spec>)
-            return common::HiddenByWindows<Spec, Scores>(params_, unpack(tile.boxes()), block, first_row(tile), lane_);
+            return common::HiddenByWindows<false, Spec, Scores>(params_, unpack(tile.boxes()), block, first_row(tile),
+                                                                lane_);
         else
             return common::TileMask<false, Spec, Scores, float>(params_, score_tile(tile, block));
     }

@@ -195,8 +195,8 @@ MUTANTS = (
         "next query tile into the stage in use",
         "backward",
         "mbarrier_wait(kLse ? memory_.empty_query(stage) : memory_.empty_dout(stage), ring.parity() ^ 1);\n"
-        "            if (lane == 0) load_queries<kLse>(stage, own, clears);\n",
-        "if (lane == 0) load_queries<kLse>(stage, own, clears);\n"
+        "            if (lane == 0) load_queries<kLse>(stage, own, place, clears);\n",
+        "if (lane == 0) load_queries<kLse>(stage, own, place, clears);\n"
         "            "
         "mbarrier_wait(kLse ? memory_.empty_query(stage) : memory_.empty_dout(stage), ring.parity() ^ 1);\n",
         "race",

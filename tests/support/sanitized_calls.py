@@ -274,13 +274,14 @@ def sparse() -> None:
 
 
 def boxes() -> None:
-    """Calls forwards whose tiles are boxes of tokens, which do not divide the grids."""
+    """Calls kernels whose tiles are boxes of tokens, which do not divide the grids."""
     for shape, windows in (((13, 19), (5, 7)), ((5, 9, 7), (3, 5, 3))):
         mask, length = fa2cupy.mods.neighborhood(shape, windows), math.prod(shape)
         for dtype, head_dim in itertools.product(("float16", "bfloat16"), (64, 128)):
             sizes = {"seqlen_q": length, "seqlen_k": length, "num_heads": 2, "num_heads_kv": 1}
-            q, k, v, _ = make_inputs(dtype, batch=2, head_dim=head_dim, xp=cupy, **sizes)
-            fa2cupy.forward(q, k, v, mask_mod=mask)
+            q, k, v, do = make_inputs(dtype, batch=2, head_dim=head_dim, xp=cupy, **sizes)
+            o, lse = fa2cupy.forward(q, k, v, mask_mod=mask)
+            fa2cupy.backward(q, k, v, o, lse, do, mask_mod=mask, method="single_pass")
 
 
 def second_order(dtype: str) -> None:
