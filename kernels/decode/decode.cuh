@@ -123,14 +123,17 @@ struct Decode {
 
         // Starts the copies of a segment's first steps, and of its Q with the first of them.
         __device__ __forceinline__ void start(const Segment& segment, char* q, int32 rows) {
-            Warp::template copy_queries<kThreads>(q, params, segment.job, rows);
+            if (has_steps(segment)) Warp::template copy_queries<kThreads>(q, params, segment.job, rows);
             filled = taken;
             look_up(segment, segment.begin);
 #pragma unroll 1
             for (int32 s = 0; s < kStages - 1; ++s) load(segment, segment.begin + s);
         }
-        // Waits for what this thread copies of the first step.
-        __device__ __forceinline__ void wait() const { Warp::template wait<kStages - 2>(); }
+        // Waits for what this thread copies of the first step, if other groups than its own need it. Refilled slots have
+        // one group: `acquire` waits then, when the copies of all slots are under way.
+        __device__ __forceinline__ void wait() const {
+            if constexpr (!Warp::kRefills) Warp::template wait<kStages - 2>();
+        }
         // The first step of a segment that this thread multiplies.
         __device__ __forceinline__ int32 first_step(const Segment& segment) {
             if constexpr (Warp::kRefills) load(segment, segment.begin + kStages - 1);
@@ -159,6 +162,10 @@ struct Decode {
         }
 
       protected:
+        // False if nobody would wait for copies: only blocks of clusters have such segments.
+        __device__ __forceinline__ static bool has_steps(const Segment& segment) {
+            return !kIsCluster || segment.begin < segment.end;
+        }
         __device__ __forceinline__ static int32 first_key(const Job& job, int32 step) {
             return (job.first_tile + step) * kBc +
                    (kIsProduced ? 0 : static_cast<int32>(threadIdx.x) / kGroupThreads * kKeys);
@@ -236,13 +243,18 @@ struct Decode {
         }
 
         __device__ __forceinline__ void start(const Segment& segment, char* q, int32 rows) {
-            Warp::template copy_queries<kThreads>(q, this->params, segment.job, rows);
-            Warp::commit();
-            if (!Warp::is_producer()) return;
-            this->look_up(segment, segment.begin);
-            fill(segment, segment.begin, min_of(segment.begin + kStages - 1, segment.end));
+            if (Warp::is_producer()) {
+                this->look_up(segment, segment.begin);
+                fill(segment, segment.begin, min_of(segment.begin + kStages - 1, segment.end));
+            } else if (Ring::has_steps(segment)) {
+                Warp::template copy_queries<kGroupThreads>(q, this->params, segment.job, rows);
+                Warp::commit();
+            }
         }
-        __device__ __forceinline__ void wait() const { Warp::template wait<0>(); }
+        // Waits for Q, not for keys: the copies of all slots are then under way together.
+        __device__ __forceinline__ void wait() const {
+            if (!Warp::is_producer()) Warp::template wait<0>();
+        }
         // Producers copy all of the segment's other steps, and multiply none.
         __device__ __forceinline__ int32 first_step(const Segment& segment) {
             if (!Warp::is_producer()) return segment.begin;
