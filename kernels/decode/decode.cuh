@@ -47,10 +47,10 @@ struct Decode {
     static constexpr bool kIsProduced = Warp::kProducers > 0;
     // Segments whose Q is there. A block of a cluster has one segment; large slots leave no room for a second Q.
     static constexpr int kQueries = kIsCluster || Warp::kRefills || Warp::kCopiesMeanwhile ? 1 : 2;
-    using Shares = decode::Shares<Spec, Warp::kColumns>;
+    using Shares = typename SharesOf<Spec, Warp>::Type;
     using Work = typename WorkOf<Spec>::Type;
     static constexpr int kSharedBytes =
-        kQueries * Warp::kQueryBytes + kGroups * kGroupBytes + kStatisticBytes + kBytesOfShares<Spec, Warp::kColumns>;
+        kQueries * Warp::kQueryBytes + kGroups * kGroupBytes + kStatisticBytes + kBytesOfShares<Spec, Warp>;
     static_assert(kBc == kKeys * kGroups && kStages >= 2 && (!kIsProduced || kGroups == 1));
     static_assert(Exchange::kBytes <= Warp::kSlotBytes);
     static_assert(kSharedBytes == Spec::kSharedBytes);
@@ -75,7 +75,7 @@ struct Decode {
                 if (number > 0) __syncthreads();  // nobody reads the Q of the segment before any more
             if (next.end != 0) ring.start(next, q, line.rows());
             if constexpr (kIsCluster)
-                if (number == 0 && next.end != 0) Shares::begin();
+                if (number == 0 && next.end != 0) Shares::begin(smem + kFirstShare);
             if (number > 0) store(params, line, segment, worker, state, smem, exchange - slots);
             if (next.end == 0) return;
             segment = next;
@@ -305,11 +305,19 @@ struct Decode {
         const Partials partials{params, job, first_row, min_of(line.rows() - first_row, kBr)};
         if constexpr (kIsCluster) {
             const Shares shares{partials, smem + kFirstShare, worker % Spec::kCluster, worker};
-            merge_warps(
-                partials, state, smem, distance, false,
-                [&](int32 row, int32 column, const Item& merged) { shares.send(row, column, merged); },
-                [] { Shares::wait(); });
-            shares.merge(line.clusters(), line.number());
+            if constexpr (Warp::kSendsRows) {
+                Statistic* statistics = reinterpret_cast<Statistic*>(smem + kFirstStatistic);
+                if (multiplies()) state.finish(statistics, smem + kFirstSlot + kStages * Warp::kSlotBytes);
+                shares.merge(smem + kFirstSlot, statistics, line.clusters(), line.number(), [&](char* to, int32 begin) {
+                    if (multiplies()) state.template put<typename Shares::Exchange>(to, begin);
+                });
+            } else {
+                merge_warps(
+                    partials, state, smem, distance, false,
+                    [&](int32 row, int32 column, const Item& merged) { shares.send(row, column, merged); },
+                    [] { Shares::wait(); });
+                shares.merge(line.clusters(), line.number());
+            }
         } else {
             const bool is_whole = segment.is_whole();
             const Contributors blocks = is_whole ? Contributors{} : line.blocks_of(job);
@@ -323,23 +331,26 @@ struct Decode {
             if (!is_whole) partials.merge(blocks, worker);
         }
     }
+    // False for producers.
+    __device__ __forceinline__ static bool multiplies() {
+        if constexpr (kIsProduced) return !Warp::is_producer();
+        return true;
+    }
     template <class Store, class Wait>
     __device__ __forceinline__ static void merge_warps(const Partials& partials, Warp& state, char* smem,
                                                        int32 distance, bool is_result, const Store& store,
                                                        const Wait& wait) {
         const int32 group = group_of_thread();
-        bool multiplies = true;
-        if constexpr (kIsProduced) multiplies = !Warp::is_producer();
         Statistic* statistics = reinterpret_cast<Statistic*>(smem + kFirstStatistic);
         char* exchange = smem + kFirstSlot + distance;
-        if (multiplies) {
+        if (multiplies()) {
             state.finish(statistics + group * kBr,
                          smem + kFirstSlot + group * kGroupBytes + kStages * Warp::kSlotBytes);
             Warp::sync();  // no lane reads the slot of the last step any more: O goes there
         }
 #pragma unroll
         for (int32 begin = 0; begin < kBr; begin += kRowsAtOnce) {
-            if (multiplies) state.template put<Exchange>(exchange + group * kGroupBytes, begin);
+            if (multiplies()) state.template put<Exchange>(exchange + group * kGroupBytes, begin);
             __syncthreads();  // statistics of all warps and these rows of their O are there
             if (begin == 0) wait();
             const auto columns_of = [&](int32 s, int32 row, int32 column) {

@@ -20,6 +20,7 @@
 #include "decode/decode.cuh"
 #include "sm80/smem_tile.cuh"
 #include "sm90/layout.cuh"
+#include "sm90_latent/shares.cuh"
 #include "sm90_latent/wgmma.cuh.j2"
 
 namespace fa2::sm90_latent {
@@ -64,7 +65,7 @@ class DecodeWarp {
   public:
     static constexpr int kD = Spec::kHeadDim, kDv = Spec::kHeadDimV;
     static constexpr int kSharers = 8, kKeys = Spec::kBc, kProducers = Spec::kWarps - kSharers;
-    static constexpr bool kValuesInKeys = true;
+    static constexpr bool kValuesInKeys = true, kSendsRows = true;
     // A slot is filled again as soon as it is free, but for 64 rows, whose arithmetic is the limit, while the scores of the
     // next step are computed.
     static constexpr bool kCopiesMeanwhile = Spec::kBr == 64, kRefills = !kCopiesMeanwhile;
@@ -89,6 +90,7 @@ class DecodeWarp {
   public:
     static constexpr int kColumns = kDv;
     static constexpr int kKeyBytes = KTile::kBytes, kQueryBytes = QTile::kBytes, kSlotBytes = kKeyBytes;
+    using Shares = sm90_latent::Shares<Spec, kDv, kStages * kSlotBytes>;
     static constexpr int kSignals = kFactors + kBr * 4, kScratchBytes = kSignals + 2 * kStages * 8;
     static_assert(kQueryBytes % sm90::kAlignment == 0 && kSlotBytes % sm90::kAlignment == 0);
 
