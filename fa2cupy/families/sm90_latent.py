@@ -49,9 +49,10 @@ class Sm90Latent(Family):
         columns = _COLUMNS[0]
         slots = tile.num_stages * 2 * tile.b_c * columns
         scratch = tile.b_r * (2 * tile.b_c + 4 * 4 + 4)  # P, four maxima of each row, and a factor
+        halves = 256 * tile.b_r if tile.b_r <= 32 else 0  # of scores, which the groups exchange
         signals = 2 * tile.num_stages * 8
         arrived = 16 if tile.cluster > 1 else 0  # shares of O are in the slots
-        return 2 * tile.b_r * columns + slots + scratch + signals + 8 * tile.b_r + arrived
+        return 2 * tile.b_r * columns + slots + scratch + halves + signals + 8 * tile.b_r + arrived
 
     def blocks_of_tile(self, kernel: Kernel, tile: TileConfig) -> int:
         return tile.cluster
