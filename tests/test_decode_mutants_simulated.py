@@ -178,8 +178,6 @@ MUTANTS = (
            LATENT_HOPPER),
     Mutant("a slot that producers fill while it is read", "sm90::mbarrier_wait(free_at(slot), turn ^ 1);", "",
            "deadlock", LATENT_HOPPER),
-    Mutant("P that the other group still reads", "wait_filled(this->taken, turn);\n            Warp::sync();",
-           "wait_filled(this->taken, turn);", "race", LATENT_HOPPER),
     Mutant("P for wgmma without a fence", "value[2 * n + 1][1]));\n            sm90::async_proxy_fence();",
            "value[2 * n + 1][1]));", "proxy", LATENT_HOPPER),
     Mutant("rows of the first group of queries for both", "kAddsHalves ? 0 : group() * kGroupRows * kPanelRowBytes", "0",
