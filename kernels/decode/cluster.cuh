@@ -120,8 +120,8 @@ struct Shares {
         merge_items<kCluster>(items, kCluster, is_result, statistic_of, columns_of,
                               [&](int32 i, int32 row, int32 column, const Item& merged) {
                                   if (is_result) return partials.store_result(row, column, merged);
-                                  reinterpret_cast<float4*>(own)[i] = make_float4(
-                                      merged.column[0], merged.column[1], merged.column[2], merged.column[3]);
+                                  reinterpret_cast<float4*>(own)[i] = make_float4(merged.column[0], merged.column[1],
+                                                                                  merged.column[2], merged.column[3]);
                                   statistics_of(own)[i] = merged.statistic;
                               });
     }
@@ -152,9 +152,7 @@ struct Shares {
         int32 rank;
 
         __device__ __forceinline__ static int32 first() { return 0; }
-        __device__ __forceinline__ bool has(int32 i) const {
-            return i * kCluster + rank < partials.num_rows * kItems;
-        }
+        __device__ __forceinline__ bool has(int32 i) const { return i * kCluster + rank < partials.num_rows * kItems; }
         __device__ __forceinline__ int32 row(int32 i) const { return (i * kCluster + rank) / kItems; }
         __device__ __forceinline__ int32 column(int32 i) const { return (i * kCluster + rank) % kItems * kVector; }
     };

@@ -219,8 +219,10 @@ struct Decode {
                     if constexpr (!Warp::kValuesInKeys) Warp::copy_values(v, v_rows);
                 } else {
                     const int32 cached = cached_end - first, present = end - first;
-                    const Element* new_k = params.k + params.k_strides.offset(job.batch, first - job.cached, job.head_kv);
-                    const Element* new_v = params.v + params.v_strides.offset(job.batch, first - job.cached, job.head_kv);
+                    const Element* new_k =
+                        params.k + params.k_strides.offset(job.batch, first - job.cached, job.head_kv);
+                    const Element* new_v =
+                        params.v + params.v_strides.offset(job.batch, first - job.cached, job.head_kv);
                     Warp::copy_keys(k, [=](int32 key) -> const Element* {
                         if (key < cached) return k_rows(key);
                         return key < present ? new_k + key * params.k_strides.row : nullptr;

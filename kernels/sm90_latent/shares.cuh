@@ -15,8 +15,8 @@ namespace fa2::sm90_latent {
 template <class Spec, int kD, int kSlotBytes>
 struct Shares : decode::Shares<Spec, kD> {
     using Base = decode::Shares<Spec, kD>;
-    using typename Base::Statistic;
     using Base::kCluster, Base::kVector, Base::partials, Base::rank, Base::wait;
+    using typename Base::Statistic;
     static constexpr int kColumns = kD / kCluster, kItemsOfRow = kColumns / kVector;
     static constexpr int kRows = common::min_of(Spec::kBr, 32);  // of a turn
     static constexpr int kSentBytes = kRows * kColumns * 4, kStatisticBytes = kRows * 8;
@@ -55,8 +55,8 @@ struct Shares : decode::Shares<Spec, kD> {
             if (threadIdx.x == 0) sm90::mbarrier_arrive_expect(arrived, kCluster * (kSentBytes + kStatisticBytes));
             if (threadIdx.x < kCluster) {
                 const uint32 block = threadIdx.x, there = common::in_block(block, arrived);
-                sm90::bulk_send(common::in_block(block, own + kFirstShare + rank * kSentBytes), own + block * kSentBytes,
-                                kSentBytes, there);
+                sm90::bulk_send(common::in_block(block, own + kFirstShare + rank * kSentBytes),
+                                own + block * kSentBytes, kSentBytes, there);
                 sm90::bulk_send(common::in_block(block, own + kFirstStatistic + rank * kStatisticBytes),
                                 common::shared_address(statistics + begin), kStatisticBytes, there);
             }
