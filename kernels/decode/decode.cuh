@@ -83,7 +83,7 @@ struct Decode {
             segment = next;
             const Job& job = segment.job;
             // The block that has the last step appends rows.
-            if (params.seqlen_new > 0 && job.row_tile == 0 && segment.begin < segment.end && segment.end == job.steps &&
+            if (params.seqlen_new > 0 && job.row_tile == 0 && segment.end == job.steps &&
                 (!kIsCluster || job.end == job.length))
                 append_rows<Spec>(params, job);
 
