@@ -16,8 +16,8 @@
 namespace fa2::decode {
 
 // The work of a cluster: all of a job's clusters that have steps for all of their blocks, or else one, have the same
-// number of keys, and so have their blocks, but for kUnit keys. A block's job begins and ends with its own keys.
-template <class Spec, int kUnit>
+// number of steps, and so have their blocks, but for one step.
+template <class Spec>
 class ClusterWork : public Work<Spec> {
     static constexpr int kCluster = Spec::kCluster;
 
@@ -36,18 +36,14 @@ class ClusterWork : public Work<Spec> {
     __device__ __forceinline__ Segment first(int32 worker, bool) {
         const int32 cluster = worker / kCluster, index = quotient(cluster, clusters_);
         const int32 batch = quotient(index, this->jobs_of_sequence());
-        Job job = this->make_job(batch, index - batch * this->jobs_of_sequence(), 0);
+        const Job job = this->make_job(batch, index - batch * this->jobs_of_sequence(), 0);
         number_ = cluster - index * clusters_;
         working_ = min_of(clusters_, ceil_div(job.steps, kCluster));
         if (number_ >= working_) return {job, 0, 0};
         const int32 blocks = working_ * kCluster, block = worker - index * clusters_ * kCluster;
-        const int32 units = max_of(ceil_div(job.length - job.first_key, kUnit), 1);
-        const int32 stretch = quotient(units, blocks), longer = units - stretch * blocks;
-        const int32 begin = block * stretch + min_of(block, longer), own = stretch + (block < longer);
-        job.first_key += begin * kUnit;
-        job.end = min_of(job.length, job.first_key + own * kUnit);
-        job.steps = ceil_div(own * kUnit, Spec::kBc);
-        return own == 0 ? Segment{job, 1, 1} : Segment{job, 0, job.steps};
+        const int32 stretch = quotient(job.steps, blocks), longer = job.steps - stretch * blocks;
+        const int32 begin = block * stretch + min_of(block, longer);
+        return {job, begin, begin + stretch + (block < longer)};
     }
     __device__ __forceinline__ Segment after(const Segment& segment, bool) const { return {segment.job, 0, 0}; }
 
@@ -187,13 +183,13 @@ inline constexpr int kBytesOfShares = 0;
 template <class Spec, class Warp>
 inline constexpr int kBytesOfShares<Spec, Warp, true> = SharesOf<Spec, Warp>::Type::kBytes;
 
-template <class Spec, int kUnit, bool kIsCluster = (Spec::kCluster > 1)>
+template <class Spec, bool kIsCluster = (Spec::kCluster > 1)>
 struct WorkOf {
     using Type = WorkLine<Spec>;
 };
-template <class Spec, int kUnit>
-struct WorkOf<Spec, kUnit, true> {
-    using Type = ClusterWork<Spec, kUnit>;
+template <class Spec>
+struct WorkOf<Spec, true> {
+    using Type = ClusterWork<Spec>;
 };
 
 }  // namespace fa2::decode

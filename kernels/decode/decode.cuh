@@ -48,9 +48,7 @@ struct Decode {
     // Segments whose Q is there. A block of a cluster has one segment; large slots leave no room for a second Q.
     static constexpr int kQueries = kIsCluster || Warp::kRefills || Warp::kCopiesMeanwhile ? 1 : 2;
     using Shares = typename SharesOf<Spec, Warp>::Type;
-    // The keys by which clusters are divided: a group of all warps may have a last step that is not full.
-    static constexpr int kUnit = Warp::kSendsRows ? kRowsTogether : kBc;
-    using Work = typename WorkOf<Spec, kUnit>::Type;
+    using Work = typename WorkOf<Spec>::Type;
     static constexpr int kSharedBytes =
         kQueries * Warp::kQueryBytes + kGroups * kGroupBytes + kStatisticBytes + kBytesOfShares<Spec, Warp>;
     static_assert(kBc == kKeys * kGroups && kStages >= 2 && (!kIsProduced || kGroups == 1));
@@ -83,20 +81,18 @@ struct Decode {
             segment = next;
             const Job& job = segment.job;
             // The block that has the last step appends rows.
-            if (params.seqlen_new > 0 && job.row_tile == 0 && segment.end == job.steps &&
-                (!kIsCluster || job.end == job.length))
+            if (params.seqlen_new > 0 && job.row_tile == 0 && segment.begin < segment.end && segment.end == job.steps)
                 append_rows<Spec>(params, job);
 
             const int32 first_row = job.row_tile * kBr, last_row = min_of(first_row + kBr, max_of(line.rows(), 1)) - 1;
-            PackedMask<Spec::kCausal, Spec::kWindow> mask{line.mask_of(job.length), params.heads_per_group};
-            if constexpr (kIsCluster) mask.of_queries.seqlen_k = job.end;
+            const PackedMask<Spec::kCausal, Spec::kWindow> mask{line.mask_of(job.length), params.heads_per_group};
             const auto keys = KeyRange::of(mask, first_row, last_row);
             state.begin(params, job, first_row);
             ring.wait();
             __syncthreads();  // all of Q is there, and nobody reads the slots of the exchange any more
             for (int32 step = ring.first_step(segment); step < segment.end; ++step) {
                 const char* slot = ring.acquire(segment, step);
-                const int32 first_key = job.first_key + step * kBc + group * kKeys;
+                const int32 first_key = (job.first_tile + step) * kBc + group * kKeys;
                 if constexpr (Warp::kCopiesMeanwhile) {
                     const auto copy = [&] { ring.load(segment, step + kStages - 1); };
                     if (keys.sees(first_key, kKeys))
@@ -171,7 +167,7 @@ struct Decode {
             return !kIsCluster || segment.begin < segment.end;
         }
         __device__ __forceinline__ static int32 first_key(const Job& job, int32 step) {
-            return job.first_key + step * kBc +
+            return (job.first_tile + step) * kBc +
                    (kIsProduced ? 0 : static_cast<int32>(threadIdx.x) / kGroupThreads * kKeys);
         }
         // Finds the pages of a step ahead of its copy, which would wait for them.
@@ -207,22 +203,18 @@ struct Decode {
         __device__ __forceinline__ void load(const Segment& segment, int32 step) {
             const Job& job = segment.job;
             const int32 first = first_key(job, step);
-            const int32 end = kIsCluster ? job.end : job.length;
-            const int32 cached_end = kIsCluster ? min_of(job.cached, end) : job.cached;
-            if (step < segment.end && first < end) {
+            if (step < segment.end && first < job.length) {
                 char* k = slots + filled * Warp::kSlotBytes;
                 char* v = k + Warp::kKeyBytes;
                 const auto k_rows = cached_rows(params.k_cache, params.k_cache_strides, job.head_kv);
                 const auto v_rows = cached_rows(params.v_cache, params.v_cache_strides, job.head_kv);
-                if (first + kKeys <= cached_end) {
+                if (first + kKeys <= job.cached) {
                     Warp::copy_keys(k, k_rows);
                     if constexpr (!Warp::kValuesInKeys) Warp::copy_values(v, v_rows);
                 } else {
-                    const int32 cached = cached_end - first, present = end - first;
-                    const Element* new_k =
-                        params.k + params.k_strides.offset(job.batch, first - job.cached, job.head_kv);
-                    const Element* new_v =
-                        params.v + params.v_strides.offset(job.batch, first - job.cached, job.head_kv);
+                    const int32 cached = job.cached - first, present = job.length - first;
+                    const Element* new_k = params.k + params.k_strides.offset(job.batch, -cached, job.head_kv);
+                    const Element* new_v = params.v + params.v_strides.offset(job.batch, -cached, job.head_kv);
                     Warp::copy_keys(k, [=](int32 key) -> const Element* {
                         if (key < cached) return k_rows(key);
                         return key < present ? new_k + key * params.k_strides.row : nullptr;

@@ -27,9 +27,9 @@ using common::min_of;
 
 struct Job {
     int32 batch, head_kv, row_tile;
-    int32 cached, length;         // rows of the sequence in the cache, and with those that the call appends
-    int32 first_key, end, steps;  // its keys, from the beginning of a tile to the length, and the steps, at least 1
-    int32 start;                  // the job's first step in the line
+    int32 cached, length;     // rows of the sequence in the cache, and with those that the call appends
+    int32 first_tile, steps;  // the first key tile, and the number of steps, at least 1
+    int32 start;              // the job's first step in the line
 };
 
 // a / b rounded down, for a >= 0 and b > 0. Keys wait for such numbers, most of which are small.
@@ -106,8 +106,7 @@ class Work {
         const int32 cached = cached_rows(params_, batch), length = cached + params_.seqlen_new;
         const Tiles tiles = tiles_of(length);
         const int32 head_kv = quotient(index, row_tiles_);
-        return {batch,       head_kv, index - head_kv * row_tiles_, cached, length, tiles.first * Spec::kBc, length,
-                tiles.steps, start};
+        return {batch, head_kv, index - head_kv * row_tiles_, cached, length, tiles.first, tiles.steps, start};
     }
 
     const Params& params_;
