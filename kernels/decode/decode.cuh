@@ -112,7 +112,9 @@ struct Decode {
 
   private:
     // A group has no producers beside it unless it is the only one, which they belong to.
-    __device__ __forceinline__ static int32 group_of_thread() { return kIsProduced ? 0 : threadIdx.x / kGroupThreads; }
+    __device__ __forceinline__ static int32 group_of_thread() {
+        return kGroups == 1 ? 0 : threadIdx.x / kGroupThreads;
+    }
 
     // The slots of a group. Steps of one segment after another pass through them; a copy starts kStages - 1 steps ahead.
     struct Ring {
@@ -168,7 +170,7 @@ struct Decode {
         }
         __device__ __forceinline__ static int32 first_key(const Job& job, int32 step) {
             return (job.first_tile + step) * kBc +
-                   (kIsProduced ? 0 : static_cast<int32>(threadIdx.x) / kGroupThreads * kKeys);
+                   (kGroups == 1 ? 0 : static_cast<int32>(threadIdx.x) / kGroupThreads * kKeys);
         }
         // Finds the pages of a step ahead of its copy, which would wait for them.
         __device__ __forceinline__ void look_up(const Segment& segment, int32 step) {

@@ -108,7 +108,18 @@ class DecodeWarp {
     template <class SourceOf>
     __device__ __forceinline__ static void copy_keys(char* to, const SourceOf& source_of) {
         constexpr int kCopying = kProducers == 0 ? kThreads : 32 * kProducers;
-        sm80::load_rows_async<KTile, kCopying, kD>(shared_address(to), source_of, threadIdx.x % kThreads);
+        constexpr int kChunks = 8;  // of a panel
+        const int32 first = threadIdx.x % kThreads / kChunks, chunk = threadIdx.x % kChunks;
+#pragma unroll
+        for (int32 row = first; row < first + kKeys; row += kCopying / kChunks) {
+            const Element* source = source_of(row);
+            const bool exists = source != nullptr;
+            const uint32 place = shared_address(to) + KTile::offset(row, chunk);
+            source += chunk * 8;
+#pragma unroll
+            for (int panel = 0; panel < kD / kPanelColumns; ++panel)
+                sm80::cp_async_16(place + panel * KTile::kPanelBytes, source + panel * kPanelColumns, exists);
+        }
     }
     __device__ __forceinline__ static void commit() { sm80::cp_async_commit(); }
     // Rows that this thread has copied, others may then multiply behind a barrier.
@@ -172,7 +183,9 @@ class DecodeWarp {
     __device__ __forceinline__ void step(const Params& params, const char* q, const char* slot, char* scratch,
                                          const Mask& mask, int32 first_row, int32 first_key, bool masked,
                                          const Meanwhile& meanwhile = {}) {
-        const uint32 keys = shared_address(slot), probabilities = shared_address(scratch);
+        // In a register of the warp, too: producers' slots are not those of the warps that multiply.
+        const uint32 own = shared_address(slot), keys = kProducers == 0 ? own : __shfl_sync(common::kFullWarp, own, 0);
+        const uint32 probabilities = shared_address(scratch);
         Products products;
         multiply_scores(products, keys, shared_address(q));
         meanwhile();
@@ -265,11 +278,14 @@ class DecodeWarp {
     __device__ __forceinline__ static int32 own_row(int i) { return group() * kGroupRows + Scores::row(i, lane()); }
     __device__ __forceinline__ static void group_sync() { common::barrier_sync(kOfGroup + group(), kGroupThreads); }
 
+    // The group, in a register of the warp, in which wgmma needs addresses.
+    const int32 group_ = __shfl_sync(common::kFullWarp, threadIdx.x / kGroupThreads, 0);
+
     // Issues S^T = K Q^T: of the group's rows, or of all rows on half of each panel's columns.
-    __device__ __forceinline__ static void multiply_scores(Products& products, uint32 keys, uint32 queries) {
+    __device__ __forceinline__ void multiply_scores(Products& products, uint32 keys, uint32 queries) const {
         constexpr int kSteps = kAddsHalves ? 2 : 4;  // of a panel
-        const uint32 first_column = kAddsHalves ? group() * kPanelRowBytes / 2 : 0;
-        const uint32 first_row = kAddsHalves ? 0 : group() * kGroupRows * kPanelRowBytes;
+        const uint32 first_column = kAddsHalves ? group_ * kPanelRowBytes / 2 : 0;
+        const uint32 first_row = kAddsHalves ? 0 : group_ * kGroupRows * kPanelRowBytes;
         const uint64 left = sm90::matrix_descriptor(keys + first_column, 0);
         const uint64 right = sm90::matrix_descriptor(queries + first_row + first_column, 0);
         sm90::wgmma_fence();
@@ -362,7 +378,7 @@ class DecodeWarp {
     }
 
     __device__ __forceinline__ void multiply_output(uint32 keys, uint32 probabilities) {
-        const uint64 left = sm90::matrix_descriptor(keys + group() * kGroupPanels * KTile::kPanelBytes, 0);
+        const uint64 left = sm90::matrix_descriptor(keys + group_ * kGroupPanels * KTile::kPanelBytes, 0);
         const uint64 right = sm90::matrix_descriptor(probabilities, 0);
         sm90::wgmma_fence();
 #pragma unroll
