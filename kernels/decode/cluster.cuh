@@ -69,7 +69,8 @@ struct Shares {
     int32 rank, worker;
 
     // Tells the other blocks that this one runs, and waits for them: only then has their shared memory begun.
-    __device__ __forceinline__ static void begin(const char*) {
+    __device__ __forceinline__ static void begin(const char*) { arrive(); }
+    __device__ __forceinline__ static void arrive() {
         asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
     }
     __device__ __forceinline__ static void wait() {

@@ -308,7 +308,11 @@ struct Decode {
             const Shares shares{partials, smem + kFirstShare, worker % Spec::kCluster, worker};
             if constexpr (Warp::kSendsRows) {
                 Statistic* statistics = reinterpret_cast<Statistic*>(smem + kFirstStatistic);
-                if (multiplies()) state.finish(statistics, smem + kFirstSlot + kStages * Warp::kSlotBytes);
+                Shares::arrive();
+                if (multiplies()) {
+                    state.finish(statistics, smem + kFirstSlot + kStages * Warp::kSlotBytes);
+                    Warp::sync();  // no lane reads the slot of the last step any more: O goes there
+                }
                 shares.merge(smem + kFirstSlot, statistics, line.clusters(), line.number(), [&](char* to, int32 begin) {
                     if (multiplies()) state.template put<typename Shares::Exchange>(to, begin);
                 });

@@ -15,7 +15,7 @@ namespace fa2::sm90_latent {
 template <class Spec, int kD, int kSlotBytes>
 struct Shares : decode::Shares<Spec, kD> {
     using Base = decode::Shares<Spec, kD>;
-    using Base::kCluster, Base::kVector, Base::partials, Base::rank, Base::wait;
+    using Base::kCluster, Base::kVector, Base::partials, Base::rank, Base::arrive, Base::wait;
     using typename Base::Statistic;
     static constexpr int kColumns = kD / kCluster, kItemsOfRow = kColumns / kVector;
     static constexpr int kRows = common::min_of(Spec::kBr, 32);  // of a turn
@@ -39,18 +39,21 @@ struct Shares : decode::Shares<Spec, kD> {
     }
 
     // Merges as Base::merge does. `put(to, begin)` leaves 16 rows of O, and the statistics of all rows are there when the
-    // block's threads have met. All threads of the block call this when they read the slots no more.
+    // block's threads have met. All threads of the block call this, behind `arrive` when they read the slots no more.
     template <class Put>
     __device__ __forceinline__ void merge(char* slots, const Statistic* statistics, int32 clusters, int32 number,
                                           const Put& put) const {
         const uint32 own = common::shared_address(slots), arrived = common::shared_address(this->smem);
 #pragma unroll
         for (int32 begin = 0; begin < Spec::kBr; begin += kRows) {
-            Base::begin(nullptr);
-            wait();  // nobody reads the slots of any block any more
+            if (begin > 0) {
+                arrive();
+                wait();  // nobody reads shares, or O, of the turn before any more
+            }
 #pragma unroll
             for (int32 row = 0; row < kRows; row += 16) put(slots + row * kColumns * 4, begin + row);
             sm90::async_proxy_fence();
+            if (begin == 0) wait();  // nobody reads keys of any block any more
             __syncthreads();
             if (threadIdx.x == 0) sm90::mbarrier_arrive_expect(arrived, kCluster * (kSentBytes + kStatisticBytes));
             if (threadIdx.x < kCluster) {
@@ -70,7 +73,7 @@ struct Shares : decode::Shares<Spec, kD> {
                     return columns + Exchange::offset(items.row(i) - begin, s * kColumns + i % kItemsOfRow * kVector);
                 });
         }
-        Base::begin(nullptr);
+        arrive();
         this->merge_clusters(Items{rank, 0, partials.num_rows}, clusters, number);
         wait();  // until then, copies read this block's slots
     }
