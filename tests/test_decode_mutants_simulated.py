@@ -211,7 +211,7 @@ MUTANTS = (
            dataclasses.replace(LATENT_CLUSTERS, heads=(16, 1), lengths=(6200,)), device=CLUSTERS),
     Mutant("no keys of the next step", "meanwhile();\n        sm90::wgmma_wait<0>();", "sm90::wgmma_wait<0>();",
            "uninitialised", LATENT_ROWS),
-    Mutant("shares in slots whose keys others still read", "if (begin == 0) wait();", "", "init", LATENT_CLUSTERS,
+    Mutant("shares in slots whose keys others still read", "if (begin == 0) wait();  // nobody", "// nobody", "init", LATENT_CLUSTERS,
            device=CLUSTERS),
     Mutant("shares in the place of those of the turn before", "arrive();\n                wait();", "", "race",
            LATENT_CLUSTERS, device=CLUSTERS),

@@ -112,9 +112,7 @@ struct Decode {
 
   private:
     // A group has no producers beside it unless it is the only one, which they belong to.
-    __device__ __forceinline__ static int32 group_of_thread() {
-        return kGroups == 1 ? 0 : threadIdx.x / kGroupThreads;
-    }
+    __device__ __forceinline__ static int32 group_of_thread() { return kGroups == 1 ? 0 : threadIdx.x / kGroupThreads; }
 
     // The slots of a group. Steps of one segment after another pass through them; a copy starts kStages - 1 steps ahead.
     struct Ring {
