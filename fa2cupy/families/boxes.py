@@ -83,10 +83,8 @@ def with_grid(problem: AttentionProblem) -> AttentionProblem:
     return replace(problem, seqlen_q=length, seqlen_k=length)
 
 
-def with_boxes(problem: AttentionProblem, boxes: Boxes | None) -> AttentionProblem:
-    """The problem of kernels that have boxes, if there are any, in the place of the function and its map."""
-    if boxes is None:
-        return problem
+def with_boxes(problem: AttentionProblem, boxes: Boxes) -> AttentionProblem:
+    """The problem of kernels that have boxes in the place of the function and its map."""
     return problem.with_settings(replace(problem.settings, mask_mod=None, block_mask=None, boxes=boxes))
 
 

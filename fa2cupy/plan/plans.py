@@ -48,7 +48,8 @@ def plan_forward(
         return plan_few_queries(problem, device, strides, choice)
     if choice.kept_keys:
         problem = with_kept_bias(problem, choice.kept_keys)
-    problem = with_boxes(problem, choice.boxes)
+    if choice.boxes is not None:
+        problem = with_boxes(problem, choice.boxes)
     layout = StageLayout(problem, device, choice.family, strides)
     tile, num_splits = choice.tiles["forward"], choice.num_splits.get("forward", 1)
     lists, of_lists = layout.lists(choice.tiles)
@@ -190,7 +191,8 @@ def plan_backward(
         of_tiled, others = problem.with_settings(replace(problem.settings, dbias=False)), replace(choice, dbias=None)
         plan = plan_backward(of_tiled, device, strides, others, with_delta=with_delta, shares_delta=True)
         return with_dbias(plan, problem, device, strides, choice.dbias, _tile_of("sum_dbias"))
-    problem = with_boxes(problem, choice.boxes)
+    if choice.boxes is not None:
+        problem = with_boxes(problem, choice.boxes)
     settings = problem.settings
     has_own_lse = "forward" in choice.tiles
     layout = StageLayout(with_given_lse(problem) if has_own_lse else problem, device, choice.family, strides)
