@@ -48,8 +48,7 @@ def plan_forward(
         return plan_few_queries(problem, device, strides, choice)
     if choice.kept_keys:
         problem = with_kept_bias(problem, choice.kept_keys)
-    if choice.boxes is not None:
-        problem = with_boxes(problem, choice.boxes)
+    problem = _tiled_problem(problem, choice)
     layout = StageLayout(problem, device, choice.family, strides)
     tile, num_splits = choice.tiles["forward"], choice.num_splits.get("forward", 1)
     lists, of_lists = layout.lists(choice.tiles)
@@ -191,8 +190,7 @@ def plan_backward(
         of_tiled, others = problem.with_settings(replace(problem.settings, dbias=False)), replace(choice, dbias=None)
         plan = plan_backward(of_tiled, device, strides, others, with_delta=with_delta, shares_delta=True)
         return with_dbias(plan, problem, device, strides, choice.dbias, _tile_of("sum_dbias"))
-    if choice.boxes is not None:
-        problem = with_boxes(problem, choice.boxes)
+    problem = _tiled_problem(problem, choice)
     settings = problem.settings
     has_own_lse = "forward" in choice.tiles
     layout = StageLayout(with_given_lse(problem) if has_own_lse else problem, device, choice.family, strides)
@@ -238,6 +236,11 @@ def plan_backward(
     stages += _clear_unused(layout, "clear_backward")
     lists, of_lists = layout.lists(choice.tiles)
     return _plan([*stages, *lists, *tiled], [*workspaces, *of_lists], cleared)
+
+
+def _tiled_problem(problem: AttentionProblem, choice: Choice) -> AttentionProblem:
+    """The problem of the tiled kernels, which may have boxes of tokens in the place of a mask function."""
+    return problem if choice.boxes is None else with_boxes(problem, choice.boxes)
 
 
 def _with_sums(
