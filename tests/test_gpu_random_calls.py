@@ -12,7 +12,7 @@ import random
 import numpy as np
 import pytest
 from support.random_calls import FEATURES
-from support.random_numbers import Library, NumericCall, memory_of
+from support.random_numbers import Backend, NumericCall, memory_of
 
 import fa2cupy
 
@@ -32,7 +32,7 @@ def placed(x: np.ndarray) -> cp.ndarray:
     return cp.ndarray(x.shape, x.dtype, cp.asarray(memory).data + first, x.strides)
 
 
-GPU = Library(fa2cupy, placed, lambda x: x.get())
+GPU = Backend(fa2cupy, placed, lambda x: x.get())
 
 
 @pytest.mark.parametrize("number", range(NUMBER))

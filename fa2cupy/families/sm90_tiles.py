@@ -190,7 +190,7 @@ BOXES = (
     ),
     BoxRow(65, 128, 3, TileConfig(128, 128, 12, 2), _shapes(_LARGE_SPACES, _SPACES_OF_KEYS), 0.72, _H200_LATER),
     *(
-        BoxRow(least, most, axes, TileConfig(b_r, 128, 12, 2), _shapes(*shapes), 1.0, operation="backward")
+        BoxRow(least, most, axes, TileConfig(b_r, 128, 12, 2), _shapes(*shapes), 1.0, _H200_LATER, "backward")
         for least, most, axes, b_r, shapes in (
             (0, 64, 2, 128, (((16, 8, 1), (8, 16, 1)), _OWN_PLANES)),
             (65, 128, 2, 64, (((8, 8, 1), (16, 4, 1)), _OWN_PLANES)),

@@ -26,21 +26,21 @@ from fa2cupy.problem.features import complete
 from fa2cupy.problem.keywords import ScoreKeywords
 from fa2cupy.testing import Expectation
 
-__all__ = ["NUMPY", "Library", "NumericCall", "memory_of"]
+__all__ = ["NUMPY", "Backend", "NumericCall", "memory_of"]
 
 #: Keywords that change no exact result.
 SCORE_KEYWORDS = tuple(ScoreKeywords.__annotations__)
 OPTIONS = ("family", "precision", "num_splits", "method", "deterministic", "config", "delta")
 
 
-class Library(NamedTuple):
+class Backend(NamedTuple):
     """What computes.
 
     Attributes
     ----------
     functions : module
     placed : callable
-        Returns an array of the library with the numbers and the strides of one of NumPy.
+        Returns an array of the backend with the numbers and the strides of one of NumPy.
     fetched : callable
         Returns the array of NumPy of a result.
     """
@@ -50,7 +50,7 @@ class Library(NamedTuple):
     fetched: Callable[[Any], np.ndarray]
 
 
-NUMPY = Library(fa2cupy, lambda x: x, lambda x: x)
+NUMPY = Backend(fa2cupy, lambda x: x, lambda x: x)
 
 
 def memory_of(x: np.ndarray) -> tuple[np.ndarray, int]:
@@ -73,7 +73,7 @@ class NumericCall(RandomCall):
     Attributes
     ----------
     refused : bool
-        Whether the library says, naming an argument, that it does not take the call.
+        Whether the backend says, naming an argument, that it does not take the call.
     """
 
     columns = (
@@ -227,18 +227,18 @@ class NumericCall(RandomCall):
 
     # --------------------------------------------------------------------------------------------------- the check
 
-    def check(self, library: Library = NUMPY) -> None:
+    def check(self, backend: Backend = NUMPY) -> None:
         """Checks results by the rules of the tests of each operation."""
         given = dict(self.arguments)
         inputs = {name: given.pop(name) for name in "qkv" if name in given and self.operation != "decode"}
         try:
             with np.errstate(all="ignore"):
                 if self.operation == "decode":
-                    self._check_decode(library, given)
+                    self._check_decode(backend, given)
                 elif self.operation in ("forward", "backward"):
-                    self._check_first_order(library, inputs, given)
+                    self._check_first_order(backend, inputs, given)
                 else:
-                    call = GivenCall(library, self.operation, inputs, given)
+                    call = GivenCall(backend, self.operation, inputs, given)
                     call.has_bounds = self._keys > 2 or call.work == "float64"
                     call.check()
         except (TypeError, ValueError, UnsupportedProblemError) as error:
@@ -248,40 +248,40 @@ class NumericCall(RandomCall):
             self.refused = True
             self.why = str(error)
 
-    def _check_first_order(self, library: Library, inputs: dict, given: dict) -> None:
+    def _check_first_order(self, backend: Backend, inputs: dict, given: dict) -> None:
         options = {name: given.pop(name) for name in OPTIONS if name in given}
         switches = {name: given.pop(name) for name in tuple(given) if name.startswith("return_")}
         do, dlse = given.pop("do", None), given.pop("dlse", None)
         for name in ("o", "lse"):
             given.pop(name, None)
         expected = Expectation(*inputs.values(), do, dlse=dlse, **given)
-        placed = _placed(library, given)
-        q, k, v = (library.placed(x) for x in inputs.values())
+        placed = _placed(backend, given)
+        q, k, v = (backend.placed(x) for x in inputs.values())
         of_forward = {
             name: options[name] for name in ("family", "precision", "num_splits", "config") if name in options
         }
         if self.operation == "forward":
-            of_forward["out"] = tuple(map(library.placed, self._outputs(*expected.unwritten("o", "lse"))))
-        o, lse = library.functions.forward(q, k, v, **placed, **of_forward)
-        expected.check(o=library.fetched(o), lse=library.fetched(lse))
+            of_forward["out"] = tuple(map(backend.placed, self._outputs(*expected.unwritten("o", "lse"))))
+        o, lse = backend.functions.forward(q, k, v, **placed, **of_forward)
+        expected.check(o=backend.fetched(o), lse=backend.fetched(lse))
         if self.operation == "forward":
             return
-        do_placed = library.placed(do)
+        do_placed = backend.placed(do)
         if options.pop("delta", None) is not None:
-            options["delta"] = library.functions.delta(o, do_placed, layout=given.get("layout", "bshd"))
+            options["delta"] = backend.functions.delta(o, do_placed, layout=given.get("layout", "bshd"))
         if dlse is not None:
-            options["dlse"] = library.placed(dlse)
+            options["dlse"] = backend.placed(dlse)
         score = {name: x for name, x in given.items() if name not in ("causal", "layout", "softmax_scale")}
         names = gradient_names(score, switches)
         if self._chance(0.3):
-            hidden = library.fetched(lse) == -np.inf
+            hidden = backend.fetched(lse) == -np.inf
             hidden_rows = hidden if given.get("layout") == "bhsd" else hidden.swapaxes(-1, -2)
-            q, do_placed = (library.placed(_filled(x, hidden_rows)) for x in (inputs["q"], do))
+            q, do_placed = (backend.placed(_filled(x, hidden_rows)) for x in (inputs["q"], do))
             if dlse is not None:
-                options["dlse"] = library.placed(_filled(dlse, hidden))
-        out = tuple(map(library.placed, self._outputs(*expected.unwritten(*names))))
-        results = library.functions.backward(q, k, v, o, lse, do_placed, **placed, **options, **switches, out=out)
-        found = {name: library.fetched(x) for name, x in zip(names, results, strict=True)}
+                options["dlse"] = backend.placed(_filled(dlse, hidden))
+        out = tuple(map(backend.placed, self._outputs(*expected.unwritten(*names))))
+        results = backend.functions.backward(q, k, v, o, lse, do_placed, **placed, **options, **switches, out=out)
+        found = {name: backend.fetched(x) for name, x in zip(names, results, strict=True)}
         if q.dtype.itemsize == 2 and self._cancel(inputs, do, dlse, given):
             found = {name: x for name, x in found.items() if name == "dv"}
         expected.check(**found)
@@ -298,7 +298,7 @@ class NumericCall(RandomCall):
         """Returns arrays for results, some with other strides, whose elements have memory of their own."""
         return [x if _has_own_elements(x) else x.copy() for x in map(self._arranged, arrays)]
 
-    def _check_decode(self, library: Library, given: dict) -> None:
+    def _check_decode(self, backend: Backend, given: dict) -> None:
         """Checks each sequence as a call of its own."""
         table, layout = given.get("block_table"), given["layout"]
         given["cache_seqlens"] = lengths = np.minimum(given["cache_seqlens"], self._room(given))
@@ -306,7 +306,7 @@ class NumericCall(RandomCall):
         given = {name: x for name, x in given.items() if name not in OPTIONS or name == "num_splits"}
         names = [name for name in ("q", "k_cache", "v_cache", "k", "v") if name in given]
         rows = {name: _rows_first(given[name], layout).copy() for name in names}  # those of caches are written to
-        o, lse = self._decoded(library, given, options)
+        o, lse = self._decoded(backend, given, options)
         for number, length in enumerate(lengths):
             own = slice(number, number + 1)
             keys, values = (
@@ -338,19 +338,19 @@ class NumericCall(RandomCall):
             raise ValueError(f"k: {new} rows are more than the cache has")
         return capacity - new
 
-    def _decoded(self, library: Library, given: dict, options: dict) -> tuple[np.ndarray, np.ndarray]:
+    def _decoded(self, backend: Backend, given: dict, options: dict) -> tuple[np.ndarray, np.ndarray]:
         shares = np.shares_memory(given["k_cache"], given["v_cache"])
-        placed = {name: library.placed(x) if isinstance(x, np.ndarray) else x for name, x in (given | options).items()}
+        placed = {name: backend.placed(x) if isinstance(x, np.ndarray) else x for name, x in (given | options).items()}
         if shares:
             placed["v_cache"] = placed["k_cache"][..., : given["v_cache"].shape[-1]]
-        return tuple(map(library.fetched, library.functions.decode(**placed)))
+        return tuple(map(backend.fetched, backend.functions.decode(**placed)))
 
 
 class GivenCall(Call):
     """A call of second order with given arrays, and the check of `Call` for it."""
 
-    def __init__(self, library: Library, operation: str, inputs: dict, given: dict):
-        self.library, self.operation = library, operation
+    def __init__(self, backend: Backend, operation: str, inputs: dict, given: dict):
+        self.backend, self.operation = backend, operation
         names = COTANGENTS if operation == "double_backward" else DIRECTION
         of_fields = {"bias": "bias", "sink": "sink"}
         self.switches = {name: given.pop(name) for name in tuple(given) if name.startswith("return_")}
@@ -381,14 +381,14 @@ class GivenCall(Call):
             super()._check(results, exact, naive, noise)
 
     def on_gpu(self, name: str, arrays: tuple, more: dict) -> tuple:
-        """Calls a function of the library."""
-        placed = [None if x is None else self.library.placed(np.asarray(x)) for x in arrays]
-        more = {key: self.library.placed(x) if isinstance(x, np.ndarray) else x for key, x in more.items()}
-        options = _placed(self.library, self.options) | more | (self.own if "backward" in name else {})
+        """Calls a function of the backend."""
+        placed = [None if x is None else self.backend.placed(np.asarray(x)) for x in arrays]
+        more = {key: self.backend.placed(x) if isinstance(x, np.ndarray) else x for key, x in more.items()}
+        options = _placed(self.backend, self.options) | more | (self.own if "backward" in name else {})
         if self.operation == "output_jvp":
             of_forward = {key: x for key, x in options.items() if not key.endswith("tangent")}
-            options |= zip(("o", "lse"), self.library.functions.forward(*placed[:3], **of_forward), strict=True)
-        return tuple(map(self.library.fetched, getattr(self.library.functions, name)(*placed, **options)))
+            options |= zip(("o", "lse"), self.backend.functions.forward(*placed[:3], **of_forward), strict=True)
+        return tuple(map(self.backend.fetched, getattr(self.backend.functions, name)(*placed, **options)))
 
 
 def _has_own_elements(x: np.ndarray) -> bool:
@@ -411,5 +411,5 @@ def _rows_first(x: np.ndarray, layout: str) -> np.ndarray:
     return x if layout == "bshd" else x.swapaxes(1, 2)
 
 
-def _placed(library: Library, options: dict) -> dict:
-    return options if library is NUMPY else on_gpu(options, library.placed)
+def _placed(backend: Backend, options: dict) -> dict:
+    return options if backend is NUMPY else on_gpu(options, backend.placed)
