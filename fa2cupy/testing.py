@@ -32,7 +32,8 @@ The second bound applies if all of the following hold:
 - The baseline's error is 2.3 to 5 times the error of rounding the reference. Below that range the rounding of the
   result dominates, which no implementation avoids. Above it one key has nearly all of a row's P, dS is a difference of
   large terms, and most of the error comes from that of o, which is an input.
-- There are at least 100 errors, counted as ``sum(e**2)**2 / sum(e**4)`` of the baseline's errors.
+- There are at least 100 errors, counted as ``sum(e**2)**2 / sum(e**4)`` of the baseline's errors, and 16 rows of them,
+  counted in the same way with ``sum(e**2)`` of a row for ``e**2``: the errors in a row share the roundings of P or dS.
 
 lse and delta have no second bound because the first is tight enough; dbias, dsink and dscore_args have none because
 they are sums of few terms, or of many that cancel.

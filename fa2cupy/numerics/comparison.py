@@ -16,7 +16,7 @@ __all__ = ["Comparison", "assert_within_baseline", "largest"]
 _BASELINE_FACTORS = {"o": 2, "dq": 3, "dk": 3, "dv": 3, "dbias": 3, "dsink": 3, "dscore_args": 3}
 _RMS_FACTORS = {"o": 0.75, "dq": 0.9, "dk": 0.9, "dv": 0.75}
 _ROUNDINGS = (2.3, 5.0)  # range of the baseline's error over the error of rounding the reference
-_FEWEST_ERRORS, _FEWEST_KEYS, _FEWEST_SMALLEST = 100, 64, 32
+_FEWEST_ERRORS, _FEWEST_ROWS, _FEWEST_KEYS, _FEWEST_SMALLEST = 100, 16, 64, 32
 _ACCUMULATED = ("lse", "delta", "dsink")  # results in the accumulators' dtype
 
 
@@ -133,13 +133,19 @@ def _rms_allowed(
     fewest, most = _ROUNDINGS
     if not (rms > 0 and fewest * rounding <= rms <= most * rounding):
         return np.inf
-    return _RMS_FACTORS[name] * rms if _number_of_errors(baseline_distance, rms) >= _FEWEST_ERRORS else np.inf
+    of_elements, of_rows = _number_of_errors(baseline_distance)
+    return _RMS_FACTORS[name] * rms if of_elements >= _FEWEST_ERRORS and of_rows >= _FEWEST_ROWS else np.inf
 
 
-def _number_of_errors(distance: Array, rms: float) -> float:
-    """Effective number of errors, ``sum(e**2)**2 / sum(e**4)``: small if a few are much larger than the others."""
-    finite = distance[np.isfinite(distance)]
-    return finite.size / float(((finite / rms) ** 4).mean())
+def _number_of_errors(distance: Array) -> tuple[float, float]:
+    """Effective numbers of errors and of rows with errors, each small if a few are much larger than the others."""
+    squares = array_module(distance).where(np.isfinite(distance), distance, 0.0) ** 2
+    return _effective(squares), _effective(squares.sum(axis=-1))
+
+
+def _effective(squares: Array) -> float:
+    total = float(squares.sum())
+    return total / float((squares * (squares / total)).sum())
 
 
 def _rms(distance: Array) -> float:
