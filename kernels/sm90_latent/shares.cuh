@@ -55,8 +55,9 @@ struct Shares : decode::Shares<Spec, kD> {
             sm90::async_proxy_fence();
             if (begin == 0) wait();  // nobody reads keys of any block any more
             __syncthreads();
-            if (threadIdx.x == 0) sm90::mbarrier_arrive_expect(arrived, kCluster * (kSentBytes + kStatisticBytes));
-            if (threadIdx.x < kCluster) {
+            if (threadIdx.x == 0)
+                sm90::mbarrier_arrive_expect(arrived, (kCluster - 1) * (kSentBytes + kStatisticBytes));
+            if (threadIdx.x < kCluster && threadIdx.x != rank) {  // its own share is where `put` left it
                 const uint32 block = threadIdx.x, there = common::in_block(block, arrived);
                 sm90::bulk_send(common::in_block(block, own + kFirstShare + rank * kSentBytes),
                                 own + block * kSentBytes, kSentBytes, there);
@@ -64,13 +65,17 @@ struct Shares : decode::Shares<Spec, kD> {
                                 common::shared_address(statistics + begin), kStatisticBytes, there);
             }
             sm90::mbarrier_wait(arrived, begin / kRows % 2);
-            const auto columns = reinterpret_cast<const float*>(slots + kFirstShare);
-            const auto merged = reinterpret_cast<const Statistic*>(slots + kFirstStatistic);
+            const auto share_of = [&](int32 s) { return slots + (s == rank ? 0 : kFirstShare) + s * kSentBytes; };
+            const auto arrived_statistics = reinterpret_cast<const Statistic*>(slots + kFirstStatistic);
+            const auto statistics_of = [&](int32 s) {
+                return s == rank ? statistics + begin : arrived_statistics + s * kRows;
+            };
             const Items items{rank, begin, common::min_of(begin + kRows, partials.num_rows)};
             this->merge_cluster(
-                items, clusters, [&](int32 s, int32, int32 row) { return merged[s * kRows + row - begin]; },
+                items, clusters, [&](int32 s, int32, int32 row) { return statistics_of(s)[row - begin]; },
                 [&](int32 s, int32 i) {
-                    return columns + Exchange::offset(items.row(i) - begin, s * kColumns + i % kItemsOfRow * kVector);
+                    return reinterpret_cast<const float*>(share_of(s)) +
+                           Exchange::offset(items.row(i) - begin, i % kItemsOfRow * kVector);
                 });
         }
         arrive();
