@@ -46,13 +46,13 @@ class Sm90Latent(Family):
 
     def shared_memory_bytes(self, kernel: Kernel, tile: TileConfig) -> int:
         _check_operation(kernel)
-        columns, columns_v = _COLUMNS
+        columns = _COLUMNS[0]
         slots = tile.num_stages * 2 * tile.b_c * columns
         scratch = tile.b_r * (2 * tile.b_c + 4 * 4 + 4)  # P, four maxima of each row, and a factor
+        halves = 256 * tile.b_r if tile.b_r <= 32 else 0  # of scores, which the groups exchange
         signals = 2 * tile.num_stages * 8
-        items = 16 * tile.cluster * -(-tile.b_r * columns_v // (4 * tile.cluster))
-        share = 8 * tile.cluster * tile.b_r + items if items < 1 << 16 else 0  # else it is in the workspace
-        return 2 * tile.b_r * columns + slots + scratch + signals + 8 * tile.b_r + (share if tile.cluster > 1 else 0)
+        arrived = 16 if tile.cluster > 1 else 0  # shares of O are in the slots
+        return 2 * tile.b_r * columns + slots + scratch + halves + signals + 8 * tile.b_r + arrived
 
     def blocks_of_tile(self, kernel: Kernel, tile: TileConfig) -> int:
         return tile.cluster
@@ -68,6 +68,8 @@ class Sm90Latent(Family):
             return f"num_warps={tile.num_warps} is not {_MULTIPLIERS} or {_MULTIPLIERS + _PRODUCERS}"
         if tile.b_r not in (16, 32, 64) or (tile.b_r == 64 and tile.num_warps > _MULTIPLIERS):
             return f"b_r={tile.b_r} is not 16, 32 or, without producers, 64"
+        if tile.cluster not in (1, 2, 4, 8):
+            return f"cluster={tile.cluster} is not 1, 2, 4 or 8"
         return None if tile.num_stages == 2 else f"num_stages={tile.num_stages} is not 2"
 
 

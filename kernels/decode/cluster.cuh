@@ -7,9 +7,6 @@
 //   items [block][share]                    that block             this one
 //   statistics [block][kBr]                 that block             this one
 //
-// Where shared memory has no room for a whole O beside the slots, a block leaves its partial in the workspace, where
-// those of its cluster read their shares.
-//
 // Item i of a row tile (partials.cuh) is in the share of block i % kCluster. The workspace has the share of each block:
 // items, then the statistic of each of them.
 #pragma once
@@ -63,11 +60,8 @@ struct Shares {
     static constexpr int kShare = ceil_div(Spec::kBr * kItems, kCluster);  // items
     static constexpr int kItemBytes = 16;
     static constexpr int kFirstStatistic = kCluster * kShare * kItemBytes;
-    // Where shared memory does not hold a whole O beside the slots, the blocks leave their partials in the workspace.
-    static constexpr bool kInShared = kFirstStatistic < 1 << 16;
-    static constexpr int kBytes = kInShared ? kFirstStatistic + kCluster * Spec::kBr * sizeof(Statistic) : 0;
+    static constexpr int kBytes = kFirstStatistic + kCluster * Spec::kBr * sizeof(Statistic);
     static constexpr int kShareElements = kShare * (kVector + 2);
-    static constexpr int kWorkerElements = kInShared ? kShareElements : 3 * Partials::kPartialElements;
     static_assert(sizeof(typename Partials::Accum) == 4 && kShareElements <= Partials::kPartialElements);
 
     const Partials& partials;
@@ -75,7 +69,8 @@ struct Shares {
     int32 rank, worker;
 
     // Tells the other blocks that this one runs, and waits for them: only then has their shared memory begun.
-    __device__ __forceinline__ static void begin() {
+    __device__ __forceinline__ static void begin(const char*) { arrive(); }
+    __device__ __forceinline__ static void arrive() {
         asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
     }
     __device__ __forceinline__ static void wait() {
@@ -84,7 +79,6 @@ struct Shares {
 
     // Sends an item to the block in whose share it is, and the row's statistic to those with items of the row.
     __device__ __forceinline__ void send(int32 row, int32 column, const Item& merged) const {
-        if constexpr (!kInShared) return partials.store_partial(3 * worker + 1, row, column, merged);
         const int32 item = row * kItems + column / kVector;
         const uint32 own = common::shared_address(smem);
         const uint32 to = common::in_block(item % kCluster, own + (rank * kShare + item / kCluster) * kItemBytes);
@@ -106,32 +100,37 @@ struct Shares {
         asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
         wait();
         const auto statistics = reinterpret_cast<const Statistic*>(smem + kFirstStatistic);
+        const Items items{partials, rank};
+        merge_cluster(
+            items, clusters, [&](int32 s, int32, int32 row) { return statistics[s * Spec::kBr + row]; },
+            [&](int32 s, int32 i) { return reinterpret_cast<const float*>(smem + (s * kShare + i) * kItemBytes); });
+        merge_clusters(items, clusters, number);
+    }
+
+  protected:
+    // Merges items of this block's share, of the partials of its cluster.
+    template <class Items, class StatisticOf, class ColumnsOf>
+    __device__ __forceinline__ void merge_cluster(const Items& items, int32 clusters, const StatisticOf& statistic_of,
+                                                  const ColumnsOf& columns_of) const {
         const bool is_result = clusters == 1;
         float* const own = share_at(worker);
-        merge_items<kCluster>(
-            kCluster, is_result,
-            [&](int32 s, int32, int32 row) {
-                if constexpr (!kInShared) return partials.statistic(3 * (worker - rank + s) + 1, row);
-                return statistics[s * Spec::kBr + row];
-            },
-            [&](int32 s, int32 i) {
-                if constexpr (!kInShared) {
-                    const int32 item = i * kCluster + rank;
-                    return partials.columns(3 * (worker - rank + s) + 1, item / kItems, item % kItems * kVector);
-                }
-                return reinterpret_cast<const float*>(smem + (s * kShare + i) * kItemBytes);
-            },
-            [&](int32 i, int32 row, int32 column, const Item& merged) {
-                if (is_result) return partials.store_result(row, column, merged);
-                reinterpret_cast<float4*>(own)[i] =
-                    make_float4(merged.column[0], merged.column[1], merged.column[2], merged.column[3]);
-                statistics_of(own)[i] = merged.statistic;
-            });
-        if (is_result) return;
+        merge_items<kCluster>(items, kCluster, is_result, statistic_of, columns_of,
+                              [&](int32 i, int32 row, int32 column, const Item& merged) {
+                                  if (is_result) return partials.store_result(row, column, merged);
+                                  reinterpret_cast<float4*>(own)[i] = make_float4(merged.column[0], merged.column[1],
+                                                                                  merged.column[2], merged.column[3]);
+                                  statistics_of(own)[i] = merged.statistic;
+                              });
+    }
+    // Merges all of this block's share, of the job's clusters.
+    template <class Items>
+    __device__ __forceinline__ void merge_clusters(const Items& items, int32 clusters, int32 number) const {
+        if (clusters == 1) return;
         const int32 first = worker - number * kCluster;  // the block with this share in the job's first cluster
         if (!Partials::is_last(partials.params.arrivals + first, clusters)) return;
         merge_items<kPartialsOfOneLevel>(
-            clusters, true, [&](int32 s, int32 i, int32) { return statistics_of(share_at(first + s * kCluster))[i]; },
+            items, clusters, true,
+            [&](int32 s, int32 i, int32) { return statistics_of(share_at(first + s * kCluster))[i]; },
             [&](int32 s, int32 i) { return share_at(first + s * kCluster) + kVector * i; },
             [&](int32, int32 row, int32 column, const Item& merged) { partials.store_result(row, column, merged); });
     }
@@ -141,16 +140,28 @@ struct Shares {
         return reinterpret_cast<Statistic*>(share + kVector * kShare);
     }
     __device__ __forceinline__ float* share_at(int32 worker) const {
-        return partials.params.partials + static_cast<int64>(worker) * kWorkerElements;
+        return partials.params.partials + static_cast<int64>(worker) * kShareElements;
     }
 
-    template <int kAtOnce, class StatisticOf, class ColumnsOf, class Store>
-    __device__ __forceinline__ void merge_items(int32 count, bool is_result, const StatisticOf& statistic_of,
-                                                const ColumnsOf& columns_of, const Store& store) const {
+    // Items i * kCluster + rank of a row tile.
+    struct Items {
+        const Partials& partials;
+        int32 rank;
+
+        __device__ __forceinline__ static int32 first() { return 0; }
+        __device__ __forceinline__ bool has(int32 i) const { return i * kCluster + rank < partials.num_rows * kItems; }
+        __device__ __forceinline__ int32 row(int32 i) const { return (i * kCluster + rank) / kItems; }
+        __device__ __forceinline__ int32 column(int32 i) const { return (i * kCluster + rank) % kItems * kVector; }
+    };
+
+    template <int kAtOnce, class Items, class StatisticOf, class ColumnsOf, class Store>
+    __device__ __forceinline__ void merge_items(const Items& items, int32 count, bool is_result,
+                                                const StatisticOf& statistic_of, const ColumnsOf& columns_of,
+                                                const Store& store) const {
 #pragma unroll 1
-        for (int32 i = threadIdx.x; i * kCluster + rank < partials.num_rows * kItems; i += Partials::kThreads) {
-            const int32 item = i * kCluster + rank, row = item / kItems, column = item % kItems * kVector;
-            store(i, row, column,
+        for (int32 i = items.first() + threadIdx.x; items.has(i); i += Partials::kThreads) {
+            const int32 row = items.row(i);
+            store(i, row, items.column(i),
                   partials.template merge_item<kAtOnce>(
                       count, row, is_result, [&](int32 s) { return statistic_of(s, i, row); },
                       [&](int32 s) { return columns_of(s, i); }));
@@ -158,10 +169,20 @@ struct Shares {
     }
 };
 
-template <class Spec, int kD, bool kIsCluster = (Spec::kCluster > 1)>
+// The shares of a cluster's blocks by the name of who gives them, `Warp::Shares`, or those above.
+template <class Spec, class Warp, bool kSendsRows = Warp::kSendsRows>
+struct SharesOf {
+    using Type = Shares<Spec, Warp::kColumns>;
+};
+template <class Spec, class Warp>
+struct SharesOf<Spec, Warp, true> {
+    using Type = typename Warp::Shares;
+};
+
+template <class Spec, class Warp, bool kIsCluster = (Spec::kCluster > 1)>
 inline constexpr int kBytesOfShares = 0;
-template <class Spec, int kD>
-inline constexpr int kBytesOfShares<Spec, kD, true> = Shares<Spec, kD>::kBytes;
+template <class Spec, class Warp>
+inline constexpr int kBytesOfShares<Spec, Warp, true> = SharesOf<Spec, Warp>::Type::kBytes;
 
 template <class Spec, bool kIsCluster = (Spec::kCluster > 1)>
 struct WorkOf {

@@ -47,10 +47,10 @@ struct Decode {
     static constexpr bool kIsProduced = Warp::kProducers > 0;
     // Segments whose Q is there. A block of a cluster has one segment; large slots leave no room for a second Q.
     static constexpr int kQueries = kIsCluster || Warp::kRefills || Warp::kCopiesMeanwhile ? 1 : 2;
-    using Shares = decode::Shares<Spec, Warp::kColumns>;
+    using Shares = typename SharesOf<Spec, Warp>::Type;
     using Work = typename WorkOf<Spec>::Type;
     static constexpr int kSharedBytes =
-        kQueries * Warp::kQueryBytes + kGroups * kGroupBytes + kStatisticBytes + kBytesOfShares<Spec, Warp::kColumns>;
+        kQueries * Warp::kQueryBytes + kGroups * kGroupBytes + kStatisticBytes + kBytesOfShares<Spec, Warp>;
     static_assert(kBc == kKeys * kGroups && kStages >= 2 && (!kIsProduced || kGroups == 1));
     static_assert(Exchange::kBytes <= Warp::kSlotBytes);
     static_assert(kSharedBytes == Spec::kSharedBytes);
@@ -75,7 +75,7 @@ struct Decode {
                 if (number > 0) __syncthreads();  // nobody reads the Q of the segment before any more
             if (next.end != 0) ring.start(next, q, line.rows());
             if constexpr (kIsCluster)
-                if (number == 0 && next.end != 0) Shares::begin();
+                if (number == 0 && next.end != 0) Shares::begin(smem + kFirstShare);
             if (number > 0) store(params, line, segment, worker, state, smem, exchange - slots);
             if (next.end == 0) return;
             segment = next;
@@ -112,7 +112,7 @@ struct Decode {
 
   private:
     // A group has no producers beside it unless it is the only one, which they belong to.
-    __device__ __forceinline__ static int32 group_of_thread() { return kIsProduced ? 0 : threadIdx.x / kGroupThreads; }
+    __device__ __forceinline__ static int32 group_of_thread() { return kGroups == 1 ? 0 : threadIdx.x / kGroupThreads; }
 
     // The slots of a group. Steps of one segment after another pass through them; a copy starts kStages - 1 steps ahead.
     struct Ring {
@@ -123,14 +123,17 @@ struct Decode {
 
         // Starts the copies of a segment's first steps, and of its Q with the first of them.
         __device__ __forceinline__ void start(const Segment& segment, char* q, int32 rows) {
-            Warp::template copy_queries<kThreads>(q, params, segment.job, rows);
+            if (has_steps(segment)) Warp::template copy_queries<kThreads>(q, params, segment.job, rows);
             filled = taken;
             look_up(segment, segment.begin);
 #pragma unroll 1
             for (int32 s = 0; s < kStages - 1; ++s) load(segment, segment.begin + s);
         }
-        // Waits for what this thread copies of the first step.
-        __device__ __forceinline__ void wait() const { Warp::template wait<kStages - 2>(); }
+        // Waits for what this thread copies of the first step, if other groups than its own need it. Refilled slots have
+        // one group: `acquire` waits then, when the copies of all slots are under way.
+        __device__ __forceinline__ void wait() const {
+            if constexpr (!Warp::kRefills) Warp::template wait<kStages - 2>();
+        }
         // The first step of a segment that this thread multiplies.
         __device__ __forceinline__ int32 first_step(const Segment& segment) {
             if constexpr (Warp::kRefills) load(segment, segment.begin + kStages - 1);
@@ -159,9 +162,13 @@ struct Decode {
         }
 
       protected:
+        // False if nobody would wait for copies: only blocks of clusters have such segments.
+        __device__ __forceinline__ static bool has_steps(const Segment& segment) {
+            return !kIsCluster || segment.begin < segment.end;
+        }
         __device__ __forceinline__ static int32 first_key(const Job& job, int32 step) {
             return (job.first_tile + step) * kBc +
-                   (kIsProduced ? 0 : static_cast<int32>(threadIdx.x) / kGroupThreads * kKeys);
+                   (kGroups == 1 ? 0 : static_cast<int32>(threadIdx.x) / kGroupThreads * kKeys);
         }
         // Finds the pages of a step ahead of its copy, which would wait for them.
         __device__ __forceinline__ void look_up(const Segment& segment, int32 step) {
@@ -236,13 +243,18 @@ struct Decode {
         }
 
         __device__ __forceinline__ void start(const Segment& segment, char* q, int32 rows) {
-            Warp::template copy_queries<kThreads>(q, this->params, segment.job, rows);
-            Warp::commit();
-            if (!Warp::is_producer()) return;
-            this->look_up(segment, segment.begin);
-            fill(segment, segment.begin, min_of(segment.begin + kStages - 1, segment.end));
+            if (Warp::is_producer()) {
+                this->look_up(segment, segment.begin);
+                fill(segment, segment.begin, min_of(segment.begin + kStages - 1, segment.end));
+            } else if (Ring::has_steps(segment)) {
+                Warp::template copy_queries<kGroupThreads>(q, this->params, segment.job, rows);
+                Warp::commit();
+            }
         }
-        __device__ __forceinline__ void wait() const { Warp::template wait<0>(); }
+        // Waits for Q, not for keys: the copies of all slots are then under way together.
+        __device__ __forceinline__ void wait() const {
+            if (!Warp::is_producer()) Warp::template wait<0>();
+        }
         // Producers copy all of the segment's other steps, and multiply none.
         __device__ __forceinline__ int32 first_step(const Segment& segment) {
             if (!Warp::is_producer()) return segment.begin;
@@ -251,7 +263,6 @@ struct Decode {
         }
         __device__ __forceinline__ const char* acquire(const Segment&, int32) const {
             signals.wait_filled(this->taken, turn);
-            Warp::sync();
             return this->slots + this->taken * Warp::kSlotBytes;
         }
         __device__ __forceinline__ void release(const Segment&, int32) {
@@ -293,11 +304,23 @@ struct Decode {
         const Partials partials{params, job, first_row, min_of(line.rows() - first_row, kBr)};
         if constexpr (kIsCluster) {
             const Shares shares{partials, smem + kFirstShare, worker % Spec::kCluster, worker};
-            merge_warps(
-                partials, state, smem, distance, false,
-                [&](int32 row, int32 column, const Item& merged) { shares.send(row, column, merged); },
-                [] { Shares::wait(); });
-            shares.merge(line.clusters(), line.number());
+            if constexpr (Warp::kSendsRows) {
+                Statistic* statistics = reinterpret_cast<Statistic*>(smem + kFirstStatistic);
+                Shares::arrive();
+                if (multiplies()) {
+                    state.finish(statistics, smem + kFirstSlot + kStages * Warp::kSlotBytes);
+                    Warp::sync();  // no lane reads the slot of the last step any more: O goes there
+                }
+                shares.merge(smem + kFirstSlot, statistics, line.clusters(), line.number(), [&](char* to, int32 begin) {
+                    if (multiplies()) state.template put<typename Shares::Exchange>(to, begin);
+                });
+            } else {
+                merge_warps(
+                    partials, state, smem, distance, false,
+                    [&](int32 row, int32 column, const Item& merged) { shares.send(row, column, merged); },
+                    [] { Shares::wait(); });
+                shares.merge(line.clusters(), line.number());
+            }
         } else {
             const bool is_whole = segment.is_whole();
             const Contributors blocks = is_whole ? Contributors{} : line.blocks_of(job);
@@ -311,23 +334,26 @@ struct Decode {
             if (!is_whole) partials.merge(blocks, worker);
         }
     }
+    // False for producers.
+    __device__ __forceinline__ static bool multiplies() {
+        if constexpr (kIsProduced) return !Warp::is_producer();
+        return true;
+    }
     template <class Store, class Wait>
     __device__ __forceinline__ static void merge_warps(const Partials& partials, Warp& state, char* smem,
                                                        int32 distance, bool is_result, const Store& store,
                                                        const Wait& wait) {
         const int32 group = group_of_thread();
-        bool multiplies = true;
-        if constexpr (kIsProduced) multiplies = !Warp::is_producer();
         Statistic* statistics = reinterpret_cast<Statistic*>(smem + kFirstStatistic);
         char* exchange = smem + kFirstSlot + distance;
-        if (multiplies) {
+        if (multiplies()) {
             state.finish(statistics + group * kBr,
                          smem + kFirstSlot + group * kGroupBytes + kStages * Warp::kSlotBytes);
             Warp::sync();  // no lane reads the slot of the last step any more: O goes there
         }
 #pragma unroll
         for (int32 begin = 0; begin < kBr; begin += kRowsAtOnce) {
-            if (multiplies) state.template put<Exchange>(exchange + group * kGroupBytes, begin);
+            if (multiplies()) state.template put<Exchange>(exchange + group * kGroupBytes, begin);
             __syncthreads();  // statistics of all warps and these rows of their O are there
             if (begin == 0) wait();
             const auto columns_of = [&](int32 s, int32 row, int32 column) {

@@ -12,7 +12,7 @@ class DecodeWarp {
   public:
     static constexpr int kKeys = 16;  // of a step
     static constexpr int kSharers = 1;
-    static constexpr bool kValuesInKeys = false, kRefills = false, kCopiesMeanwhile = false;
+    static constexpr bool kValuesInKeys = false, kRefills = false, kCopiesMeanwhile = false, kSendsRows = false;
     static constexpr int kProducers = 0;
 
   private:

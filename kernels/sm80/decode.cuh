@@ -15,7 +15,8 @@ class DecodeWarp {
     static constexpr int kSharers = sharers_of_gradient(kDv);
     static constexpr int kKeys = Spec::kBc / (Spec::kWarps / kSharers);  // of a step
     // V is the first columns of K, and not copied.
-    static constexpr bool kValuesInKeys = Spec::kHeadDim > 512, kRefills = false, kCopiesMeanwhile = false;
+    static constexpr bool kValuesInKeys = Spec::kHeadDim > 512, kRefills = false, kCopiesMeanwhile = false,
+                          kSendsRows = false;
     static constexpr int kProducers = 0;
 
   private:

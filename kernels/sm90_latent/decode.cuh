@@ -2,7 +2,8 @@
 // operand of wgmma has 64 rows, and the queries of a tile may be fewer. Keys and columns of V are the rows, therefore,
 // and all products are transposed:
 //
-//   S^T = K Q^T       64 keys by the rows of a warp group, half of those of the tile
+//   S^T = K Q^T       64 keys by the rows of a warp group, half of those of the tile. Up to 32 rows, where reading keys
+//                     takes the time, each group reads half of the columns, for all rows, and the groups add the halves
 //   O^T += V^T P^T    half of the columns of V, those of a warp group, by all rows of the tile
 //
 // P is computed with the current row shifts, and kept unless a vote of all threads finds that those of a row must move.
@@ -12,6 +13,7 @@
 //   P [kBr][64 keys]                    a group for its rows     both groups
 //   maxima, or sums [warp][kBr]         a group for its rows     this group
 //   factors of O [kBr]                  a group for its rows     both groups
+//   halves of S^T [group][thread]       the other group          a group, for its rows
 //   signals                             mbarriers of the slots
 //
 // Warps behind those of the two groups are producers, which copy the keys.
@@ -20,6 +22,7 @@
 #include "decode/decode.cuh"
 #include "sm80/smem_tile.cuh"
 #include "sm90/layout.cuh"
+#include "sm90_latent/shares.cuh"
 #include "sm90_latent/wgmma.cuh.j2"
 
 namespace fa2::sm90_latent {
@@ -64,7 +67,7 @@ class DecodeWarp {
   public:
     static constexpr int kD = Spec::kHeadDim, kDv = Spec::kHeadDimV;
     static constexpr int kSharers = 8, kKeys = Spec::kBc, kProducers = Spec::kWarps - kSharers;
-    static constexpr bool kValuesInKeys = true;
+    static constexpr bool kValuesInKeys = true, kSendsRows = true;
     // A slot is filled again as soon as it is free, but for 64 rows, whose arithmetic is the limit, while the scores of the
     // next step are computed.
     static constexpr bool kCopiesMeanwhile = Spec::kBr == 64, kRefills = !kCopiesMeanwhile;
@@ -83,13 +86,17 @@ class DecodeWarp {
     using Job = decode::Job;
     static_assert(kGroups == 2 && kKeys == sm90::kGroupRows && kBr % 16 == 0);
     static_assert(kDv % (kGroups * kPanelColumns) == 0 && kDv <= kD);
-    static constexpr int kMaxima = PTile::kBytes, kFactors = kMaxima + 4 * kBr * 4;
+    static constexpr bool kAddsHalves = kBr <= 32;
+    static constexpr int kHalfBytes = kAddsHalves ? kThreads * kGroupRows / 8 * 16 : 0;
+    static constexpr int kMaxima = PTile::kBytes, kFactors = kMaxima + 4 * kBr * 4, kHalves = kFactors + kBr * 4;
+    using Products = QuadFragment<(kAddsHalves ? kBr : kGroupRows) / 8>;
     static constexpr int kOfBoth = 1, kOfGroup = 2;  // named barriers; the second of each group
 
   public:
     static constexpr int kColumns = kDv;
     static constexpr int kKeyBytes = KTile::kBytes, kQueryBytes = QTile::kBytes, kSlotBytes = kKeyBytes;
-    static constexpr int kSignals = kFactors + kBr * 4, kScratchBytes = kSignals + 2 * kStages * 8;
+    using Shares = sm90_latent::Shares<Spec, kDv, kStages * kSlotBytes>;
+    static constexpr int kSignals = kHalves + kHalfBytes, kScratchBytes = kSignals + 2 * kStages * 8;
     static_assert(kQueryBytes % sm90::kAlignment == 0 && kSlotBytes % sm90::kAlignment == 0);
 
     template <int kThreads>
@@ -101,7 +108,18 @@ class DecodeWarp {
     template <class SourceOf>
     __device__ __forceinline__ static void copy_keys(char* to, const SourceOf& source_of) {
         constexpr int kCopying = kProducers == 0 ? kThreads : 32 * kProducers;
-        sm80::load_rows_async<KTile, kCopying, kD>(shared_address(to), source_of, threadIdx.x % kThreads);
+        constexpr int kChunks = 8;  // of a panel
+        const int32 first = threadIdx.x % kThreads / kChunks, chunk = threadIdx.x % kChunks;
+#pragma unroll
+        for (int32 row = first; row < first + kKeys; row += kCopying / kChunks) {
+            const Element* source = source_of(row);
+            const bool exists = source != nullptr;
+            const uint32 place = shared_address(to) + KTile::offset(row, chunk);
+            source += chunk * 8;
+#pragma unroll
+            for (int panel = 0; panel < kD / kPanelColumns; ++panel)
+                sm80::cp_async_16(place + panel * KTile::kPanelBytes, source + panel * kPanelColumns, exists);
+        }
     }
     __device__ __forceinline__ static void commit() { sm80::cp_async_commit(); }
     // Rows that this thread has copied, others may then multiply behind a barrier.
@@ -165,12 +183,15 @@ class DecodeWarp {
     __device__ __forceinline__ void step(const Params& params, const char* q, const char* slot, char* scratch,
                                          const Mask& mask, int32 first_row, int32 first_key, bool masked,
                                          const Meanwhile& meanwhile = {}) {
-        const uint32 keys = shared_address(slot), probabilities = shared_address(scratch);
-        Scores scores;
-        multiply_scores(scores, keys, shared_address(q) + group() * kGroupRows * kPanelRowBytes);
+        // In a register of the warp, too: producers' slots are not those of the warps that multiply.
+        const uint32 own = shared_address(slot), keys = kProducers == 0 ? own : __shfl_sync(common::kFullWarp, own, 0);
+        const uint32 probabilities = shared_address(scratch);
+        Products products;
+        multiply_scores(products, keys, shared_address(q));
         meanwhile();
         sm90::wgmma_wait<0>();
-        sm90::pin(scores.transposed);
+        sm90::pin(products);
+        Scores scores = own_scores(products, probabilities + kHalves);
         first_key += 16 * warp();
         decode::modify<Spec>(scores, params, slopes_, 0, first_key, lane());
         if (masked || !has_shifts_ || !try_row_shift(params, scores, probabilities)) {
@@ -257,16 +278,57 @@ class DecodeWarp {
     __device__ __forceinline__ static int32 own_row(int i) { return group() * kGroupRows + Scores::row(i, lane()); }
     __device__ __forceinline__ static void group_sync() { common::barrier_sync(kOfGroup + group(), kGroupThreads); }
 
-    // Issues S^T = K Q^T.
-    __device__ __forceinline__ static void multiply_scores(Scores& scores, uint32 keys, uint32 queries) {
-        const uint64 left = sm90::matrix_descriptor(keys, 0), right = sm90::matrix_descriptor(queries, 0);
+    // The group, in a register of the warp, in which wgmma needs addresses.
+    const int32 group_ = __shfl_sync(common::kFullWarp, threadIdx.x / kGroupThreads, 0);
+
+    // Issues S^T = K Q^T: of the group's rows, or of all rows on half of each panel's columns.
+    __device__ __forceinline__ void multiply_scores(Products& products, uint32 keys, uint32 queries) const {
+        constexpr int kSteps = kAddsHalves ? 2 : 4;  // of a panel
+        const uint32 first_column = kAddsHalves ? group_ * kPanelRowBytes / 2 : 0;
+        const uint32 first_row = kAddsHalves ? 0 : group_ * kGroupRows * kPanelRowBytes;
+        const uint64 left = sm90::matrix_descriptor(keys + first_column, 0);
+        const uint64 right = sm90::matrix_descriptor(queries + first_row + first_column, 0);
         sm90::wgmma_fence();
-        wgmma_first_scores(scores.transposed, left, right);
+        wgmma_first_scores(products, left, right);
 #pragma unroll
-        for (int s = 1; s < kD / 16; ++s)
-            wgmma_scores(scores.transposed, left + along_columns<KTile::kPanelBytes>(s),
+        for (int i = 1; i < kD / kPanelColumns * kSteps; ++i) {
+            const int s = i / kSteps * 4 + i % kSteps;
+            wgmma_scores(products, left + along_columns<KTile::kPanelBytes>(s),
                          right + along_columns<QTile::kPanelBytes>(s));
+        }
         sm90::wgmma_commit();
+    }
+    // The scores of the group's rows. All threads that multiply call this.
+    __device__ __forceinline__ static Scores own_scores(const Products& products, uint32 halves) {
+        Scores scores;
+        if constexpr (kAddsHalves) {
+            constexpr int kOwn = kGroupRows / 8;
+            const auto half_of = [=](int32 group, int n) {
+                return halves + ((group * kOwn + n) * kGroupThreads + threadIdx.x % kGroupThreads) * 16;
+            };
+            const bool is_first = group() == 0;
+#pragma unroll
+            for (int n = 0; n < kOwn; ++n) {
+                float other[4];
+#pragma unroll
+                for (int e = 0; e < 4; ++e) {
+                    other[e] = is_first ? products.value[kOwn + n][e] : products.value[n][e];
+                    scores.transposed.value[n][e] = is_first ? products.value[n][e] : products.value[kOwn + n][e];
+                }
+                common::store_shared(half_of(is_first, n), other);
+            }
+            sync();
+#pragma unroll
+            for (int n = 0; n < kOwn; ++n) {
+                float half[4];
+                common::load_shared(half_of(!is_first, n), half);
+#pragma unroll
+                for (int e = 0; e < 4; ++e) scores.transposed.value[n][e] += half[e];
+            }
+        } else {
+            scores.transposed = products;
+        }
+        return scores;
     }
 
     // Leaves P with the current row shifts, and returns true if all threads find that they can stay.
@@ -316,7 +378,7 @@ class DecodeWarp {
     }
 
     __device__ __forceinline__ void multiply_output(uint32 keys, uint32 probabilities) {
-        const uint64 left = sm90::matrix_descriptor(keys + group() * kGroupPanels * KTile::kPanelBytes, 0);
+        const uint64 left = sm90::matrix_descriptor(keys + group_ * kGroupPanels * KTile::kPanelBytes, 0);
         const uint64 right = sm90::matrix_descriptor(probabilities, 0);
         sm90::wgmma_fence();
 #pragma unroll
