@@ -106,7 +106,7 @@ class ByCopies(Mover):
 
     def collect(self, lane: Lane, kind: Signal, step: int, landed: Sequence[Landed]) -> None:
         """See `Mover`."""
-        super().collect(lane, kind, step, landed)
+        self.arrived(lane, kind, step)
         lane(copy_parts, [(memory.place, start, memory.own, start, shape) for memory, start, shape in landed])
         if step == self._steps - 1:
             for result, quick in self._slow:

@@ -6,7 +6,7 @@
     mover.sent()                              an event: the parts that have been put may be overwritten
     mover.keep(lane, kind, step, moves)       copies those that stay on this rank
     mover.arrived(lane, kind, step)           lets what is queued after it wait for the parts of all other ranks
-    mover.collect(lane, kind, step, landed)   the same, and the lane takes them to the caller's arrays
+    mover.collect(lane, kind, step, landed)   takes them to the caller's arrays, on the lane or on that of messages
     mover.release(lane, kind, step)           tells the others that they may overwrite what they have put
     mover.may_overwrite(kind, step)           lets what is put after it wait for that
     mover.end(*lanes)                         at the end: other ranks may write this one's memory when lanes are done
@@ -130,8 +130,7 @@ class Mover:
         raise NotImplementedError
 
     def collect(self, lane: Lane, kind: Signal, step: int, landed: Sequence[Landed]) -> None:
-        """Lets the lane wait for the same, and take what has landed to the caller's arrays, step by step."""
-        self.arrived(lane, kind, step)
+        """Takes what other ranks put in a step to the caller's arrays, on the lane or on that of messages."""
 
     def release(self, lane: Lane, kind: Signal, step: int) -> None:
         """Tells the other ranks, when the lane has come so far, that they may put a step."""
