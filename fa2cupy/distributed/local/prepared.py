@@ -7,7 +7,6 @@ the addresses of its arrays.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -184,8 +183,12 @@ class _RecordedLane(Lane):
         places = [_relative(address) for address in addresses]
 
         def step(now: _Now) -> None:
-            with now.streams[number] if number else contextlib.nullcontext():
-                call.queue([now.addresses[of] + offset for of, offset in places])
+            addresses = [now.addresses[of] + offset for of, offset in places]
+            if number:
+                with now.streams[number]:
+                    call.queue(addresses)
+            else:
+                call.queue(addresses)
 
         self._add(step)
 
