@@ -334,7 +334,8 @@ class Heads:
 
     def end(self) -> None:
         """Queues the arrival of the last results on the lane of messages, behind that of all others."""
-        self.run.comm.wait(self.run.back.record())
+        if self.count > 1:  # else the lane of copies has been given nothing, and belongs to no capture
+            self.run.comm.wait(self.run.back.record())
         self.collect(self.count - 1)
         if self._summed is not None:
             target, array = self._summed
