@@ -431,7 +431,7 @@ class TestGpus:
 
     def test_sums_and_whole_arrays_have_a_timeout_unless_a_graph_captures_them(self, gpus, monkeypatch):
         watched = []
-        monkeypatch.setattr(NcclTransport, "watch", lambda transport: watched.append(transport.rank))
+        monkeypatch.setattr(NcclTransport, "watch", lambda transport, *_: watched.append(transport.rank))
 
         def calls(comm):
             barrier.wait(20)

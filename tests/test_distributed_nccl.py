@@ -314,7 +314,7 @@ def test_captured_calls_keep_their_memory_and_are_not_watched(gpus, monkeypatch)
     _, _, nccl = gpus
     inputs = make_inputs("float16", seqlen_q=64, num_heads=8, num_heads_kv=4, head_dim=16)
     watched = []
-    monkeypatch.setattr(nccl_module.NcclTransport, "watch", lambda transport: watched.append(transport.rank))
+    monkeypatch.setattr(nccl_module.NcclTransport, "watch", lambda transport, *_: watched.append(transport.rank))
 
     def work(comm):
         q, k, v, _ = shards(comm, inputs)

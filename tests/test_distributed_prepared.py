@@ -115,6 +115,35 @@ def test_kernels_get_the_addresses_of_their_call_without_arrays(gpus, monkeypatc
     assert len(made) == (0 if is_bound else 3)
 
 
+def test_waits_that_nothing_needs_are_not_queued(gpus, monkeypatch):
+    """They are those of a lane for itself, for one that has been given nothing, and for what it has waited for."""
+    x = place(np.zeros(3, "float32"))
+    call = PreparedCall({"x": x})
+    main, side, comm, back = call.lanes[:4]
+    begun, idle = main.record(), side.record()
+    for lane in (main, comm, comm, side):
+        lane.wait(begun)
+        lane.wait(idle)
+    main.wait(side.record())  # it has waited, and may be behind
+    main.wait(comm.record_for(lambda event: None))
+    streams, arena = device_streams(x)
+    waits = []
+    for number, stream in enumerate(streams):
+        monkeypatch.setattr(stream, "wait_event", lambda event, number=number: waits.append(number))
+    call([x], streams, arena)
+    assert waits == [2, 1, 0, 0]
+    assert back.record().reached_on == set(range(len(streams)))
+
+
+def test_each_call_gives_events_of_its_own_away(gpus):
+    x = place(np.zeros(3, "float32"))
+    call, events = PreparedCall({"x": x}), []
+    call.lanes[0].wait(call.lanes[2].record_for(events.append, events.append))
+    for _ in range(2):
+        queue(call, {"x": x})
+    assert events[0] is events[1] and events[2] is events[3] and events[0] is not events[2]
+
+
 def test_an_error_lets_the_caller_wait_for_all_lanes(gpus, monkeypatch):
     x = place(np.zeros(3, "float32"))
     call = PreparedCall({"x": x})

@@ -85,6 +85,8 @@ class CallArguments:
     def given(self) -> dict[str, Any]:
         """The arrays that are not None, those of features included."""
         own = {name: array for name, array in self.arrays.items() if array is not None}
+        if not self.keywords:  # most calls have no features
+            return own
         return own | feature_arrays(self.keywords) | function_arrays(self.keywords)
 
     @property
@@ -118,8 +120,9 @@ class Request:
         The query heads of each group of a forward of ``"heads"``, if they are not those of `groups`.
     number : int
         Stands for all that the ranks agree on, from 1 to 2**32 - 1.
-    signature : hashable
-        What another call must have in common with this one to be queued like it; None if it is checked anew.
+    signature : object
+        Stands for all that another call must have in common with this one to be queued like it, and is equal to itself
+        alone; None if each call is checked anew.
     """
 
     problem: AttentionProblem
@@ -133,7 +136,7 @@ class Request:
     keywords: Mapping[str, Any]
     query_groups: tuple[slice, ...] = ()
     number: int = 1
-    signature: Hashable = None
+    signature: object = None
 
     @property
     def with_rows(self) -> int:
@@ -151,7 +154,10 @@ def checked(comm: Communicator, arguments: CallArguments) -> Request:
         The arguments do not fit each other, or those of other ranks.
     """
     signature = _signature(arguments)
-    known = None if signature is None else comm.requests.get(signature)
+    try:
+        known = None if signature is None else comm.requests.get(signature)
+    except TypeError:  # an option that cannot be hashed is not legal: the checks will report it
+        known = signature = None
     if known is not None:
         if arguments.out is not None:
             _check_overlap(
@@ -166,7 +172,7 @@ def checked(comm: Communicator, arguments: CallArguments) -> Request:
     if signature is not None:
         if len(comm.requests) >= _MAX_REQUESTS:
             comm.requests.clear()
-        request = comm.requests[signature] = replace(request, keywords={}, signature=signature)
+        request = comm.requests[signature] = replace(request, keywords={}, signature=object())
     return request
 
 
@@ -184,12 +190,7 @@ def _signature(arguments: CallArguments) -> Hashable:
     if is_seed(values.get("seed")):
         values["seed"] = 0  # no check depends on which
     how = (arguments.call, arguments.options, arguments.scheme, arguments.order, repr(arguments.head_groups))
-    try:
-        signature = (*how, *map(_kind, out), *((name, _kind(value)) for name, value in values.items()))
-        hash(signature)
-    except TypeError:  # an option that cannot be hashed is not legal: the checks will report it
-        return None
-    return signature
+    return (*how, *map(_kind, out), *values, *map(_kind, values.values()))
 
 
 def _kind(value: Any) -> Hashable:

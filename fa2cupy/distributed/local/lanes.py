@@ -5,7 +5,7 @@
     lane.on_stream(function, *args)   the same of a function whose first argument is the address of a stream
     lane.record()               an event that is reached when all that was queued before is done
     lane.wait(event)            what is queued after it waits for the event
-    lane.record_for(use)        calls ``use(event)`` with such an event
+    lane.record_for(*uses)      the same, a new event in each call; calls ``use(event)`` for each of `uses`
     lane.wait_for(event_of)     waits for the event that ``event_of()`` returns, if it is not None
     lane.join()                 returns when the host may read what the lane has written
 
@@ -40,9 +40,12 @@ class Lane(Protocol):
         """Queues a call of a function of the package."""
         self(function, *args)
 
-    def record_for(self, use: Callable[[Any], None]) -> None:
-        """Calls the function with a new event."""
-        use(self.record())
+    def record_for(self, *uses: Callable[[Any], None]) -> Any:
+        """An event that is new in each call and that these functions get."""
+        event = self.record()
+        for use in uses:
+            use(event)
+        return event
 
     def wait_for(self, event_of: Callable[[], Any]) -> None:
         """Lets what is queued after it wait for an event, if there is one."""

@@ -7,7 +7,6 @@ the addresses of its arrays.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -149,13 +148,18 @@ class _RecordedLane(Lane):
 
     def __init__(self, steps: list[_Step], matrices: _Matrices, number: int):
         self._steps, self._matrices, self._number = steps, matrices, number
+        self._is_idle = True
+
+    def _add(self, *steps: _Step) -> None:
+        self._steps += steps
+        self._is_idle = False
 
     def __call__(self, function: Callable[..., Any], *args: Any) -> None:
         if function is copy_parts:
             matrices, others = divided(*args)
             for pair in others:
                 self(copy, *pair)
-            self._steps.extend(_launch(self._number, self._matrices, *one) for one in launches_of(matrices))
+            self._add(*(_launch(self._number, self._matrices, *one) for one in launches_of(matrices)))
             return
         form, number = _form(args) or (lambda now: args), self._number
 
@@ -166,7 +170,7 @@ class _RecordedLane(Lane):
             else:
                 function(*form(now))
 
-        self._steps.append(step)
+        self._add(step)
 
     def kernels(self, function: Callable[..., Any], *args: Any) -> None:
         from ...gpu import calls
@@ -179,27 +183,48 @@ class _RecordedLane(Lane):
         places = [_relative(address) for address in addresses]
 
         def step(now: _Now) -> None:
-            with now.streams[number] if number else contextlib.nullcontext():
-                call.queue([now.addresses[of] + offset for of, offset in places])
+            addresses = [now.addresses[of] + offset for of, offset in places]
+            if number:
+                with now.streams[number]:
+                    call.queue(addresses)
+            else:
+                call.queue(addresses)
 
-        self._steps.append(step)
+        self._add(step)
 
     def on_stream(self, function: Callable[..., Any], *args: Any) -> None:
-        form, number = _form(args) or (lambda now: args), self._number
-        self._steps.append(lambda now: function(now.streams[number].ptr, *form(now)))
+        form, number = _form(args), self._number
+        if form is None:
+            self._add(lambda now: function(now.streams[number].ptr, *args))
+        else:
+            self._add(lambda now: function(now.streams[number].ptr, *form(now)))
 
     def record(self) -> _Recorded:
         event, number = _Recorded(), self._number
-        self._steps.append(lambda now: event.record(now.streams[number]))
+        if number and self._is_idle:  # the last call has ended
+            event.reached_on.update(range(NUM_LANES))
+        else:
+            event.reached_on.add(number)
+            self._add(lambda now: event.record(now.streams[number]))
         return event
 
     def wait(self, event: _Recorded) -> None:
-        event.is_used, number = True, self._number
-        self._steps.append(lambda now: now.streams[number].wait_event(event.event))
-
-    def record_for(self, use: Callable[[Any], None]) -> None:
         number = self._number
-        self._steps.append(lambda now: use(_event(now.streams[number])))
+        if number not in event.reached_on:
+            event.reached_on.add(number)
+            event.is_used = True
+            self._add(lambda now: now.streams[number].wait_event(event.event))
+
+    def record_for(self, *uses: Callable[[Any], None]) -> _Recorded:
+        recorded, number = _Recorded(), self._number
+
+        def step(now: _Now) -> None:
+            event = recorded.event = _event(now.streams[number])
+            for use in uses:
+                use(event)
+
+        self._add(step)
+        return recorded
 
     def wait_for(self, event_of: Callable[[], Any]) -> None:
         number = self._number
@@ -209,16 +234,25 @@ class _RecordedLane(Lane):
             if event is not None:
                 now.streams[number].wait_event(event)
 
-        self._steps.append(step)
+        self._add(step)
 
     def join(self) -> None:
         """Nothing: results of a GPU are read on the caller's stream."""
 
 
 class _Recorded:
-    """An event that each call records anew: a wait is for what was recorded last when it is queued."""
+    """An event that each call records anew: a wait is for what was recorded last when it is queued.
+
+    Attributes
+    ----------
+    reached_on : set of int
+        The lanes that need not wait for it: its own, and those that have waited.
+    """
 
     is_used = False
+
+    def __init__(self) -> None:
+        self.reached_on: set[int] = set()
 
     @functools.cached_property
     def event(self) -> Any:

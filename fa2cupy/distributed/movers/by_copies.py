@@ -31,6 +31,7 @@ class ByCopies(Mover):
         super().__init__(own)
         self.window = window
         self._slow: list[tuple[Array, Array]] = []
+        self._kept: dict[tuple[Signal, int], Any] = {}
         self._steps = 0
 
     def begin(self, shapes: Sequence[Shape], results: Sequence[Array], steps: int) -> tuple[list[Memory], list[Memory]]:
@@ -66,38 +67,50 @@ class ByCopies(Mover):
 
     def put(self, kind: Signal, step: int, moves: Moves, late: Late | None = None, is_idle: bool = False) -> None:
         """See `Mover`."""
-        comm = self.own.comm
-        send = functools.partial(comm, copy_parts) if is_idle else functools.partial(self.window.send, comm)
-        send(self._to_others(step, moves))
+        comm, peers = self.own.comm, self.window.others
+        send = functools.partial(self.window.send, comm)
+        if is_idle:  # the kernel takes what stays on this rank along
+            send, peers = functools.partial(comm, copy_parts), (*peers, self.own.rank)
+        send(self._copies(peers, step, moves))
         if late is not None:
             later, written = late
             comm.wait(written)
-            send(self._to_others(step, later))
+            send(self._copies(peers, step, later))
+        if is_idle:
+            self._kept[kind, step] = comm.record()
         self.window.signal(comm, kind, step)
+
+    def keep(self, lane: Lane, kind: Signal, step: int, moves: Moves) -> None:
+        """See `Mover`."""
+        kept = self._kept.get((kind, step))
+        if kept is None:
+            super().keep(lane, kind, step, moves)
+        elif lane is not self.own.comm:
+            lane.wait(kept)
 
     def sent(self) -> Any:
         """See `Mover`."""
         return self.own.comm.record()
 
-    def _to_others(self, step: int, moves: Moves) -> list[Copy]:
+    def _copies(self, peers: Sequence[int], step: int, moves: Moves) -> list[Copy]:
+        rank = self.own.rank
         return [
-            (memory.by_rank[peer], start, source, source_start, shape)
-            for peer in self.window.others
-            for memory, start, source, source_start, shape in moves(self.own.rank, peer, step)
+            (memory.place if peer == rank else memory.by_rank[peer], *part)
+            for peer in peers
+            for memory, *part in moves(rank, peer, step)
         ]
 
     def arrived(self, lane: Lane, kind: Signal, step: int) -> None:
         """See `Mover`."""
         self.window.wait(lane, kind, step)
 
-    def collect(self, kind: Signal, step: int, landed: Sequence[Landed]) -> None:
+    def collect(self, lane: Lane, kind: Signal, step: int, landed: Sequence[Landed]) -> None:
         """See `Mover`."""
-        super().collect(kind, step, landed)
-        back = self.own.back
-        back(copy_parts, [(memory.place, start, memory.own, start, shape) for memory, start, shape in landed])
+        self.arrived(lane, kind, step)
+        lane(copy_parts, [(memory.place, start, memory.own, start, shape) for memory, start, shape in landed])
         if step == self._steps - 1:
             for result, quick in self._slow:
-                back(copy, result, quick)
+                lane(copy, result, quick)
 
     def release(self, lane: Lane, kind: Signal, step: int) -> None:
         """See `Mover`."""
@@ -110,3 +123,4 @@ class ByCopies(Mover):
     def end(self, *lanes: Lane) -> None:
         """See `Mover`."""
         self.window.end(self.own.comm, *lanes)
+        self.own.at_end.append(self.window.ended)

@@ -4,9 +4,9 @@
     mover.enter(*lanes)                       lets moves wait for what the caller's lane has been given so far
     mover.put(kind, step, moves)              takes this rank's parts to the other ranks, on the lane of messages
     mover.sent()                              an event: the parts that have been put may be overwritten
-    mover.keep(lane, step, moves)             copies those that stay on this rank
+    mover.keep(lane, kind, step, moves)       copies those that stay on this rank
     mover.arrived(lane, kind, step)           lets what is queued after it wait for the parts of all other ranks
-    mover.collect(kind, step, landed)         the same on the lane of copies, and takes them to the caller's arrays
+    mover.collect(lane, kind, step, landed)   takes them to the caller's arrays, on the lane or on that of messages
     mover.release(lane, kind, step)           tells the others that they may overwrite what they have put
     mover.may_overwrite(kind, step)           lets what is put after it wait for that
     mover.end(*lanes)                         at the end: other ranks may write this one's memory when lanes are done
@@ -120,8 +120,8 @@ class Mover:
         """An event: what this rank has put has been read. None if lanes that wait for arrivals wait for this, too."""
         return None
 
-    def keep(self, lane: Lane, step: int, moves: Moves) -> None:
-        """Queues the moves that stay on this rank."""
+    def keep(self, lane: Lane, kind: Signal, step: int, moves: Moves) -> None:
+        """Queues the moves that stay on this rank, behind those of `put`."""
         rank = self.own.rank
         lane(copy_parts, [(memory.place, *part) for memory, *part in moves(rank, rank, step)])
 
@@ -129,9 +129,8 @@ class Mover:
         """Lets the lane wait for all that other ranks put in a step. It is called once for each step."""
         raise NotImplementedError
 
-    def collect(self, kind: Signal, step: int, landed: Sequence[Landed]) -> None:
-        """Lets the lane of copies wait for the same, and take what has landed to the caller's arrays, step by step."""
-        self.arrived(self.own.back, kind, step)
+    def collect(self, lane: Lane, kind: Signal, step: int, landed: Sequence[Landed]) -> None:
+        """Takes what other ranks put in a step to the caller's arrays, on the lane or on that of messages."""
 
     def release(self, lane: Lane, kind: Signal, step: int) -> None:
         """Tells the other ranks, when the lane has come so far, that they may put a step."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -44,6 +44,8 @@ class Resources:
         group ends.
     is_captured : bool
         True if a CUDA graph captures the call.
+    at_end : list of callable
+        Functions that get the event at which the lane of messages is done.
     """
 
     def __init__(self, comm: Communicator, array: Array, call: int, prepared: PreparedCall | None = None):
@@ -52,6 +54,7 @@ class Resources:
         self._transport = comm.transport_of(array)
         self._peers: Sequence[int] = range(comm.size)
         self._held: list[Array] = []
+        self.at_end: list[Callable[[Any], None]] = []
         self._arena: Any = None
         self._prepared = prepared
         self.is_captured = is_captured(array)
@@ -116,8 +119,8 @@ class Resources:
     def finish(self) -> None:
         """Lets the caller's lane wait for the others."""
         if not self.is_captured:
-            self.comm(self._transport.watch)
-        self.main.wait(self.comm.record())
+            self.at_end.append(self._transport.watch)
+        self.main.wait(self.comm.record_for(*self.at_end))
         self.main.wait(self.side.record())
         for lane in (self.comm, *self.of_groups, self.back, self.main):
             lane.join()

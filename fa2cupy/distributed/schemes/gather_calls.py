@@ -262,7 +262,7 @@ class Gather:
             mover.release(run.comm, Signal.USED, group)
             mover.may_overwrite(Signal.USED, group)
         mover.put(Signal.SENT, group, self._moves)
-        mover.keep(run.back, group, self._moves)
+        mover.keep(run.back, Signal.SENT, group, self._moves)
         mover.arrived(run.back, Signal.SENT, group)
         return run.back.record()
 

@@ -4,7 +4,7 @@ A rank makes one call on the whole sequence for each group of its heads, so that
 are those of one call, bit for bit. While one group is computed, the rows of another one travel.
 
     comm    what goes to other ranks: the rows of a group, and its results when it is computed
-    back    what comes from them, and this rank's own results
+    back    what comes from them, and this rank's own results; those of the last group are on `comm`, too
 
 The lane of a group copies this rank's own rows itself. Lanes have falling priorities, so that the rows of later groups
 do not delay the first one.
@@ -276,7 +276,7 @@ class Heads:
                 lane.wait(self._written)
             if any(route.shape.is_again(group) for route in self._inputs):
                 lane.wait(kept)
-            self.mover.keep(lane, group, self._to_heads)
+            self.mover.keep(lane, Signal.SENT, group, self._to_heads)
             kept = lane.record()
 
     def arrived(self, group: int) -> tuple[list[Array], dict[str, Array]]:
@@ -310,9 +310,17 @@ class Heads:
         computed = self.lane(group).record()
         self._results.append([results[number] for number in self._returned])
         run.comm.wait(computed)
-        self.mover.put(Signal.RETURNED, group, self._to_rows, is_idle=group == self.count - 1)
-        run.back.wait(computed)
-        self.mover.keep(run.back, group, self._to_rows)
+        self.mover.put(Signal.RETURNED, group, self._to_rows, is_idle=self._is_last(group))
+        lane = self._lane_of_results(group)
+        lane.wait(computed)
+        self.mover.keep(lane, Signal.RETURNED, group, self._to_rows)
+
+    def _is_last(self, group: int) -> bool:
+        return group == self.count - 1
+
+    def _lane_of_results(self, group: int) -> Lane:
+        """The lane of copies; behind the messages of the last group there are no others."""
+        return self.run.comm if self._is_last(group) else self.run.back
 
     def collect(self, group: int) -> None:
         """Queues the arrival of a group's results."""
@@ -322,16 +330,17 @@ class Heads:
             for distance in range(1, size)
             for route, landing in zip(self._out, self._landings, strict=True)
         ]
-        self.mover.collect(Signal.RETURNED, group, landed)
+        self.mover.collect(self._lane_of_results(group), Signal.RETURNED, group, landed)
 
     def end(self) -> None:
-        """Queues the arrival of the last results, and lets the lane of messages wait for it."""
+        """Queues the arrival of the last results on the lane of messages, behind that of all others."""
+        if self.count > 1:  # else the lane of copies has been given nothing, and belongs to no capture
+            self.run.comm.wait(self.run.back.record())
         self.collect(self.count - 1)
         if self._summed is not None:
             target, array = self._summed
             shares = [array[:, rank : rank + 1] for rank in range(self.run.size)]
-            self.run.back(sum_into, target, shares, self.run.request.problem.accumulator_dtype)
-        self.run.comm.wait(self.run.back.record())
+            self.run.comm(sum_into, target, shares, self.run.request.problem.accumulator_dtype)
         self.mover.end()
 
     def compute(self, kernels: Callable[[int, list[Array], dict[str, Array]], list[Array]]) -> None:

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from ...problem.array_types import Array
+from ...system.recent import RecentlyUsed
 from ..local.copies import Copy, matrices_with_addresses
 from ..local.lanes import Lane
 from ..local.matrices import Matrix, is_few
@@ -31,6 +32,7 @@ __all__ = ["DeviceWindow", "connect"]
 
 _WORD = 4
 _COPY_DEFAULT = 4
+_MOST_BATCHES = 4096
 _WAIT_UNTIL_EQUAL = 1
 _RELEASE_S, _PATIENCE_S = 0.02, 2.0
 #: Neither the priority of the caller's streams nor that of messages: streams of one priority may share a GPU queue.
@@ -61,7 +63,7 @@ class DeviceWindow(Window):
         self._is_kept = False
         self._kept: list[SharedMemory] = []
         self._unfinished: list[_Queued] = []
-        self._batches: dict[tuple[int, bool], _Batch] = {}
+        self._batches: RecentlyUsed[_Batch] = RecentlyUsed(_MOST_BATCHES)
         self._signals = SharedMemory(rank, texts)
         self._signals.allocate(_WORD * (FAILED + 1) * size, zeroed=True)
         self._answers = cupy.cuda.Stream(non_blocking=True, priority=_PRIORITY_OF_ANSWERS)
@@ -104,33 +106,35 @@ class DeviceWindow(Window):
     # -- signals
 
     def _write(self, stream: int, word: int, number: int) -> None:
-        self._batch(word, False).queue(stream, number)
+        batch = self._batches.get((word, number, False))
+        if batch is None:
+            batch = self._batches.put((word, number, False), _Batch(self._driver))
+            self._add_writes(batch, word, number)
+        batch.queue(stream)
 
     def _wait(self, stream: int, word: int, number: int) -> None:
-        self._batch(word, True).queue(stream, number)
-
-    def _batch(self, word: int, waits: bool) -> _Batch:
-        """The operations that write a signal to all other ranks, or wait for those of all others and clear them."""
-        batch = self._batches.get((word, waits))
+        batch = self._batches.get((word, number, True))
         if batch is None:
-            batch = self._batches[word, waits] = _Batch(self._driver)
+            batch = self._batches.put((word, number, True), _Batch(self._driver))
             for peer in self.others:
-                if waits:
-                    batch.wait(self._address(self.rank, word, peer))
-                    batch.write(self._address(self.rank, word, peer), 0)
-                else:
-                    batch.write(self._address(peer, word, self.rank))
-        return batch
+                batch.wait(self._address(self.rank, word, peer), number)
+                batch.write(self._address(self.rank, word, peer), 0)
+        batch.queue(stream)
 
-    def _stay(self, stream: int) -> None:
-        self._staying.queue(stream, 0)
+    def _leave(self, stream: int) -> None:
+        self._leaving.queue(stream)
 
     @functools.cached_property
-    def _staying(self) -> _Batch:
+    def _leaving(self) -> _Batch:
         batch = _Batch(self._driver)
-        for peer in self.others:
-            batch.wait(self._address(self.rank, FAILED, peer))
+        for peer in self.others:  # results may be wrong if another rank has failed: stay until this one fails, too
+            batch.wait(self._address(self.rank, FAILED, peer), 0)
+        self._add_writes(batch, READY, IS_READY)
         return batch
+
+    def _add_writes(self, batch: _Batch, word: int, number: int) -> None:
+        for peer in self.others:
+            batch.write(self._address(peer, word, self.rank), number)
 
     def _address(self, owner: int, word: int, writer: int) -> int:
         return self._signals.pointers[owner].ptr + _WORD * (word * self.size + writer)
@@ -147,9 +151,9 @@ class DeviceWindow(Window):
         for peer in self.others:
             batch.write(self._address(self.rank, READY, peer), IS_READY)
         batch.write(address, 1)
-        batch.wait(address)
+        batch.wait(address, 1)
         batch.write(address, 0)
-        batch.queue(stream.ptr, 1)
+        batch.queue(stream.ptr)
         stream.synchronize()
         return ""
 
@@ -165,8 +169,9 @@ class DeviceWindow(Window):
             self._unfinished.append(_Queued(call, steps))
         return super()._begin(steps, call, is_captured)
 
-    def _end(self, event: Any) -> None:
-        super()._end(event)
+    def ended(self, event: Any) -> None:
+        """See `Window`."""
+        super().ended(event)
         if not self._is_captured:
             self._unfinished[-1].end = event
 
@@ -178,9 +183,8 @@ class DeviceWindow(Window):
         """
         device, end = self._cupy.cuda.Device(), time.monotonic() + _PATIENCE_S
         batch = _Batch(self._driver)
-        for peer in self.others:
-            batch.write(self._address(peer, FAILED, self.rank))
-        batch.queue(self._answers.ptr, 1)
+        self._add_writes(batch, FAILED, 1)
+        batch.queue(self._answers.ptr)
         self._answers.synchronize()
         threading.Thread(target=self._answer, args=(device,), name="fa2cupy.distributed", daemon=True).start()
         while self._waiting() is not None and time.monotonic() < end:
@@ -202,8 +206,8 @@ class DeviceWindow(Window):
                 for word, number in [(FAILED, 0), *call.signals()]:
                     batch = _Batch(self._driver)
                     for peer in self.others:
-                        batch.write(self._address(self.rank, word, peer))
-                    batch.queue(self._answers.ptr, number)
+                        batch.write(self._address(self.rank, word, peer), number)
+                    batch.queue(self._answers.ptr)
             time.sleep(_RELEASE_S)
 
     def _waiting(self) -> _Queued | None:
@@ -218,28 +222,23 @@ class _Batch:
         self._driver, kinds = driver, driver.CUstreamBatchMemOpType
         self._write, self._wait = kinds.CU_STREAM_MEM_OP_WRITE_VALUE_32, kinds.CU_STREAM_MEM_OP_WAIT_VALUE_32
         self._operations: list[Any] = []
-        self._numbered: list[Any] = []
 
-    def write(self, address: int, number: int | None = None) -> None:
-        """Adds the writing of a number; None is the one that `queue` gets."""
+    def write(self, address: int, number: int) -> None:
+        """Adds the writing of a number."""
         one = self._driver.CUstreamBatchMemOpParams()
         self._add(one, one.writeValue, self._write, address, 0, number)
 
-    def wait(self, address: int) -> None:
-        """Adds the wait for the number that `queue` gets."""
+    def wait(self, address: int, number: int) -> None:
+        """Adds the wait for a number."""
         one = self._driver.CUstreamBatchMemOpParams()
-        self._add(one, one.waitValue, self._wait, address, _WAIT_UNTIL_EQUAL, None)
+        self._add(one, one.waitValue, self._wait, address, _WAIT_UNTIL_EQUAL, number)
 
-    def _add(self, one: Any, of_kind: Any, kind: Any, address: int, flags: int, number: int | None) -> None:
-        of_kind.operation, of_kind.address, of_kind.flags, of_kind.value = kind, address, flags, number or 0
+    def _add(self, one: Any, of_kind: Any, kind: Any, address: int, flags: int, number: int) -> None:
+        of_kind.operation, of_kind.address, of_kind.flags, of_kind.value = kind, address, flags, number
         self._operations.append(one)
-        if number is None:
-            self._numbered.append(of_kind)
 
-    def queue(self, stream: int, number: int) -> None:
+    def queue(self, stream: int) -> None:
         """Queues the operations on the stream at this address."""
-        for one in self._numbered:
-            one.value = number
         (result,) = self._driver.cuStreamBatchMemOp(stream, len(self._operations), self._operations, 0)
         if int(result):
             raise CommunicationError(f"cuStreamBatchMemOp failed: {result.name}")

@@ -67,8 +67,14 @@ class Transport(Protocol):
             Where the heads of the ranks arrive.
         """
 
-    def watch(self) -> None:
-        """Is called when all messages of a call have been queued."""
+    def watch(self, event: Any = None) -> None:
+        """Is called when all messages of a call have been queued.
+
+        Parameters
+        ----------
+        event : cupy.cuda.Event, optional
+            When they have arrived. By default, when all is done that the current stream has been given.
+        """
 
     def check(self) -> None:
         """Raises CommunicationError if messages can travel no more, as far as this rank knows."""
@@ -104,7 +110,7 @@ class HostMemory:
     def announce(self, head: np.ndarray, own: Any, landing: Any) -> None:
         """Nothing: the ranks compare each call."""
 
-    def watch(self) -> None:
+    def watch(self, event: Any = None) -> None:
         """Nothing: all messages have arrived."""
 
     def window(self, is_captured: bool) -> None:

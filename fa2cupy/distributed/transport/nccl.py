@@ -188,12 +188,11 @@ class NcclTransport:
         self.exchange([(own, peer) for peer in peers], [(landing[peer], peer) for peer in peers])
         self._heads = head, landing
 
-    def watch(self) -> None:
-        """Ends the call if what is queued on the current stream so far is not done in time."""
-        event, heads = _event(), self._heads
-        self._heads = None
+    def watch(self, event: Any = None) -> None:
+        """Ends the call if the event, by default that of all work on the current stream so far, is late."""
+        heads, self._heads = self._heads, None
         with self._lock:
-            self._watched.append(_Watched(event, time.monotonic() + self._timeout, heads))
+            self._watched.append(_Watched(event or _event(), time.monotonic() + self._timeout, heads))
             if self._watcher is None:
                 name, device = "fa2cupy.distributed", _current_device()
                 self._watcher = threading.Thread(target=self._look_after, args=(device,), name=name, daemon=True)

@@ -7,6 +7,7 @@
     window.wait(lane, kind, step)               lets what is queued after it wait for the signals of all other ranks
     window.send(lane, copies)                   copies of parts of arrays to other ranks, which need no multiprocessor
     window.end(lane, *lanes)                    at the end: the first lane waits for the others that used the window
+    window.ended(event)                         notes the event at which all of that is done
 
 Ranks write to each other's windows and never read them: a rank whose call has ended can end itself.
 """
@@ -159,12 +160,10 @@ class Window:
         lane.on_stream(self._wait, READY, IS_READY)
 
     def end(self, lane: Lane, *others: Lane) -> None:
-        """Notes that the call has queued all its work with the window, on these lanes, and tells the other ranks."""
+        """Lets the lane tell the other ranks when what these lanes have queued with the window is done."""
         for other in others:
             lane.wait(other.record())
-        lane.on_stream(self._stay)
-        lane.record_for(self._end)
-        lane.on_stream(self._write, READY, IS_READY)
+        lane.on_stream(self._leave)
 
     def send(self, lane: Lane, copies: Sequence[Copy]) -> None:
         """Queues copies to other ranks one after the other."""
@@ -193,13 +192,14 @@ class Window:
         self._is_captured = is_captured
         return None if is_captured else self._last
 
-    def _end(self, event: Any) -> None:
-        """Notes that the call has queued all its work, at this event."""
+    def ended(self, event: Any) -> None:
+        """Notes that the call has queued all its work: it is done at this event, behind `end`."""
         if not self._is_captured:
             self._last = event
 
-    def _stay(self, stream: int) -> None:
-        """Waits on a stream if another rank has failed, until this one fails, too: results may be wrong."""
+    def _leave(self, stream: int) -> None:
+        """Writes on a stream that this rank's window may be written."""
+        self._write(stream, READY, IS_READY)
 
     def _write(self, stream: int, word: int, number: int) -> None:
         """Writes a number to a word of each other rank, on a stream."""
