@@ -364,6 +364,7 @@ def test_memory_beyond_the_results_does_not_grow_with_the_square(dtype, num_spli
     workspace = 64 * rows if dtype == "float16" or parts else 0
     tile = 192
     copy = 4 * 65 * (seqlen + tile) if dtype == "float16" and num_splits is None else 0  # of O and lse
-    assert forward_bytes <= 4 * copy + 3 * parts + 1024
+    kept = 512 if parts else 0  # extremes: memory that stays zero, which a stream's first call makes for all
+    assert forward_bytes <= 4 * copy + 3 * parts + 1024 + kept
     own_lse = rows if parts else 0
-    assert 0 < peak - before <= rows + own_lse + workspace + 4 * 2 * copy + 4 * parts + 4096
+    assert 0 < peak - before <= rows + own_lse + workspace + 4 * 2 * copy + 4 * parts + 4096 + kept
