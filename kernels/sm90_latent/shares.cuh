@@ -1,9 +1,9 @@
 // The shares of O that blocks of a cluster merge (decode/cluster.cuh), where a block has one O. Each block merges columns
-// of its own, and gets them by bulk copies, which tell it when they have arrived: neither items nor fences take threads'
-// time. They pass through the slots, whose keys nobody needs any more, 32 rows of O at a time.
+// of its own, and gets those of others by bulk copies, which tell it when they have arrived: neither items nor fences take
+// threads' time. They pass through the slots, whose keys nobody needs any more, 32 rows of O at a time.
 //
 //   slots                                  written by         read by
-//   own O [block][32 rows][its columns]    the multipliers    bulk copies
+//   own O [block][32 rows][its columns]    the multipliers    bulk copies; its own columns, all threads
 //   shares [block][32 rows][columns]       bulk copies        all threads
 //   statistics [block][32 rows]            bulk copies        all threads
 #pragma once
