@@ -211,7 +211,8 @@ class SharedRowsConsumer {
 
     __device__ __forceinline__ void hand_over() {
         const int32 lane = threadIdx.x % 32;
-        const uint32 exchange = Shape::kMovesExchange ? of_thread(own().place_to_write()) : exchange_;
+        uint32 exchange = exchange_;
+        if constexpr (Shape::kMovesExchange) exchange = of_thread(own().place_to_write());
 #pragma unroll
         for (int s = 0; s < Shape::kBc / 16; ++s) store_shared(exchange + s * Exchanged::kStepBytes, p_.k16(s));
         if constexpr (kHasSoftmax)
@@ -226,7 +227,8 @@ class SharedRowsConsumer {
     }
     __device__ __forceinline__ void read(int32 t) {
         mbarrier_wait(barrier_, (turn_ + t) % 2);
-        const uint32 exchange = Shape::kMovesExchange ? of_thread(own().place_to_read()) : exchange_;
+        uint32 exchange = exchange_;
+        if constexpr (Shape::kMovesExchange) exchange = of_thread(own().place_to_read());
 #pragma unroll
         for (int s = 0; s < Shape::kBc / 16; ++s) {
             const OperandA step = load_shared_operand(exchange + s * Exchanged::kStepBytes);
