@@ -122,13 +122,9 @@ struct BackwardDkdv {
     static_assert(kAlignment + kDataBytes + Shape<true>::kControlBytes == Spec::kSharedBytes);
 
     __device__ static void run(const Params& launch, const char* dynamic_smem) {
-        const auto where = common::scheduled_tile<Spec, true>(launch, blockIdx.x);
+        const auto where = common::scheduled_tile<Spec, true>(launch, tile_index<Spec>());
         const auto& params = common::record_of_sequence<Spec>(launch, where.batch);
-        // Unused tile indices have no work; clear_backward.cu zeroes dK and dV of a sequence without queries.
-        if (Spec::kVarlen &&
-            (!common::has_tile(where.tile, Spec::kBc, params.seqlen_k) || (!Spec::kSplit && params.seqlen_q == 0)))
-            return;
-        if (has_no_step<Spec, Shares>(params)) return;
+        if (has_no_step<Spec, Shares>(params, where.tile)) return;
         const uint32 base = round_up(shared_address(dynamic_smem), static_cast<uint32>(kAlignment));
         const Memory<true> of_dk{base, base + kDataBytes};
         const Memory<false> of_dv{base, base + kDataBytes + Shape<true>::control_bytes(Shape<true>::kPassingPanels)};
