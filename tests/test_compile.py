@@ -177,9 +177,7 @@ OF_DECODING = (
 def kernels_of_shared_rows() -> Iterator[KernelSpec]:
     pairs, methods = ((320, 264), (384, 384), (512, 256), (512, 512)), (None, "two_pass")
     for (head_dim, columns_v), causal, splits, method in itertools.product(pairs, (False, True), (1, 2), methods):
-        yield from default_specs(
-            H100, "bfloat16", head_dim, causal, method, num_splits=splits, head_dim_v=columns_v
-        )
+        yield from default_specs(H100, "bfloat16", head_dim, causal, method, num_splits=splits, head_dim_v=columns_v)
 
 
 @functools.cache

@@ -300,7 +300,7 @@ def _why_no_shared_rows(kernel: Kernel, tile: TileConfig) -> str | None:
 
 
 def _why_no_shared_gradient(kernel: Kernel, tile: TileConfig) -> str | None:
-    """The reason why kernels whose two consumer groups have the same rows of a gradient cannot have this tile, or None."""
+    """The reason why kernels of gradients whose two groups have the same rows cannot have this tile, or None."""
     names = ("b_c", "b_r") if kernel.operation == "backward_dkdv" else ("b_r", "b_c")
     own, other = (getattr(tile, name) for name in names)
     if (own, tile.num_warps, tile.blocks_per_sm) != (64, 12, 1):

@@ -28,9 +28,9 @@ class SharedKeyConsumer
     : SharedGradientConsumer<SharedKeyConsumer<Spec, kDerives>, Spec, SharedGradientShape<Spec, true, kDerives>> {
     using Shape = SharedGradientShape<Spec, true, kDerives>;
     using Base = SharedGradientConsumer<SharedKeyConsumer, Spec, Shape>;
-    using typename Base::Memory, typename Base::Probabilities, typename Base::Scores;
     using Base::derivatives_, Base::lane_, Base::memory_, Base::output_, Base::part_, Base::scored_, Base::scores_,
         Base::warp_;
+    using typename Base::Memory, typename Base::Probabilities, typename Base::Scores;
     friend Base;
     friend typename Base::Rows;
 
@@ -134,7 +134,8 @@ struct BackwardDkdv {
         }
         __syncthreads();
         const KeyTile<Spec> own = key_tile<Spec>(params);
-        const int32 group = __shfl_sync(common::kFullWarp, threadIdx.x / kGroupThreads, 0), steps = steps_of(own, params);
+        const int32 group = __shfl_sync(common::kFullWarp, threadIdx.x / kGroupThreads, 0),
+                    steps = steps_of(own, params);
         if (group == 0) {
             deallocate_registers<Shape<true>::kProducerRegisters>();
             if (threadIdx.x < 32) {
@@ -156,7 +157,8 @@ struct BackwardDkdv {
     __device__ static int32 steps_of(const KeyTile<Spec>& own, const Params& params) {
         const int32 of_head = own.tiles.end - own.tiles.begin;
         if constexpr (Spec::kSplit)
-            return (own.limits.end.head - own.limits.first.head) * of_head + own.limits.end.tile - own.limits.first.tile;
+            return (own.limits.end.head - own.limits.first.head) * of_head + own.limits.end.tile -
+                   own.limits.first.tile;
         else
             return of_head * own.tiles.num_heads(params.heads_per_group);
     }

@@ -15,12 +15,11 @@
 namespace fa2::sm90 {
 
 template <class Spec>
-class SharedDqConsumer
-    : SharedGradientConsumer<SharedDqConsumer<Spec>, Spec, SharedGradientShape<Spec, false, true>> {
+class SharedDqConsumer : SharedGradientConsumer<SharedDqConsumer<Spec>, Spec, SharedGradientShape<Spec, false, true>> {
     using Shape = SharedGradientShape<Spec, false, true>;
     using Base = SharedGradientConsumer<SharedDqConsumer, Spec, Shape>;
-    using typename Base::Memory, typename Base::Probabilities, typename Base::Scores;
     using Base::derivatives_, Base::lane_, Base::memory_, Base::output_, Base::part_, Base::scores_, Base::warp_;
+    using typename Base::Memory, typename Base::Probabilities, typename Base::Scores;
     friend Base;
     friend typename Base::Rows;
     static constexpr bool kLeftLimit = common::kLeftLimit<Spec>;
@@ -144,7 +143,8 @@ struct BackwardDq {
             publish_tile<Spec>(memory, tiles, tile);
             if (tile.key_tiles == 0) break;
             producer.load_rows(tile.queries, tile.first_row, tile.head, tile.batch);
-            const int32 first = kLeftLimit ? tile.first_key_tile : 0, draws_at = min_of(tile.key_tiles - 1, first + kDrawnAhead);
+            const int32 first = kLeftLimit ? tile.first_key_tile : 0,
+                        draws_at = min_of(tile.key_tiles - 1, first + kDrawnAhead);
 #pragma unroll 1
             for (int32 block = tile.key_tiles - 1; block >= first; --block) {
                 producer.load_tile(tile.keys, block, tile.head / params.heads_per_group, tile.batch, {});

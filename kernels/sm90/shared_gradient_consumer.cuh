@@ -19,8 +19,8 @@ class SharedGradientConsumer : protected SharedRowsConsumer<Own, Shape, typename
     using Rows = SharedRowsConsumer<Own, Shape, typename Spec::Element>;
     using Memory = SharedGradientMemory<Shape>;
     using Scores = QuadFragment<Shape::kBc / 8>;
-    using typename Rows::Probabilities;
     using Rows::output_, Rows::part_;
+    using typename Rows::Probabilities;
     friend Rows;
     static constexpr int kOwnBarrier = 1, kStoreBarrier = 3;  // the former is a named barrier for each group
 

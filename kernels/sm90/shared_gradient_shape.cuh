@@ -28,9 +28,9 @@ struct PanelPosition {
 template <class Spec, bool kByKeys_, bool kDerives_>
 struct SharedGradientShape {
     static constexpr bool kByKeys = kByKeys_, kDerives = kDerives_, kHasSoftmax = false, kMovesExchange = true;
-    static constexpr int kBr = kGroupRows;                        // of the block
-    static constexpr int kBc = kByKeys ? Spec::kBr : Spec::kBc;   // of a tile of the other side
-    static constexpr int kStages = Spec::kStages;                 // of the kept operand
+    static constexpr int kBr = kGroupRows;                       // of the block
+    static constexpr int kBc = kByKeys ? Spec::kBr : Spec::kBc;  // of a tile of the other side
+    static constexpr int kStages = Spec::kStages;                // of the kept operand
     static constexpr int kD = round_up(Spec::kHeadDim, 16), kDv = round_up(Spec::kHeadDimV, 16);
     static constexpr int kPanels = ceil_div(kD, kPanelColumns), kPanelsV = ceil_div(kDv, kPanelColumns);
     static_assert((kByKeys ? Spec::kBc : Spec::kBr) == kGroupRows && kBc % 16 == 0 && kStages >= 2);
