@@ -55,10 +55,8 @@ class SharedDqConsumer : SharedGradientConsumer<SharedDqConsumer<Spec>, Spec, Sh
                 scores_.value[n][e] = common::exp2_approx(
                     common::at_most_zero(fma(scores_.value[n][e], params_.scale_log2, minus_lse_[e / 2])));
     }
-    __device__ __forceinline__ void take_derivatives(int32 t, Probabilities& p) {
-        wgmma_wait<0>();
-        pin(derivatives_);
-        Base::release_key(t);
+    __device__ __forceinline__ void take_derivatives(int32, Probabilities& p) {
+        Base::wait_for_derivatives();
 #pragma unroll
         for (int n = 0; n < Shape::kBc / 8; ++n)
 #pragma unroll

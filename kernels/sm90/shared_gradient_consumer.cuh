@@ -22,6 +22,7 @@ class SharedGradientConsumer : protected SharedRowsConsumer<Own, Shape, typename
     using Rows::output_, Rows::part_;
     using typename Rows::Probabilities;
     friend Rows;
+    static constexpr int kHalf = Shape::kPassingPanels / 2;  // of the passing panels of a tile
     static constexpr int kOwnBarrier = 1, kStoreBarrier = 3;  // the former is a named barrier for each group
 
     __device__ SharedGradientConsumer(const Memory& memory, int32 part)
@@ -37,13 +38,24 @@ class SharedGradientConsumer : protected SharedRowsConsumer<Own, Shape, typename
         if constexpr (Shape::kDerives)
             multiply_kept();
         else
-            multiply_passing(scores_, memory_.first());
+            multiply_passing<0, Shape::kPassingPanels>(scores_, memory_.first());
     }
     __device__ __forceinline__ void issue_derivatives(int32) {
         mbarrier_wait(memory_.full_second(), rows_.parity());
-        multiply_passing(derivatives_, memory_.second());
+        multiply_passing<0, kHalf>(derivatives_, memory_.second());
+        wgmma_commit();
+        multiply_passing<kHalf, Shape::kPassingPanels>(derivatives_, memory_.second());
         wgmma_commit();
         pin(derivatives_);
+    }
+    // Waits for dP. The first panels are released while the others are multiplied.
+    __device__ __forceinline__ void wait_for_derivatives() {
+        wgmma_wait<1>();
+        pin(derivatives_);
+        release_passing(0, kHalf);
+        wgmma_wait<0>();
+        pin(derivatives_);
+        release_passing(kHalf, Shape::kPassingPanels - 1);
     }
     __device__ __forceinline__ uint64 value_operand(int32) const {
         const uint32 stage = summed_.slot();
@@ -55,8 +67,9 @@ class SharedGradientConsumer : protected SharedRowsConsumer<Own, Shape, typename
         summed_.advance();
     }
     // The last panel is released by the other group.
-    __device__ __forceinline__ void release_key(int32) const {
-        if (lane_ < Shape::kPassingPanels - 1) mbarrier_arrive(memory_.empty_passing(passing_.slot(lane_)));
+    __device__ __forceinline__ void release_key(int32) const { release_passing(0, Shape::kPassingPanels - 1); }
+    __device__ __forceinline__ void release_passing(int first, int end) const {
+        if (first <= lane_ && lane_ < end) mbarrier_arrive(memory_.empty_passing(passing_.slot(lane_)));
     }
 
     // The present tile's scores are done after this.
@@ -111,17 +124,20 @@ class SharedGradientConsumer : protected SharedRowsConsumer<Own, Shape, typename
                 multiply_panel<Shape::kD>(scores_, rows, memory_.kept(stage, panel), panel);
         }
     }
+    // Issues that of the panels from kFirst to kEnd. Panels are awaited together: products between which there is a loop
+    // end a group, and waits for the ones before would wait for most of them.
+    template <int kFirst, int kEnd>
     __device__ __forceinline__ void multiply_passing(Scores& x, uint32 own) const {
         constexpr int kColumns = Shape::kDerives ? Shape::kDv : Shape::kD;
         const uint64 rows = as_if_new(matrix_descriptor(own, 0));
         pin(x);
 #pragma unroll
-        for (int panel = 0; panel < Shape::kPassingPanels; ++panel) {
-            const uint32 slot = passing_.slot(panel);
-            mbarrier_wait(memory_.full_passing(slot), passing_.parity(panel));
-            if (panel == 0) wgmma_fence();
-            multiply_panel<kColumns>(x, rows, memory_.passing(slot), panel);
-        }
+        for (int panel = kFirst; panel < kEnd; ++panel)
+            mbarrier_wait(memory_.full_passing(passing_.slot(panel)), passing_.parity(panel));
+        wgmma_fence();
+#pragma unroll
+        for (int panel = kFirst; panel < kEnd; ++panel)
+            multiply_panel<kColumns>(x, rows, memory_.passing(passing_.slot(panel)), panel);
     }
 
     // -------------------------------------------------------------------------------------------------------- results

@@ -63,7 +63,7 @@ struct ExchangedTile {
 //
 // with kDerives, in the place of the last one
 //
-//   issue_derivatives(t)               issues dP
+//   issue_derivatives(t)               issues dP, as two groups of products
 //   exponentiate(t)                    replaces S by P
 //   take_derivatives(t, p)             computes `p`, dS, from P and dP
 //
@@ -134,11 +134,12 @@ class SharedRowsConsumer {
         if constexpr (kHasOther) take_other<1>(t - 1, kHasOwn && !Shape::kDerives);
         if constexpr (Shape::kDerives) {
             own().issue_derivatives(t);
-            wgmma_wait<kHasOther ? 2 : 1>();
+            wgmma_wait<kHasOther ? 3 : 2>();
             pin(own().scores_);
             own().exponentiate(t);
+            pin(own().scores_);  // while dP is in flight
             if constexpr (kHasOther) {
-                finish_output<1>(t - 1);
+                finish_output<2>(t - 1);
                 pin(other_p_);
             }
             own().take_derivatives(t, p_);
