@@ -98,7 +98,8 @@ class SharedGradientProducer {
             rows.load(smem + panel * Shape::kRowPanelBytes, map, full, panel * kPanelColumns, row, head, batch);
     }
 
-    // Loads panels from `first` on, of an operand whose first panel is, or would be, at `smem`.
+    // Loads panels from `first` on, of an operand whose first panel is, or would be, at `smem`. Each block of a cluster
+    // loads every second panel, for both, unless it has rows to clear: then each loads its own.
     template <int kPanels, class Rows>
     __device__ void load_panels(const TensorMap& map, uint32 smem, uint32 full, int first, const Rows& rows, int32 tile,
                                 int32 head, int32 batch, const Statistics& statistics) {
@@ -107,9 +108,13 @@ class SharedGradientProducer {
             const uint32 barrier = clears ? memory_.landed() : full;
             mbarrier_arrive_expect(barrier, kPanels * Shape::kPanelBytes);
 #pragma unroll
-            for (int panel = first; panel < first + kPanels; ++panel)
-                rows.load(smem + panel * Shape::kPanelBytes, map, barrier, panel * kPanelColumns, tile * Shape::kBc,
-                          head, batch);
+            for (int panel = first; panel < first + kPanels; ++panel) {
+                const uint32 to = smem + panel * Shape::kPanelBytes;
+                if (Shape::kCluster == 1 || clears)
+                    rows.load(to, map, barrier, panel * kPanelColumns, tile * Shape::kBc, head, batch);
+                else if (rank_in_cluster() == panel % Shape::kCluster)
+                    rows.load_to(3, to, map, barrier, panel * kPanelColumns, tile * Shape::kBc, head, batch);
+            }
         }
         if (!clears) return;
         mbarrier_wait(memory_.landed(), landed_.parity());

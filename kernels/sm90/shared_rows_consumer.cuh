@@ -137,7 +137,6 @@ class SharedRowsConsumer {
             wgmma_wait<kHasOther ? 3 : 2>();
             pin(own().scores_);
             own().exponentiate(t);
-            pin(own().scores_);  // while dP is in flight
             if constexpr (kHasOther) {
                 finish_output<2>(t - 1);
                 pin(other_p_);
