@@ -123,7 +123,7 @@ class SharedGradientConsumer : protected SharedRowsConsumer<Own, Shape, typename
 #pragma unroll
         for (uint32 part = 0; part < 2; ++part) {
             mbarrier_wait(memory_.full_kept(stage, part), scored_.parity());
-            if (part == 0) wgmma_fence();
+            wgmma_fence();
 #pragma unroll
             for (int panel = part * Shape::kOwnPanels; panel < (part + 1) * Shape::kOwnPanels; ++panel)
                 multiply_panel<Shape::kD>(scores_, rows, memory_.kept(stage, panel), panel);
