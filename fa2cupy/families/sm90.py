@@ -58,7 +58,7 @@ class Sm90(Family):
     costs = COSTS
     tiles = TILES
     query_rows = tuple(range(16, 257, 16))
-    key_rows = tuple(range(48, 257, 16))
+    key_rows = tuple(range(32, 257, 16))
 
     def why_not_here(self) -> str | None:
         return None if _can_encode_maps() else f"needs cuda-bindings: {INSTALL_CUDA}"

@@ -154,12 +154,7 @@ COSTS = Costs(
     },
     # The starts are those of blocks. Steps are from times on the H200: 192/128 relative to ``two_pass``, and
     # 512 columns with 8192 rows.
-    clusters={
-        "forward": BlockCost(0.467, 1.5),
-        "backward": BlockCost(2.12, 11.6),
-        "backward_dq": BlockCost(1.5, 8.0),
-        "backward_dkdv": BlockCost(2.4, 16.0),
-    },
+    clusters={"forward": BlockCost(0.467, 1.5), "backward": BlockCost(2.12, 11.6)},
     read_rows=0.83,
     merge=2.0,
     merge_rows=2.0,
