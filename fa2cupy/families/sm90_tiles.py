@@ -13,7 +13,7 @@ __all__ = ["BOXES", "COSTS", "OF_JVP", "TILES"]
 
 _H100, _H100_LATER = "NVIDIA H100 80GB HBM3, 2026-11-21", "NVIDIA H100 80GB HBM3, 2026-11-22"
 _H100_LAST, _H200 = "NVIDIA H100 80GB HBM3, 2026-11-27", "NVIDIA H200, 2026-11-27"
-_H200_LATER = "NVIDIA H200, 2026-11-28"
+_H200_LATER, _H200_LAST = "NVIDIA H200, 2026-11-28", "NVIDIA H200, 2026-11-29"
 _H100_SHORT = "NVIDIA H100 80GB HBM3, 2026-11-28"  # biases, and sequences of 256 rows and more
 _H200_SHORT = "NVIDIA H200, 2026-11-28"  # sequences of 64 rows
 #: Features that need registers in the inner loop, so that the backward with more queries at a time would spill. (With a
@@ -48,6 +48,7 @@ TILES: dict[str, tuple[TileRow, ...]] = {
         TileRow(32, TileConfig(192, 128, 16, 2), _H100_SHORT),
         TileRow(64, TileConfig(192, 96, 16, 3), features=_FUNCTIONS),
         TileRow(64, TileConfig(192, 128, 16, 3), _H100),
+        TileRow(64, TileConfig(128, 128, 12, 3), _H200_LAST, features=("block_mask",)),  # within the map's tiles
         TileRow(128, TileConfig(192, 128, 16, 2), _H200, head_dim_v=64),
         TileRow(128, TileConfig(128, 128, 12, 2), _H100),
         TileRow(192, TileConfig(128, 128, 12, 2), _H200, head_dim_v=128),
