@@ -15,6 +15,7 @@ __all__ = [
     "OURS",
     "PEERS",
     "Row",
+    "has_rows",
     "is_measured",
     "pair",
     "paragraphs",
@@ -61,6 +62,14 @@ def rows_of(name: str, **wanted: object) -> list[Row]:
     if not found:
         raise LookupError(f"{name} has no rows with {wanted}")
     return found
+
+
+def has_rows(name: str, **wanted: object) -> bool:
+    """Returns True if a CSV has a row with the wanted values."""
+    try:
+        return bool(rows_of(name, **wanted))
+    except LookupError:
+        return False
 
 
 def value(name: str, column: str, **wanted: object) -> float:
