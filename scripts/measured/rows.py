@@ -39,7 +39,7 @@ Row = dict[str, str]
 
 def _folder(name: str) -> str:
     """Returns the folder of a CSV: four GPUs of one host, and the training of models, were measured on another card."""
-    return "h100-80gb-hbm3" if name.startswith(("scaleout", "train_lm")) else "h200"
+    return "h100-80gb-hbm3" if name.startswith(("scaleout.", "train_lm")) else "h200"
 
 
 @functools.cache
