@@ -289,8 +289,8 @@ def describe(row: dict[str, object]) -> str:
     """Returns a row as a line of the table."""
     how = " ".join(str(row[name]) for name in ("family", "method") if row.get(name))
     line = (
-        f"{row['feature']:12s}{row['operation']:9s} d={row['head_dim']:<4}seqlen={row['seqlen']:<6}"
-        f"{row['provider']:16s}{how:18s}{row['ms_median']:9.3f} ms ({row['ms_min']:.3f} to {row['ms_max']:.3f})"
+        f"{row['feature']:17s}{row['operation']:9s} d={row['head_dim']:<4}seqlen={row['seqlen']:<6}"
+        f"{row['provider']:17s}{how:18s}{row['ms_median']:9.3f} ms ({row['ms_min']:.3f} to {row['ms_max']:.3f})"
         f"{row['tflops']:8.1f} TFLOP/s"
     )
     if "over_plain" in row:

@@ -133,7 +133,7 @@ class SparseBenchmark:
                 if beside:
                     row["over_evaluated"] = statistics.median(a / b for a, b in zip(beside, samples, strict=True))
                 self.rows.append(row)
-                write(f"  {problem}  {operation:10s}{name:12s}{row['ms_median']:9.3f} ms {row['tflops']:7.1f} TFLOP/s "
+                write(f"  {problem}  {operation:10s}{name:20s}{row['ms_median']:9.3f} ms {row['tflops']:7.1f} TFLOP/s "
                       f"of {density:.2f} of the tiles, {row['ratio']:.2f} of the dense kernel's"
                       + (f", {row['over_evaluated']:.2f} times as fast as evaluated" if beside else ""))  # fmt: skip
 
