@@ -101,7 +101,8 @@ def forward(
     mask : ndarray of bool, broadcastable to (..., num_heads, seqlen_q, seqlen_k)
         True where a key is visible.
     key_padding_mask : ndarray of bool, broadcastable to (..., seqlen_k)
-        True where a key is visible, to all queries and heads.
+        True where a key is visible, to all queries and heads. Beside q without an axis of sequences, this and other
+        arrays that are broadcast may have one of length 1.
     sink : ndarray, shape (num_heads,)
         A logit for each query head that takes part in the softmax but has no value row, in the dtype of lse; ``-inf``
         is no sink.

@@ -148,7 +148,7 @@ def backward_jvp(
     return_dbias, return_dsink : bool, optional
         Also returns the tangent of the gradient of `bias`, and of `sink`.
     deterministic : bool, optional
-        As for `backward`.
+        As for `backward`, but `return_dbias` of a broadcast bias is refused: GPUs sum it with atomics alone.
     out : tuple of (ndarray or None), optional
         Arrays ``(dqt, dkt, dvt)``, and dbiast and dsinkt if requested, to write the results to. They must not overlap
         each other or an input.
@@ -231,7 +231,7 @@ def double_backward(
     return_dbias, return_dsink : bool, optional
         Also returns the gradient of `bias`, and of `sink`.
     deterministic : bool, optional
-        As for `backward`.
+        As for `backward`, but `return_dbias` of a broadcast bias is refused: GPUs sum it with atomics alone.
     out : tuple of (ndarray or None), optional
         Arrays ``(gq, gk, gv, gdo)``, then gdlse if there is a dlse, and gbias and gsink if requested, to write the
         results to. They must not overlap each other or an input.

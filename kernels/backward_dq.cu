@@ -4,7 +4,7 @@
 //% set shares_rows = family == "sm90" and [head_dim, head_dim_v] | max > 256
 #include "{{ family }}/backward_dq{{ "_shared_rows" if shares_rows }}.cuh"
 
-extern "C" __global__ void __launch_bounds__(32 * fa2::Spec::kWarps, fa2::Spec::kBlocksPerSm) {{ cluster }}
+extern "C" __global__ void __launch_bounds__(32 * fa2::Spec::kWarps, fa2::Spec::kBlocksPerSm)
 {{ symbol }}(const {{ grid_constant }}fa2::Params params) {
     extern __shared__ __align__(128) char smem[];
     fa2::common::run_on_sequence<fa2::Spec, fa2::{{ family }}::BackwardDq<fa2::Spec>>(params, smem);

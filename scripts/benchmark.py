@@ -23,7 +23,8 @@ memory
     One long sequence, to show that nothing of size seqlen^2 is allocated. ``extra_bytes``, here and above, is the peak
     memory of a call beyond inputs and o, or dq, dk, dv: ours are lse, delta and, in ``single_pass``, an fp32 dQ.
 host
-    ``host_us``: host time of a call on a tiny problem without waiting for the GPU, the least of several rounds.
+    ``host_us``: host time of a call on a tiny problem in float16 and float32 without waiting for the GPU, the least of
+    several rounds.
 startup
     First calls with an empty and with a filled disk cache, in processes of their own; that of attention is a forward
     and its backward: startup.csv.
@@ -33,7 +34,8 @@ models
     are in the mode of ``two_pass``; ``tile`` names the method. Rows are in models.csv; the table at the end has the
     best peer's time over ours.
 features
-    The features of scripts/features.py, beside the peers that need no compiler: features-peers.csv.
+    The features of scripts/features.py, beside the peers that need no compiler of PyTorch's (windows beside
+    FlashAttention-4, too, if the package flash-attn-4 is installed): features-peers.csv.
 small
     Training steps of small models in bfloat16, causal, with head_dim 64: a forward and a backward as two ``calls``, by
     the host's clock, and as one CUDA ``graph``, by CUDA events. Ours and every peer's are checked as in speed, the
@@ -44,10 +46,11 @@ float32
     float32 with 16384 tokens, by ``precision`` (``ieee``, ``split``), beside PyTorch's memory-efficient operator,
     measured as in models. Rows are in float32.csv; the table at the end has that operator's time over ours.
 head_dims
-    head_dims between those of speed, and v with another head_dim than q and k, measured as in models; with 192 and 128,
-    those of DeepSeek-V3, also in float32. FLOPs are those of the true products: 2 * pairs * (head_dim + head_dim_v) in
-    a forward, and 2 * pairs * (3 * head_dim + 2 * head_dim_v) in a backward. FlashAttention-4 is among the peers if
-    the package flash-attn-4 is installed. Rows are in head_dims.csv.
+    head_dims between those of speed, 256, and v with another head_dim than q and k, measured as in models; with 192 and
+    128, those of DeepSeek-V3, also in float32. FLOPs are those of the true products: 2 * pairs * (head_dim +
+    head_dim_v) in a forward, and 2 * pairs * (3 * head_dim + 2 * head_dim_v) in a backward. FlashAttention-4 is among
+    the peers if the package flash-attn-4 is installed. Rows are in head_dims.csv. ``--head-dims`` and ``--seqlens``
+    name some.
 float64
     One sequence of 8 heads in float64, beside our kernels for CUDA cores (``fa2cupy simt``), attention written out in
     CuPy with cuBLAS, and PyTorch's math operator: both keep P for their backward. Calls are long, and there are three
@@ -58,20 +61,23 @@ decode
     beside a device copy (bytes read and written over time) and those of PyTorch's operators that take the shape. Rows
     are in decode.csv.
 functions
-    The ready-made functions of `fa2cupy.mods` in bfloat16, with 16384 tokens in one or two sequences, measured as in
-    features, beside compiled FlexAttention with the same functions: its compiler takes most of the time, once for each
-    function and size (``--functions`` names some). Rows are in functions.csv. ``over_plain`` is the time of the
-    built-in keyword over that of the function for softcap and alibi, and 1 for the others; ``tflops`` counts visible
-    pairs. The table at the end has FlexAttention's time over ours.
+    The ready-made functions of `fa2cupy.mods`, and eight masks as users write them, in bfloat16, with 16384 tokens in
+    one or two sequences, measured as in features, beside compiled FlexAttention with the same functions, and the same
+    with its backend FLASH if the package flash-attn-4 is installed: PyTorch's compiler takes most of the time, once for
+    each function and size (``--functions``, ``--head-dims`` and ``--seqlens`` name some, and ``--peers`` without names
+    leaves it out). Rows are in functions.csv. ``over_plain`` is the time of the built-in keyword over that of the
+    function for softcap, alibi, causal and sliding_window, and 1 for the others; ``tflops`` counts visible pairs. The
+    table at the end has the time of the faster backend over ours.
 calls
     What ready-made functions cost the host, each in a process of its own: the first call, which compiles kernels, and a
     warm one on a tiny problem, beside the same without a function. Rows are in function-calls.csv.
 sparse
-    Calls with sparse maps, in bfloat16, with 8192 and 16384 tokens in one sequence: ``tflops`` counts the pairs of the
-    tiles of the map that are visited, and ``ratio`` is that number over the one of the call without a map: forwards of
-    13 x 13 neighborhoods visit fewer keys, those that evaluate the function do not. One head is compared with float64
-    first. Then the map of documents of 131072 x 131072 is made, beside PyTorch's ``create_block_mask``.
-    Rows are in sparse.csv; the table at the end has the ratios.
+    Calls with sparse maps, in bfloat16, with 4096, 8192 and 16384 tokens in one sequence: ``tflops`` counts the pairs
+    of the tiles of the map that are visited, and ``ratio`` is that number over the one of the call without a map. Calls
+    of 13 x 13 and 5 x 5 x 5 neighborhoods visit fewer pairs, those that evaluate the function do not: the time of these
+    over that of the same without is ``over_evaluated``. One head is compared with float64 first. Then the map of
+    documents of 131072 x 131072 is made, beside PyTorch's ``create_block_mask``. Rows are in sparse.csv; the table at
+    the end has the ratios. ``--patterns``, ``--head-dims`` and ``--seqlens`` name some.
 second_order
     `fa2cupy.jvp`, `fa2cupy.backward_jvp` and `fa2cupy.double_backward` with 16384 tokens and num_heads * head_dim =
     2048 in bfloat16, and with 4096 tokens in float32 and float64, after a check of one head against float64. FLOPs are
@@ -123,7 +129,7 @@ from common.biases import COLUMNS as BIAS_COLUMNS
 from common.biases import BiasBenchmark, bias_cases, bias_specs, bias_tables
 from common.check import HeadCheck, check_equal
 from common.feature_peers import BIAS_PEERS
-from common.flex import FlexFunctions
+from common.flex import FUNCTION_PEERS
 from common.function_calls import COLUMNS as CALL_COLUMNS
 from common.function_calls import measure_calls
 from common.measure import (
@@ -164,7 +170,7 @@ from common.plots import bar_panels, can_plot
 from common.second_order import COLUMNS as SECOND_ORDER_COLUMNS
 from common.second_order import LONGEST, SecondOrderBenchmark, second_order_problems, second_order_table
 from common.sparse import COLUMNS as SPARSE_COLUMNS
-from common.sparse import SparseBenchmark, sparse_problems, sparse_table
+from common.sparse import PATTERNS, SparseBenchmark, sparse_problems, sparse_table
 from common.startup import COLUMNS as STARTUP_COLUMNS
 from common.startup import measure_startup
 from common.tables import ratio_table, smallest_ratio, speed_table
@@ -224,6 +230,8 @@ SMALL_COLUMNS = tuple(name for name in COLUMNS if name not in ("extra_bytes", "h
 #: head_dim and that of v: DeepSeek-V3's, with its heads and with those of a rank of eight, and others.
 DEEPSEEK_HEAD_DIMS, DEEPSEEK_HEADS, DEEPSEEK_SEQLENS = (192, 128), (128, 16), (2048, 8192)
 OTHER_HEAD_DIMS = ((96, 96), (160, 160), (192, 192), (256, 128), (64, 128), (128, 64))
+#: Lengths of head_dim 256, which section speed does not have beside FlashAttention-4.
+WIDEST_SEQLENS = (2048, 16384)
 _AFTER_HEAD_DIM = COLUMNS.index("head_dim") + 1
 HEAD_DIM_COLUMNS = (*COLUMNS[:_AFTER_HEAD_DIM], "head_dim_v", *COLUMNS[_AFTER_HEAD_DIM:-1])
 #: head_dims and lengths of the section float64, and its heads; the length of one head that no score matrix fits.
@@ -248,7 +256,7 @@ COLORS = {
 
 TRAINING_PROBLEMS = [Problem("bfloat16", 128, seqlen, 16384 // seqlen, 16, True) for seqlen in SEQLENS]
 MEMORY_PROBLEM = Problem("float16", 128, 65536, 1, 2, False)
-HOST_PROBLEM = Problem("float16", 64, 128, 1, 2, False)
+HOST_PROBLEMS = [Problem(dtype, 64, 128, 1, 2, False) for dtype in ("float16", "float32")]
 STARTUP_PROBLEMS = [Problem("float16", head_dim, 1024, 1, 2, True) for head_dim in (64, 128)]
 
 
@@ -287,6 +295,8 @@ def head_dim_problems() -> Iterator[Problem]:
         yield Problem(
             "bfloat16", head_dim, 4096, 4, 16, True, head_dim_v=None if head_dim_v == head_dim else head_dim_v
         )
+    for seqlen, causal in itertools.product(WIDEST_SEQLENS, (False, True)):
+        yield Problem("bfloat16", 256, seqlen, 16384 // seqlen, 8, causal)
 
 
 def small_problems() -> Iterator[Problem]:
@@ -394,7 +404,7 @@ class Benchmark:
             candidates, _ = self._checked(problem, sets, operation, check, print)
             for name, microseconds in host_microseconds(self.gpu, candidates).items():
                 self.rows.append(self._row(problem, operation, name) | {"host_us": microseconds})
-                print(f"  {operation:12s}{name:16s}{microseconds:8.1f} us of host time a call")
+                print(f"  {problem.dtype} {operation:12s}{name:16s}{microseconds:8.1f} us of host time a call")
 
     def host_of_second_order(self, problem: Problem) -> None:
         """Measures the host time of ours in second order."""
@@ -628,7 +638,10 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     )
     names = tuple(function_cases.FUNCTIONS)
     add("--functions", nargs="+", choices=names, default=names, metavar="NAME", help=f"of {', '.join(names)}")
-    names = tuple(PEERS | HEAD_DIM_PEERS | FLOAT64_PEERS | SECOND_ORDER_PEERS | BIAS_PEERS | WIDE_PEERS)
+    add("--patterns", nargs="+", choices=PATTERNS, default=PATTERNS, metavar="NAME", help=f"of {', '.join(PATTERNS)}")
+    names = tuple(
+        PEERS | HEAD_DIM_PEERS | FLOAT64_PEERS | SECOND_ORDER_PEERS | BIAS_PEERS | WIDE_PEERS | FUNCTION_PEERS
+    )
     add("--peers", nargs="*", choices=names, default=names, metavar="NAME", help=f"of {', '.join(names)}")
     add(
         "--rounds",
@@ -643,6 +656,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
         help="draw the plots of an earlier run beside its CSV, or in --out, and print its table; needs no GPU",
     )
     options = parser.parse_args(arguments)
+    options.asked_head_dims, options.asked_seqlens = options.head_dims, options.seqlens
     defaults = QUICK if options.quick else {"dtypes": DTYPES, "head_dims": HEAD_DIMS, "seqlens": SEQLENS}
     for name, value in defaults.items():
         setattr(options, name, getattr(options, name) or value)
@@ -678,7 +692,7 @@ def run(options: argparse.Namespace, gpu: Gpu, folder: Path) -> Benchmark:
     if "head_dims" in options.sections:
         some = available_peers(gpu, [name for name in HEAD_DIM_PEERS if name in options.peers], HEAD_DIM_PEERS)
         head_dims = Benchmark(gpu, some, options.short_rounds, MODEL_BUDGET_MS)
-        run_head_dims(head_dims, folder / "head_dims.csv")
+        run_head_dims(options, head_dims, folder / "head_dims.csv")
         benchmark.failures += head_dims.failures
     if "float64" in options.sections:
         some = available_peers(gpu, [name for name in FLOAT64_PEERS if name in options.peers], FLOAT64_PEERS)
@@ -713,8 +727,9 @@ def run_speed(options: argparse.Namespace, benchmark: Benchmark, path: Path) -> 
                 write_csv(path, COLUMNS, benchmark.rows)
                 bar.update()
         if "host" in options.sections:
-            benchmark.host(HOST_PROBLEM, options.operations)
-            benchmark.host_of_second_order(HOST_PROBLEM)
+            for problem in HOST_PROBLEMS:
+                benchmark.host(problem, options.operations)
+            benchmark.host_of_second_order(HOST_PROBLEMS[0])
     finally:
         write_csv(path, COLUMNS, benchmark.rows)
 
@@ -748,9 +763,9 @@ def run_precisions(gpu: Gpu, peers: Sequence, rounds: int, path: Path) -> list[s
     return [text for run in runs for text in run.failures]
 
 
-def run_head_dims(benchmark: Benchmark, path: Path) -> None:
+def run_head_dims(options: argparse.Namespace, benchmark: Benchmark, path: Path) -> None:
     """Runs the section head_dims."""
-    problems = list(head_dim_problems())
+    problems = [one for one in head_dim_problems() if is_asked(options, one)]
     print("compiling")
     benchmark.gpu.precompile(problems, OPERATIONS)
     with progress(len(problems), "head_dims") as bar:
@@ -784,17 +799,24 @@ def run_float64(gpu: Gpu, peers: Sequence, rounds: int, path: Path) -> list[str]
 
 def run_sparse(options: argparse.Namespace, gpu: Gpu, path: Path) -> list[str]:
     """Runs the section sparse; returns its failures."""
-    run = SparseBenchmark(gpu, stamp_of(gpu), options.short_rounds, MODEL_BUDGET_MS)
-    problems = list(sparse_problems())
+    run = SparseBenchmark(gpu, stamp_of(gpu), options.short_rounds, MODEL_BUDGET_MS, options.patterns)
+    problems = [one for one in sparse_problems() if is_asked(options, one)]
     with progress(len(problems), "sparse") as bar:
         for problem in problems:
             run.measure(problem, bar.write)
             write_csv(path, SPARSE_COLUMNS, run.rows)
             bar.update()
-    run.measure_maps()
-    write_csv(path, SPARSE_COLUMNS, run.rows)
+    if "document" in options.patterns:
+        run.measure_maps()
+        write_csv(path, SPARSE_COLUMNS, run.rows)
     print("", *sparse_table(run.rows), "", sep="\n")
     return run.failures
+
+
+def is_asked(options: argparse.Namespace, problem: Problem) -> bool:
+    """Returns True if the command line names the head_dim and the length, or none."""
+    asked = (options.asked_head_dims, problem.head_dim), (options.asked_seqlens, problem.seqlen)
+    return all(names is None or own in names for names, own in asked)
 
 
 def run_second_order(options: argparse.Namespace, gpu: Gpu, path: Path) -> list[str]:
@@ -881,7 +903,7 @@ def run_wide(options: argparse.Namespace, gpu: Gpu, path: Path) -> list[str]:
 
 def run_features(options: argparse.Namespace, gpu: Gpu, path: Path) -> list[str]:
     """Runs the section features; returns its failures."""
-    peers = available_peers(gpu, [name for name in features.OPERATORS if name in options.peers], features.PEERS)
+    peers = available_peers(gpu, [name for name in features.OPERATORS if name in options.peers], features.OPERATORS)
     run = features.FeatureBenchmark(gpu, peers, (features.DEFAULT,), options.short_rounds, FEATURES_BUDGET_MS)
     features.measure_all(run, features.all_cases(PEER_FEATURES, features.HEAD_DIMS, features.SEQLENS), path)
     print("", *features.table(run.rows), "", sep="\n")
@@ -890,9 +912,10 @@ def run_features(options: argparse.Namespace, gpu: Gpu, path: Path) -> list[str]
 
 def run_functions(options: argparse.Namespace, gpu: Gpu, path: Path) -> list[str]:
     """Runs the section functions; returns its failures."""
-    peers = available_peers(gpu, ["flex"], {"flex": FlexFunctions})
+    peers = available_peers(gpu, [name for name in FUNCTION_PEERS if name in options.peers], FUNCTION_PEERS)
     run = features.FeatureBenchmark(gpu, peers, (features.DEFAULT,), options.short_rounds, FEATURES_BUDGET_MS)
-    features.measure_all(run, function_cases.all_cases(options.functions, features.HEAD_DIMS), path)
+    cases = function_cases.all_cases(options.functions, features.HEAD_DIMS)
+    features.measure_all(run, [one for one in cases if is_asked(options, one.problem)], path)
     print("", *features.table(run.rows), "", sep="\n")
     return run.failures
 

@@ -18,16 +18,17 @@ backward by the default method:
     dropout                0.1
     packed                 16 sequences of 131 to 2557 rows, beside 16 of 1024
 
-The peers are FlashAttention-2, cuDNN and the memory-efficient operator, as PyTorch ships them, and compiled
-FlexAttention, each for the features that it has. Results are checked first: ours on 512 rows against float64, by the
-kernels that are timed, and the peers' against ours, except for dropout, where each draws its own elements. A wrong
-result is reported and not timed. Then plain call, feature and peers take turns in rounds, on inputs larger than twice
-the L2 cache. ``tflops`` counts the pairs of query and key that causal masks, windows and packed sequences leave; pairs
-that masks and padding hide are counted, too. ``over_plain`` is the median over rounds of the time of the plain call
-over that of the feature, with the same ``family=``: at 1 the feature costs nothing, and windows are above 1. For packed
-sequences it is their TFLOP/s over those of equal lengths. Without a family the two calls may run on kernels of
-different families: ``family`` names that of the feature. ``ratio`` is the median over rounds of the peer's time over
-ours, by the first of --families: above 1, ours is faster. Writes features.csv.
+The peers are FlashAttention-2, cuDNN and the memory-efficient operator, as PyTorch ships them, compiled FlexAttention,
+and with the package flash-attn-4 FlashAttention-4 and FlexAttention on its kernels, each for the features that it has.
+Results are checked first: ours on 512 rows against float64, by the kernels that are timed, and the peers' against ours,
+except for dropout, where each draws its own elements. A wrong result is reported and not timed. Then plain call,
+feature and peers take turns in rounds, on inputs larger than twice the L2 cache. ``tflops`` counts the pairs of query
+and key that causal masks, windows and packed sequences leave; pairs that masks and padding hide are counted, too.
+``over_plain`` is the median over rounds of the time of the plain call over that of the feature, with the same
+``family=``: at 1 the feature costs nothing, and windows are above 1. For packed sequences it is their TFLOP/s over
+those of equal lengths. Without a family the two calls may run on kernels of different families: ``family`` names that
+of the feature. ``ratio`` is the median over rounds of the peer's time over ours, by the first of --families: above 1,
+ours is faster. Writes features.csv.
 """
 
 from __future__ import annotations
@@ -43,8 +44,8 @@ from typing import NamedTuple
 
 from common.check import FeatureCheck, check_equal, check_finite
 from common.feature_cases import FEATURES, HEAD_DIMS, SEQLENS, TOKENS, Case, Kernels, all_cases
-from common.feature_peers import CudnnFeatures, EfficientFeatures, FlashFeatures
-from common.flex import FlexAttention
+from common.feature_peers import CudnnFeatures, EfficientFeatures, Flash4Features, FlashFeatures
+from common.flex import FlexAttention, FlexFlash
 from common.measure import (
     Candidate,
     Gpu,
@@ -75,9 +76,11 @@ COLUMNS = (
 OURS, DEFAULT = "fa2cupy", "default"
 BUDGET_MS = 8.0
 
-#: The peers; the last one needs PyTorch's compiler.
-PEERS = {"flash": FlashFeatures, "cudnn": CudnnFeatures, "efficient": EfficientFeatures, "flex": FlexAttention}
-OPERATORS = ("flash", "cudnn", "efficient")
+#: The peers that need no compiler of PyTorch's, and all.
+OPERATORS = {
+    "flash": FlashFeatures, "cudnn": CudnnFeatures, "efficient": EfficientFeatures, "flash4": Flash4Features,
+}  # fmt: skip
+PEERS = {**OPERATORS, "flex": FlexAttention, "flex_flash": FlexFlash}
 
 #: The least over_plain that is wanted, by feature and seqlen (None: any), and the least ratio to FlexAttention.
 GOALS = {("window1023", 16384): 5.0, ("softcap", None): 0.85, ("alibi", None): 0.85, ("packed", None): 0.9}
@@ -286,8 +289,8 @@ def describe(row: dict[str, object]) -> str:
     """Returns a row as a line of the table."""
     how = " ".join(str(row[name]) for name in ("family", "method") if row.get(name))
     line = (
-        f"{row['feature']:12s}{row['operation']:9s} d={row['head_dim']:<4}seqlen={row['seqlen']:<6}"
-        f"{row['provider']:16s}{how:18s}{row['ms_median']:9.3f} ms ({row['ms_min']:.3f} to {row['ms_max']:.3f})"
+        f"{row['feature']:17s}{row['operation']:9s} d={row['head_dim']:<4}seqlen={row['seqlen']:<6}"
+        f"{row['provider']:17s}{how:18s}{row['ms_median']:9.3f} ms ({row['ms_min']:.3f} to {row['ms_max']:.3f})"
         f"{row['tflops']:8.1f} TFLOP/s"
     )
     if "over_plain" in row:
@@ -304,7 +307,7 @@ def summary(rows: Sequence[dict[str, object]]) -> list[str]:
             for operation in ("forward", "backward"):
                 name = (feature, operation)
                 own = [row for row in rows if (row["feature"], row["operation"]) == name and column in row]
-                own = [row for row in own if row["provider"] in (OURS, FlexAttention.name)]
+                own = [row for row in own if row["provider"] in (OURS, FlexAttention.name, FlexFlash.name)]
                 worst = min((row[column] for row in own if seqlen in (None, row["seqlen"])), default=None)
                 if worst is not None:
                     lines.append(f"{feature:11s}{operation:9s} {column:11s}worst {worst:6.2f}, wanted {goal}")

@@ -3,6 +3,8 @@
     python scripts/scaleout.py                          2, 4, ... GPUs, 32768 and 131072 rows
     python scripts/scaleout.py --full                   524288 and 1048576 rows, too
     python scripts/scaleout.py --ranks 4 --rows 131072 --heads 32/8 --schemes heads gather
+    python scripts/scaleout.py --ranks 2 --rows 131072 --documents 64   64 documents of any lengths, packed
+    python scripts/scaleout.py --rows 4096 --schemes heads --peers      ``host_ms`` of short calls
     python scripts/scaleout.py --plot-only scripts/results/h100-80gb-hbm3/scaleout.csv
     python scripts/scaleout.py --simulate --out DIR     the same on NumPy and simulated ranks: times say nothing
 
@@ -26,7 +28,8 @@ call so far.
 number of ranks from four on, ``hybrid`` takes each half of them for a host.
 
 PyTorch's context parallelism with cuDNN (``torch ring``) is timed in the same processes, if PyTorch has it. Writes
-scaleout.csv after each problem and scheme, and scaleout.png.
+scaleout.csv after each problem and scheme, and scaleout.png. Packed documents, which only ``heads`` takes, are in
+scaleout-documents.csv; their ``tflops`` count pairs within documents.
 """
 
 from __future__ import annotations
@@ -64,9 +67,9 @@ from fa2cupy.families.device import device_count
 from fa2cupy.families.operations import METHODS
 
 COLUMNS = (
-    "gpu", "driver", "date", "dtype", "head_dim", "seqlen", "batch", "num_heads", "num_heads_kv", "causal", "ranks",
-    "scheme", "operation", "check", "error", "equal", "calls", "ms_median", "ms_min", "ms_max", "alone_ms_median",
-    "tflops", "efficiency", "extra_bytes", "host_ms",
+    "gpu", "driver", "date", "dtype", "head_dim", "seqlen", "batch", "num_heads", "num_heads_kv", "causal", "documents",
+    "ranks", "scheme", "operation", "check", "error", "equal", "calls", "ms_median", "ms_min", "ms_max",
+    "alone_ms_median", "tflops", "efficiency", "extra_bytes", "host_ms",
 )  # fmt: skip
 ROWS, FULL_ROWS = (32768, 131072), (32768, 131072, 524288, 1048576)
 HEADS = ((32, 8), (16, 4), (16, 16))
@@ -84,11 +87,11 @@ def rows_of(job: Job, by_rank: Sequence[Measurement]) -> list[dict[str, object]]
         times = slowest([one.times[operation] for one in by_rank])
         median = statistics.median(times)
         row: dict[str, object] = {
-            **job.problem.columns(), "num_heads_kv": job.problem.heads_kv, "ranks": job.ranks, "scheme": job.scheme,
-            "operation": operation, "check": first.check, "error": first.error,
-            "equal": None if first.equal is None else int(first.equal), "calls": len(times), "ms_median": median,
-            "ms_min": min(times), "ms_max": max(times),
-            "tflops": job.problem.tflops(work, median) / job.ranks,
+            **job.problem.columns(), "num_heads_kv": job.problem.heads_kv, "documents": job.documents,
+            "ranks": job.ranks, "scheme": job.scheme, "operation": operation, "check": first.check,
+            "error": first.error, "equal": None if first.equal is None else int(first.equal), "calls": len(times),
+            "ms_median": median, "ms_min": min(times), "ms_max": max(times),
+            "tflops": job.tflops(work, median) / job.ranks,
             "extra_bytes": first.extra_bytes, "host_ms": max(one.host[operation] for one in by_rank),
         }  # fmt: skip
         if all(one.alone for one in by_rank):
@@ -160,6 +163,9 @@ def argument_parser() -> argparse.ArgumentParser:
     add("--heads", nargs="+", type=group_of_heads, metavar="N/M", help=heads)
     names = f"of {', '.join(SCHEMES)}"
     add("--schemes", nargs="+", choices=SCHEMES, default=SCHEMES, metavar="NAME", help=names)
+    add(
+        "--documents", type=positive_int, default=1, metavar="N", help="into which each sequence is divided; default: 1"
+    )
     add("--peers", nargs="*", choices=("torch",), default=("torch",), metavar="NAME", help="torch, or nothing")
     add("--out", metavar="DIR", help="default: scripts/results/<gpu>")
     add("--simulate", action="store_true", help="on NumPy, with simulated ranks: by default two, on tiny problems")
@@ -183,7 +189,8 @@ def all_jobs(options: argparse.Namespace, ranks: Sequence[int], device: type) ->
     simulated = options.simulate
     rows = options.rows or (SIMULATED_ROWS if simulated else FULL_ROWS if options.full else ROWS)
     heads = options.heads or (SIMULATED_HEADS if simulated else HEADS)
-    peers = [PEER] if options.peers and not simulated and importlib.util.find_spec("torch") else []
+    is_packed = options.documents > 1
+    peers = [PEER] if options.peers and not simulated and not is_packed and importlib.util.find_spec("torch") else []
     jobs = []
     for count in ranks:
         for length in rows:
@@ -191,14 +198,18 @@ def all_jobs(options: argparse.Namespace, ranks: Sequence[int], device: type) ->
                 raise ValueError(
                     f"--rows: {length} is not a multiple of {2 * count}, two chunks for each of {count} ranks"
                 )
+            if length < options.documents:
+                raise ValueError(f"--documents: {length} rows cannot be {options.documents} documents")
             for num_heads, num_heads_kv in heads:
                 problem = Problem(device.dtype, device.head_dim, length, 1, num_heads, True, num_heads_kv)
-                schemes = [name for name in options.schemes if is_possible(name, num_heads_kv, count)]
-                jobs += [Job(problem, count, scheme) for scheme in (*schemes, *(peers if schemes else []))]
+                schemes = [name for name in options.schemes if name == "heads" or not is_packed]
+                schemes = [name for name in schemes if is_possible(name, num_heads_kv, count)]
+                schemes += peers if schemes else []
+                jobs += [Job(problem, count, scheme, options.documents) for scheme in schemes]
     if not jobs:
         raise ValueError(
             "--schemes: 'heads' needs a number of K/V heads that is a multiple of the number of ranks, and 'hybrid' "
-            "an even number of ranks from 4 on and a multiple of half of it"
+            "an even number of ranks from 4 on and a multiple of half of it; only 'heads' has documents"
         )
     return jobs
 
@@ -268,15 +279,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 2
         stamp, measured = stamp_of(gpu), by_ranks
         print("compiling")
-        gpu.precompile([jobs[0].problem], METHODS)
-    folder = results_folder(stamp["gpu"], options.out)
+        gpu.precompile([jobs[0].problem], METHODS, [("cu_seqlens",) if options.documents > 1 else ()])
+    path = results_folder(stamp["gpu"], options.out) / f"scaleout{'-documents' if options.documents > 1 else ''}.csv"
     try:
-        rows, failed = run(jobs, measured, stamp, folder / "scaleout.csv")
+        rows, failed = run(jobs, measured, stamp, path)
     except RankError as error:
         print(f"scaleout.py: {error}", file=sys.stderr)
         return 1
     if any("efficiency" in row for row in rows):
-        show(rows, folder / "scaleout.png")
+        show(rows, path.with_suffix(".png"))
     return 1 if failed else 0
 
 

@@ -172,7 +172,7 @@ MUTANTS = (
     # Latent attention on Hopper
     Mutant("keys for wgmma without a fence", "cp_async_wait<kPending>();\n        sm90::async_proxy_fence();",
            "cp_async_wait<kPending>();", "proxy", LATENT_ROWS),
-    Mutant("keys of producers without a fence", "filled_at(slot), turn);\n            sm90::async_proxy_fence();",
+    Mutant("keys of producers without a fence", "filled_at(slot), turn);\n        sm90::async_proxy_fence();",
            "filled_at(slot), turn);", "proxy", LATENT_HOPPER),
     Mutant("keys before producers have copied them", "sm90::mbarrier_wait(filled_at(slot), turn);", "", "race",
            LATENT_HOPPER),

@@ -29,7 +29,7 @@ from fa2cupy.distributed.call.orders import RowOrder
 from fa2cupy.distributed.call.requests import Request
 from fa2cupy.distributed.local.matrices import matrices_of
 from fa2cupy.distributed.movers import by_messages, resources
-from fa2cupy.distributed.schemes.heads import _parts, _Shape
+from fa2cupy.distributed.schemes.head_parts import GroupedShape, parts_of_group
 from fa2cupy.distributed.transport import device_window
 from fa2cupy.distributed.transport import nccl as nccl_module
 from fa2cupy.problem.checks import check_forward
@@ -90,9 +90,9 @@ def test_rows_of_heads_are_one_matrix():
 @pytest.mark.parametrize("batch", [1, 64])
 def test_parts_of_a_bias_are_at_most_one_matrix_for_each_sequence(batch, heads):
     """The number of sequences therefore limits those of biases, too."""
-    shape = _Shape(RowOrder("zigzag", 4, 16), (batch, heads, 4, 5), (2, 1), ((0, max(1, heads // 4)),))
+    shape = GroupedShape(RowOrder("zigzag", 4, 16), (batch, heads, 4, 5), (2, 1), ((0, max(1, heads // 4)),))
     strides = [np.empty(one, "int8").strides for one in (shape.whole(0), shape.sizes)]
-    for part in _parts(shape, 0, 1, 0):
+    for part in parts_of_group(shape, 0, 1, 0):
         assert len(matrices_of(part.shape, *strides, 1, part.whole, part.own)) <= batch
 
 

@@ -243,24 +243,41 @@ def test_packed_sequences_are_estimated_by_their_number_and_total():
 # -------------------------------------------------------------------------------------------------- gradients of biases
 
 
+BIAS_OF_PAIRS = (0, 512 * 512, 512, 1)
+
+
+def way_of_dbias(
+    batch: int, strides: tuple, deterministic: bool, dtype: str = "bfloat16", device: DeviceInfo = H100
+) -> tuple[str | None, bool]:
+    """Returns the method, and True if a kernel owns tiles of the bias."""
+    call = problem((4, 4), 512, batch, 32, False, dtype)
+    call = call.with_settings(FeatureSettings(arrays=("bias",), dbias=True))
+    of_call = {name: call.kernel_strides(call.shape_of(name)) for name in TENSORS} | {"bias": strides, "dbias": strides}
+    options = CallOptions(deterministic=deterministic)
+    choice = choose("backward", call, device, of_call, options, is_launched=False)
+    return choice.method, choice.owns_dbias
+
+
 @pytest.mark.parametrize(
     ("batch", "strides", "deterministic", "wanted"),
     [
-        (512, (0, 512 * 512, 512, 1), False, ("single_pass", True)),
-        (512, (0, 512 * 512, 512, 1), True, ("two_pass", True)),
-        (2, (0, 512 * 512, 512, 1), False, ("two_pass", False)),  # too few share it
+        (512, BIAS_OF_PAIRS, False, ("single_pass", True)),
+        (512, BIAS_OF_PAIRS, True, ("two_pass", True)),
+        (2, BIAS_OF_PAIRS, False, ("two_pass", False)),  # too few share it
         (512, (0, 512, 0, 1), False, ("two_pass", False)),  # warps sum over rows before they add
     ],
 )
 def test_the_kernel_that_owns_tiles_of_a_bias_is_chosen_where_many_scores_share_it(
     batch, strides, deterministic, wanted
 ):
-    call = problem((4, 4), 512, batch, 32, False)
-    call = call.with_settings(FeatureSettings(arrays=("bias",), dbias=True))
-    of_call = {name: call.kernel_strides(call.shape_of(name)) for name in TENSORS} | {"bias": strides, "dbias": strides}
-    options = CallOptions(deterministic=deterministic)
-    choice = choose("backward", call, H100, of_call, options, is_launched=False)
-    assert (choice.method, choice.dbias is not None) == wanted
+    assert way_of_dbias(batch, strides, deterministic) == wanted
+
+
+@pytest.mark.parametrize(("dtype", "arch"), [("float32", "sm_90"), ("float32", "sm_80"), ("bfloat16", "sm_80")])
+def test_kernels_without_measured_costs_own_tiles_of_a_bias_in_deterministic_calls_alone(dtype, arch):
+    device = DeviceInfo.named(arch)
+    assert way_of_dbias(512, BIAS_OF_PAIRS, False, dtype, device)[1] is False
+    assert way_of_dbias(512, BIAS_OF_PAIRS, True, dtype, device) == ("two_pass", True)
 
 
 @given(st.integers(1, 300), st.integers(1, 2000), st.integers(1, 900), st.integers(1, 9))

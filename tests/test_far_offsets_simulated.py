@@ -8,6 +8,7 @@ in 32 bits leads to unmapped memory.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Iterable
 
@@ -18,18 +19,22 @@ import pytest
 pytest.importorskip("cupy")
 
 from ptxsim.tensor_map import driver_tensor_map
-from support import plans
+from support import decode_cases, plans
 from support.feature_cases import accumulator, numbers
 from support.launch_record import stage_values
 from support.simulator import compiled_module
 
 from fa2cupy import TileConfig, reference
+from fa2cupy.families.choice import choose
 from fa2cupy.families.device import DeviceInfo
 from fa2cupy.gpu.tensor_maps import encode_arguments
 from fa2cupy.jit.source import render_kernel
+from fa2cupy.plan.decode import plan_decode
 from fa2cupy.plan.stages import Plan, Stage
 from fa2cupy.problem.attention import AttentionProblem
+from fa2cupy.problem.decoding import check_decode
 from fa2cupy.problem.features import ARRAY_KEYWORDS, OFFSETS, FeatureSettings
+from fa2cupy.problem.options import CallOptions
 from fa2cupy.testing import Expectation, make_inputs
 
 pytestmark = pytest.mark.simulated
@@ -42,7 +47,11 @@ FAMILIES = {
     "sm90": ("float16", 48, 64, TileConfig(64, 48, 8, 2, 2), TileConfig(128, 128, 12, 2)),
 }
 #: Kernels of further structures, whose names begin with those of their families.
-KERNELS = {**FAMILIES, "sm80 wide": ("float16", 32, 264, TileConfig(32, 64, 4), TileConfig(32, 32, 8))}
+KERNELS = {
+    **FAMILIES,
+    "sm80 wide": ("float16", 32, 264, TileConfig(32, 64, 4), TileConfig(32, 32, 8)),
+    "sm90 wide": ("float16", 15, 264, TileConfig(64, 32, 12, 2), TileConfig(32, 32, 8)),
+}
 #: Columns of v beside those columns of q.
 COLUMNS_OF_V = {"simt": 12, "sm80": 40, "sm90": 48}
 _REACH = 2**44  # between the arrays' addresses
@@ -147,7 +156,7 @@ class Case:
         def strides_of(tensor: str) -> tuple[int, int, int]:
             # Rows are far apart, too, except for Hopper, where TMA multiplies by strides.
             n = self.problem.columns_of(tensor)
-            row, head = (n, total * n) if name == "sm90" else (HEADS * n, n)
+            row, head = (n, total * n) if name.startswith("sm90") else (HEADS * n, n)
             return 0 if packed else HEADS * total * n, row, head
 
         self.strides = {x: strides_of(x) for x in ("q", "k", "v", "o", "dout", "dq", "dk", "dv")}
@@ -292,6 +301,10 @@ def test_rows_of_more_than_256_columns():
     Case("sm80 wide").check_backward("two_pass")
 
 
+def test_wgmma_on_more_than_256_columns():
+    Case("sm90 wide").check_forward()
+
+
 @pytest.mark.sample(name=("sm80",), method=("single_pass",))
 @pytest.mark.parametrize("method", ("single_pass", "two_pass"))
 @pytest.mark.parametrize("name", FAMILIES)
@@ -314,3 +327,49 @@ class TestFeaturesOfTheLastHead:
     def test_packed_sequences(self, name):
         Case(name, packed=True).check_forward()
         Case(name, packed=True).check_backward("two_pass")
+
+
+#: Calls of `fa2cupy.decode`, and the clusters of their tiles.
+DECODED = {
+    "sm90_latent": (decode_cases.Case("float16", (70, 20), heads=(16, 1), num_new=1, head_dim=576, head_dim_v=512), 1),
+    "sm90_latent in clusters": (
+        decode_cases.Case("float16", (70, 20), heads=(16, 1), num_new=1, head_dim=576, head_dim_v=512, page_size=16), 8
+    ),
+    "sm80": (decode_cases.Case("float16", (70, 20), heads=(6, 2), num_new=1, head_dim=40, page_size=16), 1),
+}  # fmt: skip
+
+
+def decode_far_apart(q, k_cache, v_cache, lengths, device, launched, **options) -> tuple[np.ndarray, np.ndarray]:
+    """Runs `decode` of arrays whose pages or sequences, rows and heads are far apart; a block has whole sequences."""
+    absent = dict.fromkeys(("k", "v", "block_table"))
+    arrays = {"q": q, "k_cache": k_cache, "v_cache": v_cache, "cache_seqlens": lengths, **absent, **options}
+    call = CallOptions(causal=True)
+    problem, results = check_decode(arrays, call, {})
+    o, lse = (np.empty(result.shape, result.dtype) for result in results)
+    strides = dict.fromkeys(("q", "k_cache", "v_cache", "k", "v", "o"), (2**38, 2**31, 2**29))
+    plan = plan_decode(problem, device, strides, choose("decode", problem, device, strides, call, is_launched=False))
+    far, in_keys = Far(), np.shares_memory(k_cache, v_cache)
+    for name, array in (arrays | {"o": o}).items():
+        if array is not None and name in strides and not (in_keys and name in ("v", "v_cache")):
+            far.put(name, array, 0, (*strides[name], 1), result=name == "o")
+    if in_keys:
+        far.addresses |= {"v_cache": far.addresses["k_cache"], "v": far.addresses["k"]}
+    for name, array in (("cache_seqlens", lengths), ("block_table", arrays["block_table"]), ("lse", lse)):
+        if array is not None:
+            far.put(name, array, 0, result=name == "lse")
+    (stage,) = plan.stages
+    launched.append(stage.spec)
+    far.run(stage, range(stage.blocks))
+    for name, array in (("k_cache", k_cache), ("v_cache", v_cache))[: 1 if in_keys else 2]:
+        array[...] = far.take(name, array)
+    return far.take("o", o), far.take("lse", lse)
+
+
+@pytest.mark.parametrize("name", DECODED)
+def test_decode(name):
+    case, cluster = DECODED[name]
+    device = dataclasses.replace(DeviceInfo.named("sm_80" if name == "sm80" else "sm_90"), multiprocessors=64)
+    device = device if cluster > 1 else dataclasses.replace(device, multiprocessors=8)
+    launched: list = []
+    decode_cases.check(functools.partial(decode_far_apart, device=device, launched=launched), case)
+    assert [(spec.folder, spec.tile.cluster) for spec in launched] == [(name.split()[0], cluster)]

@@ -238,9 +238,12 @@ def test_lower_ranks():
     bias, padding, slopes = numbers((6, 9), "float64"), np.arange(9) < 7, np.array([0.1, 0.4])
     options = {"bias": bias, "alibi_slopes": slopes, "sink": slopes, "dropout_p": 0.3, "seed": 2}
     full = run((q, k, v, do), **options, key_padding_mask=padding[None])
-    lower = run((q[0], k[0], v[0], do[0]), **options, key_padding_mask=padding)
-    for name, result in lower.items():
-        np.testing.assert_array_equal(result, full[name] if name in ("dbias", "dsink") else full[name][0])
+    for mask in (padding, padding[None]):
+        lower = run((q[0], k[0], v[0], do[0]), **options, key_padding_mask=mask)
+        for name, result in lower.items():
+            np.testing.assert_array_equal(result, full[name] if name in ("dbias", "dsink") else full[name][0])
+    with pytest.raises(ValueError, match=r"^key_padding_mask: .* \(batch, seqlen_k\) = \(1, 9\), got \(2, 9\)$"):
+        fa2cupy.forward(q[0], k[0], v[0], key_padding_mask=np.stack([padding, padding]))
     own = {"bias": bias, "alibi_slopes": slopes[:1], "sink": slopes[:1], "key_padding_mask": padding}
     single = run((q[0, :, 0], k[0, :, 0], v[0, :, 0], do[0, :, 0]), **own)
     with_heads = run(tuple(a[0, :, :1] for a in (q, k, v, do)), **own)

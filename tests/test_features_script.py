@@ -108,7 +108,7 @@ def test_features_go_on_without_torch_and_with_what_fails(small_features, tmp_pa
     run = features.run(feature_options("--features", "sink", "alibi"), FakeGpu(), tmp_path)
     assert {row["feature"] for row in run.rows} == {"alibi"} and len(run.failures) == 2
     assert "FAILED: sink bfloat16 d=32 seqlen=128 batch=2 heads=2 causal: MemoryError: too large" in run.failures
-    assert capsys.readouterr().out.startswith("without flash, cudnn, efficient, flex: ")
+    assert capsys.readouterr().out.startswith("without flash, cudnn, efficient, flash4, flex, flex_flash: ")
 
 
 @pytest.fixture
@@ -118,7 +118,7 @@ def operators(monkeypatch):
 
 
 @pytest.mark.matrix
-def test_operators_have_the_features_that_they_are_asked_for(small_features, operators, tmp_path):
+def test_operators_have_the_features_that_they_are_asked_for(small_features, operators, flash4, tmp_path):
     run = features.run(feature_options("--peers", *features.OPERATORS), HastyGpu(), tmp_path)
     assert not run.failures
     both, scores = ("forward", "backward"), ("mask", "bias", "bias_batch", "bias_full")
@@ -126,6 +126,7 @@ def test_operators_have_the_features_that_they_are_asked_for(small_features, ope
         "torch flash": {(name, each) for name in ("dropout", "packed", "window127") for each in both}
         | {("alibi", "forward")},
         "torch cudnn": {(name, each) for name in ("dropout", "padding", *scores) for each in both},
+        "flash-attn 4": {("window127", each) for each in both},
     }
     gradients = {(name, "backward") for name in ("dbias", "dbias_batch", "dbias_full")}
     expected["torch efficient"] = expected["torch cudnn"] | gradients
@@ -339,21 +340,36 @@ def test_float32_from_checks_to_files(operators, tmp_path, monkeypatch, capsys):
     assert capsys.readouterr().out.startswith("| forward / default / deterministic | 64 |\n")
 
 
-@pytest.mark.parametrize("flash4", (True, False), ids=("beside FlashAttention-4", "without it"))
-def test_head_dims_from_checks_to_files(operators, tmp_path, monkeypatch, capsys, flash4):
-    how = []
+@pytest.fixture
+def flash4(monkeypatch):
+    """Provides FlashAttention-4, computed by NumPy; is the list of the flag `deterministic` of its backwards."""
+    deterministic = []
 
-    def backward(q, k, v, o, do, lse, *, causal, deterministic):
-        how.append(deterministic)
-        return peers.fa2cupy.backward(*map(np.asarray, (q, k, v, o, lse, do)), causal=causal)
+    def options(causal, window_size_left=None, window_size_right=None):
+        assert window_size_right == (None if window_size_left is None else 0)
+        window = {} if window_size_left is None else {"window": (window_size_left, 0)}
+        return {"causal": causal, **window}
 
-    def forward(q, k, v, *, causal, return_lse):
+    def backward(q, k, v, o, do, lse, *, causal, deterministic, **window):
+        found.append(deterministic)
+        return peers.fa2cupy.backward(*map(np.asarray, (q, k, v, o, lse, do)), **options(causal, **window))
+
+    def forward(q, k, v, *, causal, return_lse, **window):
         assert return_lse
-        return peers.fa2cupy.forward(*map(np.asarray, (q, k, v)), causal=causal)
+        return *peers.fa2cupy.forward(*map(np.asarray, (q, k, v)), **options(causal, **window)), None, None, None
 
+    found = deterministic
     kernels = SimpleNamespace(interface=SimpleNamespace(_flash_attn_fwd=forward, _flash_attn_bwd=backward))
     monkeypatch.setitem(sys.modules, "flash_attn", SimpleNamespace(cute=kernels))
-    monkeypatch.setitem(sys.modules, "flash_attn.cute", kernels if flash4 else None)
+    monkeypatch.setitem(sys.modules, "flash_attn.cute", kernels)
+    monkeypatch.setattr(peers.importlib.metadata, "version", lambda name: f"1.2 of {name}")
+    return found
+
+
+@pytest.mark.parametrize("has_flash4", (True, False), ids=("beside FlashAttention-4", "without it"))
+def test_head_dims_from_checks_to_files(operators, tmp_path, monkeypatch, capsys, flash4, has_flash4):
+    if not has_flash4:
+        monkeypatch.setitem(sys.modules, "flash_attn.cute", None)
     flash = operators._scaled_dot_product_flash_attention
 
     def equal_head_dims_only(query, key, value, *arguments):
@@ -372,7 +388,7 @@ def test_head_dims_from_checks_to_files(operators, tmp_path, monkeypatch, capsys
     assert gpu.precompiled[:2] == (small, peers.OPERATIONS)
     rows = measure.read_csv(tmp_path / "head_dims.csv")
     assert tuple(rows[0]) == benchmark.HEAD_DIM_COLUMNS
-    both = {"fa2cupy", "torch cudnn", *(("flash-attn 4",) if flash4 else ())}
+    both = {"fa2cupy", "torch cudnn", *(("flash-attn 4",) if has_flash4 else ())}
     providers = {("48", "32"): {*both, "torch efficient"}, ("32", "32"): {*both, "torch flash"}}
     assert {(row["head_dim"], row["head_dim_v"], row["operation"], row["provider"]) for row in rows} == {
         (*columns, operation, provider)
@@ -385,10 +401,11 @@ def test_head_dims_from_checks_to_files(operators, tmp_path, monkeypatch, capsys
         if row["head_dim"] == "48":
             flops = 2 * 2 * 40**2 / 2 * products[row["operation"]]
             assert float(row["tflops"]) == pytest.approx(flops / 2e-3 / 1e12, rel=1e-4)
-    assert not flash4 or (set(how) == {False, True} and how.index(True) > how.index(False))
+    assert not has_flash4 or (set(flash4) == {False, True} and flash4.index(True) > flash4.index(False))
     told = capsys.readouterr().out
     assert "without torch flash: one head_dim, please" in told
-    assert ("without flash4: " in told) is not flash4
+    assert ("without flash4: " in told) is not has_flash4
+    assert ("with flash-attn-4 1.2 of flash-attn-4" in told) is has_flash4
     assert "| bfloat16 48/32, 2 heads, causal | 1.00 / 1.00 / 1.00 |" in told
     assert benchmark.main(["--plot-only", str(tmp_path / "head_dims.csv")]) == 0
     assert capsys.readouterr().out.startswith("| forward / default / deterministic | 1 x 40 |\n")
@@ -527,6 +544,8 @@ def test_results_in_float64_are_compared_with_all_digits():
 def test_the_sizes_of_head_dims():
     problems = list(benchmark.head_dim_problems())
     assert len(set(problems)) == len(problems) and all(one.head_dim != one.head_dim_v for one in problems)
+    widest = {(one.seqlen, one.causal) for one in problems if (one.head_dim, one.head_dim_v) == (256, None)}
+    assert widest == {(seqlen, causal) for seqlen in (2048, 16384) for causal in (False, True)}
     deepseek = [one for one in problems if (one.head_dim, one.head_dim_v, one.dtype) == (192, 128, "bfloat16")]
     assert {(one.num_heads, one.causal, one.batch, one.seqlen) for one in deepseek} == {
         (heads, causal, 1, seqlen) for heads in (128, 16) for causal in (False, True) for seqlen in (2048, 8192)
@@ -555,6 +574,8 @@ def test_sparse_from_checks_to_files(operators, tmp_path, monkeypatch, capsys):
             assert float(row["tflops"]) == pytest.approx(measure.flops(row["operation"], pairs, 16) / 2e9, rel=1e-3)
             assert float(row["ratio"]) == pytest.approx(float(row["density"]), rel=1e-3)
     assert next(row["provider"] for row in rows if row["operation"] == "map") == "fa2cupy"
+    assert {row["pattern"] for row in rows if row["over_evaluated"] == "1"} == {"13 x 13", "5 x 5 x 5"}
+    assert {row["over_evaluated"] for row in rows} == {"", "1"}
     assert "| forward / default | 16, 512 |" in capsys.readouterr().out
     assert benchmark.main(["--plot-only", str(tmp_path / "sparse.csv")]) == 0
     assert "| prefix-LM |" in capsys.readouterr().out
@@ -563,9 +584,10 @@ def test_sparse_from_checks_to_files(operators, tmp_path, monkeypatch, capsys):
 def test_sparse_reports_what_is_wrong(operators, tmp_path, monkeypatch):
     monkeypatch.setattr(benchmark, "sparse_problems", lambda: [Problem("float32", 16, 256, 1, 1, False)])
     monkeypatch.setattr(sparse, "MAP_SEQLEN", 256)
-    monkeypatch.setattr(sparse, "PATTERNS", ("document",))
     monkeypatch.setattr(sparse.fa2cupy, "forward", lambda q, k, v, **options: (q, np.zeros((1, 1, 256), "float32")))
-    run = benchmark.run(benchmark.parse_arguments(["--sections", "sparse"]), FakeGpu(), tmp_path)
+    run = benchmark.run(
+        benchmark.parse_arguments(["--sections", "sparse", "--patterns", "document"]), FakeGpu(), tmp_path
+    )
     assert len(run.failures) == 1 and run.failures[0].startswith(
         "WRONG: float32 d=16 seqlen=256 batch=1 heads=1 full doc"
     )
@@ -584,13 +606,23 @@ def test_section_features_is_the_other_script_without_the_compiler(small_feature
 
 
 @pytest.mark.matrix
-def test_section_functions_is_beside_flex_attention_and_the_built_in_keywords(small_features, tmp_path, monkeypatch):
+def test_section_functions_is_beside_flex_attention_and_the_built_in_keywords(
+    small_features, tmp_path, monkeypatch, capsys
+):
     class FakeFlexFunctions(FakeFlex):
         features = flex.FlexFunctions.features
 
+    class FakeFlexFlash(FakeFlexFunctions):
+        name = flex.FlexFlash.name
+
+        def candidate(self, case, sets, options, operation):
+            if case.feature == "alibi":
+                raise RuntimeError("no functions of scores, please")
+            return super().candidate(case, sets, options, operation)
+
     for name, value in {"TOKENS": 256, "MODEL_DIM": 64, "SEQLENS": (256,)}.items():
         monkeypatch.setattr(function_cases, name, value)
-    monkeypatch.setattr(benchmark, "FlexFunctions", FakeFlexFunctions)
+    monkeypatch.setattr(benchmark, "FUNCTION_PEERS", {"flex": FakeFlexFunctions, "flex_flash": FakeFlexFlash})
     monkeypatch.setattr(features, "HEAD_DIMS", (32,))
     run = benchmark.run(benchmark.parse_arguments(["--sections", "functions", "--rounds", "1"]), HastyGpu(), tmp_path)
     assert not run.failures
@@ -599,8 +631,10 @@ def test_section_functions_is_beside_flex_attention_and_the_built_in_keywords(sm
         (name, operation, provider)
         for name in function_cases.FUNCTIONS
         for operation in ("forward", "backward")
-        for provider in ("fa2cupy", "torch flex")
+        for provider in ("fa2cupy", "torch flex", "torch flex flash")
+        if (name, provider) != ("alibi", "torch flex flash")
     }
+    assert "without torch flex flash: RuntimeError: no functions of scores, please" in capsys.readouterr().out
     causal = {row["feature"]: row["causal"] for row in rows}
     assert {name for name in causal if causal[name] == "1"} == {"softcap", "alibi", "t5_relative"}
 
@@ -608,9 +642,66 @@ def test_section_functions_is_beside_flex_attention_and_the_built_in_keywords(sm
 def test_functions_are_those_of_the_built_in_keywords():
     problem = measure.Problem("bfloat16", 64, 96, 1, 4, True)
     q, k, v, _ = (np.asarray(x, "float32") for x in feature_cases.Case("plain", problem).inputs(np))
-    for name in ("softcap", "alibi"):
-        case = function_cases.FunctionCase(name, problem)
+    for name in ("softcap", "alibi", "causal", "sliding_window"):
+        is_mask = function_cases.FUNCTIONS[name].role == "mask_mod"
+        case = function_cases.FunctionCase(name, dataclasses.replace(problem, causal=not is_mask))
+        assert case.plain.problem == problem and "mask_mod" not in case.plain.options(np, 0)
         results = [features.fa2cupy.forward(q, k, v, **each.options(np, 0))[0] for each in (case, case.plain)]
+        np.testing.assert_allclose(*results, rtol=1e-5, atol=1e-6)
+
+
+def written_out(name, seqlen, numbers):
+    """Returns a mask of `function_cases`, put together from its rows and blocks; `numbers` are those of its array."""
+    visible, causal = np.zeros((seqlen, seqlen), bool), np.tri(seqlen, dtype=bool)
+    places = np.arange(seqlen)
+    if name == "tree":  # a token's parent is the last one before it whose descendants have not ended
+        path = []
+        for token in places:
+            path = [*(one for one in path if numbers[one] > token), token]
+            visible[token, path] = True
+    elif name == "block_diffusion":
+        noisy, clean = np.split(places.reshape(-1, function_cases.BLOCK), 2)
+        for number, (own, same) in enumerate(zip(noisy, clean, strict=True)):
+            visible[np.ix_(own, own)] = True
+            visible[np.ix_(own, clean[:number].ravel())] = True
+            visible[np.ix_(same, clean[: number + 1].ravel())] = True
+    elif name == "first_and_window":
+        visible = causal & ~np.tri(seqlen, k=-function_cases.WINDOW - 1, dtype=bool)
+        visible[:, : function_cases.FIRST] |= causal[:, : function_cases.FIRST]
+    elif name == "frames":
+        for start in range(0, seqlen, function_cases.FRAME):
+            near = slice(max(0, start - function_cases.FRAME), start + 2 * function_cases.FRAME)
+            visible[start : start + function_cases.FRAME, near] = True
+    elif name == "tiles_of_tokens":
+        grid = np.stack(np.unravel_index(np.arange(seqlen // 64), (seqlen // 1024, 4, 4)))
+        near = abs(grid[:, :, None] - grid[:, None]).max(axis=0) <= 1
+        visible = np.kron(near, np.ones((64, 64), bool))
+    elif name in ("shared_prompt", "causal_document"):
+        for number in np.unique(numbers):
+            (own,) = np.nonzero(numbers == number)
+            visible[np.ix_(own, own)] = True
+        visible[:, numbers == 0] |= name == "shared_prompt"
+        visible &= causal
+    elif name == "global_and_near":
+        visible = np.tri(seqlen, k=512, dtype=bool) & np.tri(seqlen, k=512, dtype=bool).T
+        visible[numbers > 0] = visible[:, numbers > 0] = True
+    return visible
+
+
+@pytest.mark.parametrize("name", [name for name, row in function_cases.FUNCTIONS.items() if row.role == "mask_mod"])
+def test_masks_are_those_that_are_written_out_and_those_of_torch(name):
+    """Masks of `mods` have tests of their own: here they are compared with those that FlexAttention gets, only."""
+    problem = measure.Problem("float32", 8, 2048, 2, 1, False)
+    case, row = function_cases.FunctionCase(name, problem), function_cases.FUNCTIONS[name]
+    arrays, (queries, keys) = row.arrays(problem), np.ogrid[:2048, :2048]
+    seen = row.function(1, 0, queries, keys, *arrays)
+    np.testing.assert_array_equal(seen, flex._MASKS[name](*arrays)(1, 0, queries, keys))
+    if row.function.__module__ == function_cases.__name__:
+        expected = written_out(name, 2048, arrays[0][-1] if arrays else None)
+        np.testing.assert_array_equal(seen, expected)
+        assert 0 < expected.sum() < 0.6 * expected.size and expected.diagonal().all()
+        q, k, v, _ = case.inputs(np)
+        results = [fa2cupy.forward(q, k, v, **how)[0] for how in (case.options(np, 0), {"mask": expected})]
         np.testing.assert_allclose(*results, rtol=1e-5, atol=1e-6)
 
 
@@ -672,3 +763,48 @@ def test_the_cached_problems_are_those_that_are_promised():
     assert {problem.head_dim for problem in problems} == {64, 128}
     assert {problem.page_size for problem in problems} == {None, 16, 64}
     assert max(problem.nbytes for problem in problems) == 128 * 8192 * 8 * 128 * 4
+
+
+def test_parts_of_sections_are_named_by_head_dim_and_length(monkeypatch):
+    options = benchmark.parse_arguments(["--head-dims", "64", "--seqlens", "4096", "8192"])
+    asked = [(one.head_dim, one.seqlen) for one in sparse.sparse_problems() if benchmark.is_asked(options, one)]
+    assert asked == [(64, 4096), (64, 8192)]
+    everything = benchmark.parse_arguments(["--quick"])
+    assert all(benchmark.is_asked(everything, one) for one in sparse.sparse_problems())
+
+
+def test_grids_of_neighborhoods_are_those_that_are_promised(monkeypatch):
+    shapes = []
+    monkeypatch.setattr(sparse.fa2cupy.mods, "neighborhood", lambda *given: shapes.append(given))
+    for name, seqlen in (("13 x 13", 4096), ("13 x 13 evaluated", 16384), ("5 x 5 x 5", 16384)):
+        sparse.neighborhood_of(name, seqlen)
+    assert shapes == [((64, 64), (13, 13)), ((128, 128), (13, 13)), ((16, 32, 32), (5, 5, 5))]
+
+
+def test_backends_of_flex_attention_name_their_kernels_and_share_a_reset_of_the_compiler(operators, monkeypatch):
+    """A reset in the middle of a case would make PyTorch compile again what is being timed."""
+    asked, resets = [], []
+    module = SimpleNamespace(
+        create_block_mask=lambda *given, device: given[1:], flex_attention=lambda *tensors, **how: asked.append(how)
+    )
+    first, second = (object.__new__(kind) for kind in flex.FUNCTION_PEERS.values())
+    for peer in (first, second):
+        peer._module, peer._case, peer._function = module, None, None
+        peer.torch = SimpleNamespace(
+            _dynamo=SimpleNamespace(reset=lambda: resets.append(len(asked))),
+            compile=lambda function, *, dynamic, fullgraph: function,
+            from_dlpack=lambda array: array,
+            no_grad=None,
+        )
+    monkeypatch.setattr(flex.FlexAttention, "_latest", None)
+    problem = Problem("float32", 8, 64, 1, 1, False)
+    sets = FakeGpu().tensors(problem, 1)
+    for name in ("tree", "frames"):
+        case = function_cases.FunctionCase(name, problem)
+        candidates = [peer.candidate(case, sets, [case.options(np, 0)], "forward") for peer in (first, second)]
+        for candidate in candidates:
+            candidate.call()
+        assert [candidate.name for candidate in candidates] == ["torch flex", "torch flex flash"]
+    assert resets == [0, 2]
+    assert [how["kernel_options"] for how in asked] == [None, {"BACKEND": "FLASH"}] * 2
+    assert [how["block_mask"] for how in asked] == [(1, None, 64, 64)] * 2 + [(None, None, 64, 64)] * 2

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from support.decode_cases import Case, check
+from support.decode_cases import Case, check, last_products
 from support.feature_cases import HEAD_DIM_PAIRS
 
 import fa2cupy
 from fa2cupy import reference
+from fa2cupy.problem.attention import MAX_HEAD_DIM
 from fa2cupy.testing import make_inputs
 
 cp = pytest.importorskip("cupy")
@@ -121,18 +122,24 @@ def test_the_same_bits_from_call_to_call():
             assert one.tobytes() == other.get().tobytes()
 
 
-def test_generation_in_a_graph():
-    """Lengths grow on the device from launch to launch, and each one appends a row."""
-    steps = 70
-    sizes = {"batch": 2, "seqlen_q": steps, "seqlen_k": steps, "num_heads": 4, "num_heads_kv": 2, "head_dim": 64}
-    q, k, v, _ = make_inputs("float16", **sizes)
-    caches = [cp.full((2, 128, 2, 64), cp.nan, "float16") for _ in range(2)]
-    lengths = cp.zeros(2, "int32")
-    row = [cp.zeros((2, 1, heads, 64), "float16") for heads in (4, 2, 2)]
-    o, lse = cp.empty((2, 1, 4, 64), "float16"), cp.empty((2, 4, 1), "float32")
+@pytest.mark.parametrize(("heads", "columns"), [((4, 2), (64, 64)), ((16, 1), (576, 512))], ids=str)
+def test_generation_in_a_graph(heads, columns):
+    """Lengths grow on the device from launch to launch, and each one appends a row; of 576 columns, v is the first."""
+    steps, is_latent = 70, columns == (576, 512)
+    sizes = {"num_heads": heads[0], "num_heads_kv": heads[1], "head_dim": columns[0], "head_dim_v": columns[1]}
+    q, k, v, _ = make_inputs("float16", batch=2, seqlen_q=steps, seqlen_k=steps, **sizes)
+    v = k[..., : columns[1]] if is_latent else v
+
+    def keys_and_values(rows: int) -> list:
+        found = [cp.full((2, rows, heads[1], n), cp.nan, "float16") for n in columns]
+        return [found[0], found[0][..., : columns[1]]] if is_latent else found
+
+    caches, (new_k, new_v) = keys_and_values(128), keys_and_values(1)
+    lengths, new_q = cp.zeros(2, "int32"), cp.zeros((2, 1, heads[0], columns[0]), "float16")
+    o, lse = cp.empty((2, 1, heads[0], columns[1]), "float16"), cp.empty((2, heads[0], 1), "float32")
 
     def step() -> None:
-        fa2cupy.decode(row[0], *caches, lengths, k=row[1], v=row[2], out=(o, lse))
+        fa2cupy.decode(new_q, *caches, lengths, k=new_k, v=new_v, out=(o, lse))
 
     step()
     cp.cuda.Device().synchronize()  # what the graph reads and overwrites was queued in another stream
@@ -142,11 +149,14 @@ def test_generation_in_a_graph():
         step()
         cp.add(lengths, 1, out=lengths)
         graph = stream.end_capture()
-    expected, _ = reference.forward(q, k, v, causal=True)
+    scale = columns[0] ** -0.5
+    rows, keys = (x[..., :MAX_HEAD_DIM] for x in (q, k))
+    beyond = last_products(q, k, scale)
+    expected, _ = reference.forward(rows, keys, v, causal=True, softmax_scale=scale, bias=beyond)
     cp.cuda.Device().synchronize()
     for position in range(steps):
         with stream:
-            for to, source in zip(row, (q, k, v), strict=True):
+            for to, source in zip((new_q, new_k, new_v)[: 2 if is_latent else 3], (q, k, v), strict=False):
                 to.set(np.ascontiguousarray(source[:, position : position + 1]))
             graph.launch(stream)
             found = o.get()

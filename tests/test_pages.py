@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
+import itertools
 import re
 import traceback
 from pathlib import Path
@@ -14,7 +15,7 @@ import pages
 import pytest
 import support.pages
 from common import measure, second_order
-from measured import picture, rows, speed
+from measured import picture, ranks, rows, speed
 from support import CHECKOUT
 from support.keyword_functions import FUNCTIONS
 from support.pages import PAGES, python_blocks, run_page
@@ -149,6 +150,43 @@ def test_a_section_without_a_csv_says_how_it_is_measured_and_one_with_it_has_its
     assert "| bfloat16 64 causal | 321 (0.75) / 321 (0.75) / 321 (0.75) |" in text
     assert "| bfloat16 64 causal | 4.50 / 4.50 / 4.50 |" in text
     assert "one head of 131072 rows, head_dim 64, takes 7 ms and 2 MiB, results included." in text
+
+
+def test_what_older_files_do_not_have_is_on_pages_when_newer_ones_have_it(monkeypatch):
+    read = rows._read.__wrapped__
+
+    def newer(name):
+        found = [] if name.startswith("scaleout-") else read(name)
+        copied = {"gpu": rows.CARD, "date": "2026-01-02", "provider": "fa2cupy"}
+        if name == "functions.csv":
+            for row in found:
+                row["over_plain"] = {"causal": "0.98"}.get(row["feature"], row["over_plain"])
+            flex = [row for row in found if (row["feature"], row["provider"]) == ("causal", "torch flex")]
+            return found + [{**row, "provider": "torch flex flash", "ratio": "1.16"} for row in flex]
+        if name == "sparse.csv":
+            grids = [("13 x 13", 4096), ("13 x 13", 16384), ("5 x 5 x 5", 16384)]
+            found += [
+                {**copied, "pattern": pattern, "seqlen": f"{n}", "head_dim": d, "operation": one, "over_evaluated": "2"}
+                for (pattern, n), d, one in itertools.product(grids, ("64", "128"), ("forward", "default"))
+            ]
+        if name == "benchmark.csv":
+            wide = {**copied, "dtype": "float32", "seqlen": "128", "host_us": "21.4"}
+            found += [{**found[0], **wide, "operation": one} for one in ("forward", "single_pass", "two_pass")]
+        if name == "scaleout-documents.csv":
+            sizes = {"seqlen": "131072", "num_heads": "32", "ranks": "2", "documents": "64", "efficiency": "0.96"}
+            found = [{**copied, **sizes, "operation": one} for one in ("forward", "backward")]
+        return found
+
+    monkeypatch.setattr(rows, "_read", newer)
+    monkeypatch.setattr(ranks, "is_measured", lambda name: True)
+    text = pages.PARTS["FlexAttention, functions"]()
+    assert f"| causal |{' 1.16 / 1.16 |' * 4}" in text and "tree of ancestors" not in text
+    assert "and the causal mask at 0.98 / 0.98 of that of `causal`." in " ".join(text.split())
+    assert "| 5 x 5 x 5 of 16 x 32 x 32 | 2.00 / 2.00 | 2.00 / 2.00 |" in pages.PARTS["maps"]()
+    assert "In float32 a warm forward takes 21 us, and backwards take 21 and 21 us." in pages.PARTS["short calls"]()
+    assert "64 documents of any lengths, packed in 128k rows of 32/8 heads, reach 96.0 / 96.0 %" in " ".join(
+        pages.PARTS["scaleout"]().split()
+    )
 
 
 def test_the_picture_has_a_peer_in_each_panel(monkeypatch):

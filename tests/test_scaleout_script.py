@@ -59,6 +59,29 @@ def test_from_checks_to_files(tmp_path, capsys):
     assert "heads on 2 ranks" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("rows", [64, 128])  # compared with one call, and with samples
+def test_packed_documents_are_those_of_one_call(rows, tmp_path, monkeypatch, capsys):
+    lengths = []
+    right = rank.fa2cupy.forward
+
+    def forward(q, k, v, *, cu_seqlens_q, max_seqlen_q, **options):
+        lengths.append(np.diff(cu_seqlens_q))
+        assert q.ndim == 3 and max_seqlen_q == lengths[-1].max()
+        return right(q, k, v, cu_seqlens_q=cu_seqlens_q, max_seqlen_q=max_seqlen_q, **options)
+
+    monkeypatch.setattr(rank, "fa2cupy", types.SimpleNamespace(forward=forward, backward=rank.fa2cupy.backward))
+    assert simulate(tmp_path, "--rows", str(rows), "--documents", "5") == 0
+    found = measure.read_csv(tmp_path / "scaleout-documents.csv")
+    assert [(row["scheme"], row["operation"]) for row in found] == [("heads", one) for one in OPERATIONS]
+    assert all(float(row["error"]) < 1e-12 and (row["equal"], row["documents"]) == ("1", "5") for row in found)
+    assert all(len(one) == 5 and one.sum() == rows for one in lengths) and lengths
+    share = (lengths[0].astype(float) ** 2).sum() / rows**2
+    milliseconds = float(found[0]["ms_median"])
+    whole = measure.Problem("float64", 16, rows, 1, 4, True, 2).tflops("forward", milliseconds)
+    assert float(found[0]["tflops"]) == pytest.approx(share * whole / 2, rel=1e-3)
+    assert "causal, 5 documents: forward" in capsys.readouterr().out
+
+
 @pytest.mark.matrix
 def test_graphs_are_timed_where_there_are_some(tmp_path, monkeypatch):
     monkeypatch.setattr(HostDevice, "captured", lambda device, call: call)
@@ -150,6 +173,8 @@ def test_a_job_that_fails_leaves_the_others(tmp_path, monkeypatch, capsys):
         ("--schemes all", "--schemes: invalid choice: 'all'"),
         ("--simulate", "--simulate: name a folder for its results with --out DIR"),
         ("--simulate --full --out x", "--full: simulated ranks have tiny problems"),
+        ("--rows 32 --documents 33 --ranks 2", "--documents: 32 rows cannot be 33 documents"),
+        ("--schemes gather --documents 2", "only 'heads' has documents"),
     ],
 )
 def test_arguments_that_cannot_be_are_refused_by_name(arguments, text, monkeypatch, capsys):

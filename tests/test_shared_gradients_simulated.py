@@ -24,27 +24,26 @@ from fa2cupy.testing import Expectation
 
 pytestmark = pytest.mark.simulated
 
-#: Tiles of one block and of a cluster of two: the rows that blocks own, those of tiles of the other side, and stages.
-ONE, TWO = (64, 48, 2), (128, 32, 2)
-#: Calls: both head dimensions, rows and keys, the tile if it is not that of the table, and options of the call.
+#: Calls: both head dimensions, rows and keys, the tiles (the rows of the other side and stages) if they are not those of
+#: the table, and options of the call.
 CALLS = {
     "one tile": {"columns": (512, 512), "lengths": (3, 20)},
-    "two tiles": {"columns": (320, 264), "lengths": (64, 64), "tile": ONE},
-    "causal": {"columns": (512, 512), "lengths": (150, 200), "causal": True, "tile": TWO},
-    "more queries": {"columns": (384, 384), "lengths": (210, 70), "causal": True, "dtype": "float16", "tile": ONE},
-    "wide v": {"columns": (24, 512), "lengths": (70, 150), "batch": 2, "tile": TWO},
+    "two tiles": {"columns": (320, 264), "lengths": (64, 64)},
+    "causal": {"columns": (512, 512), "lengths": (150, 200), "causal": True},
+    "more queries": {"columns": (384, 384), "lengths": (210, 70), "causal": True, "dtype": "float16"},
+    "wide v": {"columns": (24, 512), "lengths": (70, 150), "batch": 2},
     "wide k": {"columns": (512, 136), "lengths": (130, 150), "causal": True},
-    "groups": {"columns": (264, 328), "lengths": (70, 100), "batch": 2, "heads": (4, 2), "tile": TWO},
-    "window": {"columns": (320, 320), "lengths": (200, 330), "window": (70, 20), "tile": TWO},
-    "narrow tiles": {"columns": (264, 264), "lengths": (70, 100), "tile": (64, 16, 4)},
-    "wide tiles": {"columns": (320, 320), "lengths": (150, 200), "tile": (64, 64, 2)},
+    "groups": {"columns": (264, 328), "lengths": (70, 100), "batch": 2, "heads": (4, 2)},
+    "window": {"columns": (320, 320), "lengths": (200, 330), "window": (70, 20)},
+    "narrow tiles": {"columns": (264, 264), "lengths": (70, 100), "tile": (16, 4)},
+    "wide tiles": {"columns": (320, 320), "lengths": (150, 200), "tile": (64, 2)},
 }
 
 
 def check(
     columns: tuple[int, int],
     lengths: tuple[int, int],
-    tile: tuple[int, int, int] | None = None,
+    tile: tuple[int, int] | None = None,
     *,
     dtype: str = "bfloat16",
     heads: tuple[int, int] = (1, 1),
@@ -62,10 +61,10 @@ def check(
     q, k, v, do = change(inputs)
     config = None
     if tile is not None:
-        own, other, stages = tile
+        rows, stages = tile
         config = {
-            "backward_dq": TileConfig(own, other, 12, stages),
-            "backward_dkdv": TileConfig(other, own, 12, stages),
+            "backward_dq": TileConfig(64, rows, 12, stages),
+            "backward_dkdv": TileConfig(rows, 64, 12, stages),
         }
     with pytest.MonkeyPatch.context() as monkeypatch, simulated_gpu(monkeypatch, device, seed=order) as launched:
         how = {"method": "two_pass", "config": config, "num_splits": num_splits}
@@ -86,40 +85,39 @@ def test_backward(name):
 @pytest.mark.parametrize(
     ("columns", "tile"), [((264, 512), (64, 32, 2)), ((264, 512), TWO), ((512, 512), TWO)], ids=str
 )
-def test_any_order_of_the_warps_and_nan_in_rows_that_see_no_key(columns, tile, order):
+def test_any_order_of_the_warps_and_nan_in_rows_that_see_no_key(columns, order):
     def with_nan(inputs: tuple) -> tuple:
         for x in inputs[0], inputs[3]:
             x[:, :80] = np.nan
         return inputs
 
     how = {"change": with_nan, "causal": True, "order": order, "device": FEW_MULTIPROCESSORS}
-    check(columns, (200, 120), tile, heads=(2, 1), **how)
+    check(columns, (200, 120), heads=(2, 1), **how)
 
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("options", [{"causal": True}, {"window": (30, 5)}, {}], ids=str)
-@pytest.mark.parametrize("tile", [ONE, TWO], ids=str)
-def test_shares_of_the_queries(tile, options):
-    check((320, 320), (130, 330), tile, num_splits=3, heads=(2, 1), **options)
-    check((320, 320), (20, 70), tile, num_splits=5, heads=(2, 1), **options)  # more shares than steps
+def test_shares_of_the_queries(options):
+    check((320, 320), (130, 330), num_splits=3, heads=(2, 1), **options)
+    check((320, 320), (20, 70), num_splits=5, heads=(2, 1), **options)  # more shares than steps
 
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("options", [{"causal": True}, {"window": (30, 5)}, {"num_splits": 2}], ids=str)
-@pytest.mark.parametrize(("tile", "order"), [(ONE, None), (TWO, None), (TWO, 1)])
-def test_packed_sequences(tile, order, options):
+@pytest.mark.parametrize("order", [None, 1])
+def test_packed_sequences(order, options):
     ends = {"cu_seqlens_q": [0, 0, 130, 130, 131, 300], "cu_seqlens_k": [0, 60, 60, 200, 230, 250]}
     how = {key: place(np.array(one, "int32")) for key, one in ends.items()}
     how |= {"order": order, "device": FEW_MULTIPROCESSORS, "heads": (2, 1), **options}
-    check_packed((264, 320), (300, 250), tile, **how)
+    check_packed((264, 320), (300, 250), **how)
 
 
-def check_packed(columns: tuple[int, int], lengths: tuple[int, int], tile: tuple[int, int, int], **how) -> None:
+def check_packed(columns: tuple[int, int], lengths: tuple[int, int], **how) -> None:
     """The same of packed sequences, one behind the other in arrays of three axes."""
     with pytest.MonkeyPatch.context() as monkeypatch:
         drawn = draw
         monkeypatch.setitem(globals(), "draw", lambda *a, **k: tuple(place(x[0]) for x in drawn(*a, **k)))
-        check(columns, lengths, tile, **how)
+        check(columns, lengths, **how)
 
 
 @pytest.mark.matrix

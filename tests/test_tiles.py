@@ -620,8 +620,10 @@ def rows_of_some_sizes() -> set[int]:
             calls = [dataclasses.replace(biased, seqlen_q=rows, seqlen_k=rows) for rows in (64, entry.tile.b_c)]
             if entry.tile in {one.tile for call in calls for one in kept_biases(family, call, H100, CallOptions())}:
                 found.add(position)
-        elif {*entry.features} in ({"bias"}, {"mask"}):
-            call = problem("bfloat16", entry.head_dim).with_settings(FeatureSettings(arrays=entry.features))
+        elif {*entry.features} in ({"bias"}, {"mask"}, {"block_mask"}):
+            layout = MapLayout((1, 1, 8, 8), 1024, 1024, (128, 128), None)
+            settings = {"block_mask": layout} if "block_mask" in entry.features else {"arrays": entry.features}
+            call = problem("bfloat16", entry.head_dim).with_settings(FeatureSettings(**settings))
             if choose_tile_of(operation, family, call, H100) == entry.tile:
                 found.add(position)
         elif entry.least_saving:  # it leaves calls that fill the tiles of the next row to that one

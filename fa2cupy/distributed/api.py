@@ -407,7 +407,7 @@ def backward_jvp(
     return_dbias, return_dsink : bool, optional
         Also returns the tangents of the gradients of `bias` and of `sink`.
     deterministic : bool, optional
-        As for `backward`.
+        As for `fa2cupy.backward_jvp`.
     out : tuple of (ndarray or None), optional
         Arrays for this rank's results.
 
@@ -462,8 +462,10 @@ def double_backward(
         Gradients for dbias, with the rows of bias, and for the whole dsink, the same on all ranks.
     return_dbias, return_dsink : bool, optional
         Also returns the gradients of `bias` and of `sink`.
-    deterministic, scheme
-        As for `backward` and `jvp`.
+    deterministic : bool, optional
+        As for `fa2cupy.double_backward`.
+    scheme
+        As for `jvp`.
     out : tuple of (ndarray or None), optional
         Arrays for this rank's results.
 

@@ -120,7 +120,7 @@ class Sm90(Family):
 
     def blocks_of_tile(self, kernel: Kernel, tile: TileConfig) -> int:
         if _shares_rows(kernel):
-            return (tile.b_c if self.owns(kernel.operation) == "keys" else tile.b_r) // 64
+            return tile.b_r // 64 if kernel.operation == "forward" else 1
         # The same as in kernels/sm90/backward_shape.cuh.
         return 2 if kernel.operation == "backward" and _is_pair(kernel.head_dim, kernel.head_dim_v, tile) else 1
 
@@ -303,10 +303,10 @@ def _why_no_shared_gradient(kernel: Kernel, tile: TileConfig) -> str | None:
     """The reason why kernels of gradients whose two groups have the same rows cannot have this tile, or None."""
     names = ("b_c", "b_r") if kernel.operation == "backward_dkdv" else ("b_r", "b_c")
     own, other = (getattr(tile, name) for name in names)
-    if own not in (64, 128) or (tile.num_warps, tile.blocks_per_sm) != (12, 1):
+    if (own, tile.num_warps, tile.blocks_per_sm) != (64, 12, 1):
         return (
-            f"{names[0]}={own}, num_warps={tile.num_warps} and blocks_per_sm={tile.blocks_per_sm} are not one or two "
-            "blocks of 64 rows, for which two warp groups of 4 warps multiply, and one more that loads"
+            f"{names[0]}={own}, num_warps={tile.num_warps} and blocks_per_sm={tile.blocks_per_sm} are not one block of "
+            "64 rows, for which two warp groups of 4 warps multiply, and one more that loads"
         )
     if other % 16:
         return f"{names[1]}={other} is not a multiple of 16"

@@ -13,7 +13,7 @@ __all__ = ["BOXES", "COSTS", "OF_JVP", "OF_WIDER", "TILES"]
 
 _H100, _H100_LATER = "NVIDIA H100 80GB HBM3, 2026-11-21", "NVIDIA H100 80GB HBM3, 2026-11-22"
 _H100_LAST, _H200 = "NVIDIA H100 80GB HBM3, 2026-11-27", "NVIDIA H200, 2026-11-27"
-_H200_LATER = "NVIDIA H200, 2026-11-28"
+_H200_LATER, _H200_LAST = "NVIDIA H200, 2026-11-28", "NVIDIA H200, 2026-11-29"
 _H100_SHORT = "NVIDIA H100 80GB HBM3, 2026-11-28"  # biases, and sequences of 256 rows and more
 _H200_SHORT = "NVIDIA H200, 2026-11-28"  # sequences of 64 rows
 #: Features that need registers in the inner loop, so that the backward with more queries at a time would spill. (With a
@@ -50,6 +50,7 @@ TILES: dict[str, tuple[TileRow, ...]] = {
         TileRow(32, TileConfig(192, 128, 16, 2), _H100_SHORT),
         TileRow(64, TileConfig(192, 96, 16, 3), features=_FUNCTIONS),
         TileRow(64, TileConfig(192, 128, 16, 3), _H100),
+        TileRow(64, TileConfig(128, 128, 12, 3), _H200_LAST, features=("block_mask",)),  # within the map's tiles
         TileRow(128, TileConfig(192, 128, 16, 2), _H200, head_dim_v=64),
         TileRow(128, TileConfig(128, 128, 12, 2), _H100),
         TileRow(192, TileConfig(128, 128, 12, 2), _H200, head_dim_v=128),
@@ -79,8 +80,9 @@ TILES: dict[str, tuple[TileRow, ...]] = {
         TileRow(128, TileConfig(128, 128, 12, 2), _H100),
         TileRow(192, TileConfig(128, 64, 12, 3), _H100),
         TileRow(256, TileConfig(128, 64, 12, 2), _H100),
-        TileRow(384, TileConfig(64, 48, 12, 2)),
-        TileRow(512, TileConfig(64, 32, 12, 2)),
+        TileRow(384, TileConfig(64, 48, 12, 2), _H200_LAST),
+        TileRow(512, TileConfig(64, 48, 12, 2), _H200_LAST, head_dim_v=256),
+        TileRow(512, TileConfig(64, 32, 12, 2), _H200_LAST),
     ),
     "backward_dkdv": (
         TileRow(64, TileConfig(96, 128, 12, 2), features=_FUNCTIONS),
@@ -92,8 +94,9 @@ TILES: dict[str, tuple[TileRow, ...]] = {
         TileRow(128, TileConfig(80, 128, 12, 2), _H100),
         TileRow(192, TileConfig(96, 64, 12, 2), _H100),
         TileRow(256, TileConfig(64, 64, 12, 2), _H100),
-        TileRow(384, TileConfig(48, 64, 12, 2)),
-        TileRow(512, TileConfig(32, 64, 12, 2)),
+        TileRow(384, TileConfig(48, 64, 12, 2), _H200_LAST),
+        TileRow(512, TileConfig(48, 64, 12, 2), _H200_LAST, head_dim_v=256),
+        TileRow(512, TileConfig(32, 64, 12, 2), _H200_LAST),
     ),
     "backward_both": (TileRow(64, TileConfig(128, 128, 12, 2)),),
     # The other tiles are for GPUs with less shared memory.
@@ -133,7 +136,8 @@ TILES: dict[str, tuple[TileRow, ...]] = {
     ),
 }
 
-#: Fitted to the times of scripts/methods.py on an H100 80GB HBM3, 2026-11-23, and an H200, 2026-11-27.
+#: Fitted to the times of scripts/methods.py on an H100 80GB HBM3, 2026-11-23, and an H200, 2026-11-27; those of gradients
+#: beyond 256 columns to times of their kernels with 2048 and 8192 rows, an H200, 2026-11-29.
 COSTS = Costs(
     blocks={
         "forward": {128: BlockCost(0.58, 1.5), 256: BlockCost(0.379, 0.32)},
@@ -142,14 +146,14 @@ COSTS = Costs(
             64: BlockCost(1.68, 3.44),
             128: BlockCost(1.161, 1.27),
             256: BlockCost(0.689, 5.0),
-            512: BlockCost(1.7, 8.0),
+            512: BlockCost(1.7, 14.0),
         },
         **ONE_TILE_COSTS,
         "backward_dkdv": {
             64: BlockCost(1.256, 4.48),
             128: BlockCost(1.27, 9.18),
             256: BlockCost(1.563, 11.36),
-            512: BlockCost(2.7, 16.0),
+            512: BlockCost(4.2, 9.0),
         },
     },
     # The starts are those of blocks. Steps are from times on the H200: 192/128 relative to ``two_pass``, and

@@ -257,11 +257,7 @@ def check_broadcast(name: str, array: Array, problem: Problem) -> None:
 def check_key_padding(name: str, array: Array, problem: Problem) -> None:
     """One bool for each key of each sequence, broadcast over them."""
     _check_dtype(name, array, ("bool",))
-    seqlen_k = problem.score_shape[3]
-    if problem.leading or problem.rank == 4 or problem.is_packed:
-        _check_broadcast_shape(name, array, problem, seqlen_k, "seqlen_k")
-    else:
-        _check_shape(name, array, (seqlen_k,), (1,))
+    _check_broadcast_shape(name, array, problem, problem.score_shape[3], "seqlen_k")
 
 
 def check_slopes(name: str, array: Array, problem: Problem) -> None:
@@ -273,7 +269,9 @@ def check_slopes(name: str, array: Array, problem: Problem) -> None:
 def check_sink(name: str, array: Array, problem: Problem) -> None:
     """One number for each query head."""
     _check_dtype(name, array, (problem.accumulator_dtype,))
-    _check_shape(name, array, (problem.score_shape[1],))
+    shape = (problem.score_shape[1],)
+    if array.shape != shape:
+        raise ValueError(f"{name}: expected shape {shape} to match q and k, got {array.shape}")
 
 
 def _check_dtype(name: str, array: Array, wanted: tuple[str, ...]) -> None:
@@ -305,8 +303,3 @@ def _check_broadcast_shape(name: str, array: Array, problem: Problem, last: int,
     if not (array.ndim and _can_be_broadcast(array.shape, shape)):
         wanted = f"a shape that can be broadcast to ({front}, {axis}) = {shape}"
         raise ValueError(f"{name}: expected {wanted}, got {array.shape}")
-
-
-def _check_shape(name: str, array: Array, *wanted: tuple[int, ...]) -> None:
-    if array.shape not in wanted:
-        raise ValueError(f"{name}: expected shape {' or '.join(map(str, wanted))} to match q and k, got {array.shape}")

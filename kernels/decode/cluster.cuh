@@ -169,20 +169,24 @@ struct Shares {
     }
 };
 
-// The shares of a cluster's blocks by the name of who gives them, `Warp::Shares`, or those above.
-template <class Spec, class Warp, bool kSendsRows = Warp::kSendsRows>
+// Of a block alone.
+struct NoShares {
+    static constexpr int kBytes = 0;
+};
+
+// The shares of a cluster's blocks: those above, or `Warp::Shares` where warps send rows.
+template <class Spec, class Warp, bool kIsCluster = (Spec::kCluster > 1), bool kSendsRows = Warp::kSendsRows>
 struct SharesOf {
+    using Type = NoShares;
+};
+template <class Spec, class Warp>
+struct SharesOf<Spec, Warp, true, false> {
     using Type = Shares<Spec, Warp::kColumns>;
 };
 template <class Spec, class Warp>
-struct SharesOf<Spec, Warp, true> {
+struct SharesOf<Spec, Warp, true, true> {
     using Type = typename Warp::Shares;
 };
-
-template <class Spec, class Warp, bool kIsCluster = (Spec::kCluster > 1)>
-inline constexpr int kBytesOfShares = 0;
-template <class Spec, class Warp>
-inline constexpr int kBytesOfShares<Spec, Warp, true> = SharesOf<Spec, Warp>::Type::kBytes;
 
 template <class Spec, bool kIsCluster = (Spec::kCluster > 1)>
 struct WorkOf {

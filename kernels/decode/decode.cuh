@@ -50,7 +50,7 @@ struct Decode {
     using Shares = typename SharesOf<Spec, Warp>::Type;
     using Work = typename WorkOf<Spec>::Type;
     static constexpr int kSharedBytes =
-        kQueries * Warp::kQueryBytes + kGroups * kGroupBytes + kStatisticBytes + kBytesOfShares<Spec, Warp>;
+        kQueries * Warp::kQueryBytes + kGroups * kGroupBytes + kStatisticBytes + Shares::kBytes;
     static_assert(kBc == kKeys * kGroups && kStages >= 2 && (!kIsProduced || kGroups == 1));
     static_assert(Exchange::kBytes <= Warp::kSlotBytes);
     static_assert(kSharedBytes == Spec::kSharedBytes);

@@ -86,16 +86,7 @@ struct BackwardDq {
         const auto tiles = common::key_tiles<Spec>(params, where);
         const auto mask = common::mask_of<Spec>(params);
 
-        const Ring ring{smem + kKeys,  // the slots
-                        k,
-                        v,
-                        params.k_strides.row,
-                        params.v_strides.row,
-                        params.seqlen_k,
-                        tiles.begin,
-                        tiles.end,
-                        thread,
-                        tiles};
+        const Ring ring(smem + kKeys, k, v, params, tiles, thread);
         const int32 begin = mask.first_query(0);  // rows before it see no key
         load_tile_async<QTile, kThreads, kHeadDim>(smem + kQ, q, params.q_strides.row, first_row, params.seqlen_q,
                                                    thread, begin);

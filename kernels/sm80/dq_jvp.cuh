@@ -74,17 +74,8 @@ struct DqJvp {
         const Moved moved_keys{head_of(params.kt, params.kt_strides, batch, head_kv),
                                head_of(params.vt, params.vt_strides, batch, head_kv), params.kt_strides.row,
                                params.vt_strides.row};
-        const Ring ring{smem + kKeys,
-                        head_of(params.k, params.k_strides, batch, head_kv),
-                        head_of(params.v, params.v_strides, batch, head_kv),
-                        params.k_strides.row,
-                        params.v_strides.row,
-                        params.seqlen_k,
-                        tiles.begin,
-                        tiles.end,
-                        thread,
-                        tiles,
-                        moved_keys};
+        const Ring ring(smem + kKeys, head_of(params.k, params.k_strides, batch, head_kv),
+                        head_of(params.v, params.v_strides, batch, head_kv), params, tiles, thread, moved_keys);
         const int32 begin = mask.first_query(0);  // rows before it see no key
         load_tile_async<QTile, kThreads, kHeadDim>(smem + kQ, head_of(params.q, params.q_strides, batch, head),
                                                    params.q_strides.row, tile_row, params.seqlen_q, thread, begin);

@@ -73,16 +73,7 @@ struct ForwardRows {
         const auto mask = common::mask_of<Spec>(params);
         const int32 warp_row = warp * kWarpRows;
 
-        const Ring ring{smem + QTile::kBytes,  // the slots
-                        k,
-                        v,
-                        params.k_strides.row,
-                        params.v_strides.row,
-                        params.seqlen_k,
-                        tiles.begin,
-                        tiles.end,
-                        thread,
-                        tiles};
+        const Ring ring(smem + QTile::kBytes, k, v, params, tiles, thread);
         load_tile_async<QTile, kThreads, kHeadDim>(smem, q, params.q_strides.row, first_row, params.seqlen_q, thread);
         cp_async_commit();
         ring.start();

@@ -145,16 +145,8 @@ struct ForwardSplit {
         common::limit_to_share<Spec>(tiles, params, share);
         const auto mask = common::mask_of<Spec>(params);
 
-        const Ring ring{smem + kKeys,
-                        params.k + params.k_strides.offset(where.batch, 0, head_kv),
-                        params.v + params.v_strides.offset(where.batch, 0, head_kv),
-                        params.k_strides.row,
-                        params.v_strides.row,
-                        params.seqlen_k,
-                        tiles.begin,
-                        tiles.end,
-                        thread,
-                        tiles};
+        const Ring ring(smem + kKeys, params.k + params.k_strides.offset(where.batch, 0, head_kv),
+                        params.v + params.v_strides.offset(where.batch, 0, head_kv), params, tiles, thread);
         load_tile_async<QTile, kThreads, kHeadDim>(smem, params.q + params.q_strides.offset(where.batch, 0, where.head),
                                                    params.q_strides.row, first_row, params.seqlen_q, thread);
         cp_async_commit();

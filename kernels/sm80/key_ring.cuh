@@ -37,15 +37,29 @@ struct KeyRing {
     uint32 smem;
     const Element *k, *v;
     int64 k_stride, v_stride;
-    int32 seqlen_k, begin, end, thread;
+    int32 seqlen_k, thread;
     Tiles tiles;
     Others others;
+
+    // `k` and `v`: a head of them.
+    template <class Record>
+    __device__ __forceinline__ KeyRing(uint32 slots, const Element* k, const Element* v, const Record& params,
+                                       const Tiles& tiles, int32 thread, const Others& others = {})
+        : smem(slots),
+          k(k),
+          v(v),
+          k_stride(params.k_strides.row),
+          v_stride(params.v_strides.row),
+          seqlen_k(params.seqlen_k),
+          thread(thread),
+          tiles(tiles),
+          others(others) {}
 
     // Starts the copies of the first tiles. Copies that the caller committed before have landed by the first acquire.
     __device__ void start() const {
 #pragma unroll
-        for (int s = 1; s < kStages; ++s) load(end - s);
-        if constexpr (kAlternates) load_one<kTurns == Turns::kKeysFirst>(end - 1);
+        for (int s = 1; s < kStages; ++s) load(tiles.end - s);
+        if constexpr (kAlternates) load_one<kTurns == Turns::kKeysFirst>(tiles.end - 1);
     }
 
     // Waits for a tile and returns its slot. All warps of the block call this once per tile. After the barrier no warp
@@ -78,7 +92,7 @@ struct KeyRing {
     __device__ uint32 slot(int32 position) const { return smem + position % kStages * kSlotBytes; }
 
     __device__ void load(int32 position) const {
-        if (position >= begin) {
+        if (position >= tiles.begin) {
             int32 tile = position;
             if constexpr (Tiles::kListed) tile = tiles.at(position);
             load_tile_async<KTile, kThreads, kHeadDim>(slot(position), k, k_stride, tile * kBc, seqlen_k, thread);
@@ -91,7 +105,7 @@ struct KeyRing {
     // The same for K or V alone.
     template <bool kOfKeys>
     __device__ void load_one(int32 position) const {
-        if (position >= begin) {
+        if (position >= tiles.begin) {
             int32 tile = position;
             if constexpr (Tiles::kListed) tile = tiles.at(position);
             if constexpr (kOfKeys)

@@ -98,10 +98,8 @@ class SharedKeyConsumer
     __device__ __forceinline__ void put_share(const Record& params) const {
         using Shares = common::ShareWorkspace<Spec::kBc, Spec::kHeadDim, Spec::kHeadDimV, false>;
         using Gradient = common::AccumulatorTile<Spec::kBc, Shape::kColumns>;
-        float* share = Shares::template of_block<Spec>(params, tile_index<Spec>());
-        Shares::template put<Gradient>(share + (kDerives ? 0 : Shares::Dk::kElements), output_,
-                                       rank_in_pair<Spec>() * (kGroupRows / 16) + warp_, part_ * (Shape::kOwnDv / 8),
-                                       lane_);
+        float* share = Shares::template of_block<Spec>(params) + (kDerives ? 0 : Shares::Dk::kElements);
+        Shares::template put<Gradient>(share, output_, warp_, part_ * (Shape::kOwnDv / 8), lane_);
     }
 
     const Params& params_;
@@ -117,6 +115,7 @@ struct BackwardDkdv {
     using Memory = SharedGradientMemory<Shape<kDerives>>;
     using Shares = common::ShareWorkspace<Spec::kBc, Spec::kHeadDim, Spec::kHeadDimV, false>;
     static constexpr bool kFindsSequences = true;
+    static constexpr int kPhaseBarrier = 4, kPhaseThreads = 2 * kGroupThreads + 32;  // consumers and the loading warp
     static constexpr int kDataBytes = max_of(Shape<false>::kDataBytes, Shape<true>::kDataBytes);
     static_assert(kAlignment + kDataBytes + Shape<true>::kControlBytes == Spec::kSharedBytes);
 
@@ -131,7 +130,7 @@ struct BackwardDkdv {
             of_dk.init_barriers();
             of_dv.init_barriers();
         }
-        synchronize<Spec>();
+        __syncthreads();
         const KeyTile<Spec> own = key_tile<Spec>(params);
         const int32 group = __shfl_sync(common::kFullWarp, threadIdx.x / kGroupThreads, 0),
                     steps = steps_of(own, params);
@@ -140,20 +139,15 @@ struct BackwardDkdv {
             if (threadIdx.x < 32) {
                 load<false>(params, own, of_dv, {launch.k, launch.v, launch.dout, launch.q}, steps);
                 async_proxy_fence();  // it has written statistics where TMA writes next
-                __syncwarp();
+                barrier_sync(kPhaseBarrier, kPhaseThreads);
+                load<true>(params, own, of_dk, {launch.k, launch.v, launch.q, launch.dout}, steps);
             }
-            synchronize<Spec>();
-            if (threadIdx.x < 32) load<true>(params, own, of_dk, {launch.k, launch.v, launch.q, launch.dout}, steps);
         } else {
             allocate_registers<Shape<true>::kConsumerRegisters>();
             compute<false>(params, launch, own, of_dv, group - 1, steps);
-            synchronize<Spec>();
+            barrier_sync(kPhaseBarrier, kPhaseThreads);
             compute<true>(params, launch, own, of_dk, group - 1, steps);
             if (threadIdx.x % 32 == 0) tma_store_wait();
-        }
-        if constexpr (Spec::kCluster > 1) {  // a block must not end before the other one has signalled its barriers
-            __syncwarp();
-            cluster_sync();
         }
     }
 
@@ -173,12 +167,18 @@ struct BackwardDkdv {
         SharedGradientProducer<Spec, Shape<kDerives>> producer(memory, maps);
         if (steps == 0) return;
         producer.load_rows(own.keys, own.first_key, own.head, own.batch);
+        const auto statistics_of = [&](const QueryStep& step) {
+            return producer.statistics_of(params, step.tile, step.head, own.batch);
+        };
         QueryStep step = own.first_step();
+        auto statistics = statistics_of(step);
 #pragma unroll 1
         for (int32 i = 0; i < steps; ++i) {
-            producer.load_tile(own.queries, step.tile, step.head, own.batch,
-                               producer.statistics_of(params, step.tile, step.head, own.batch));
+            const QueryStep present = step;
+            const auto of_present = statistics;
             advance(step, own);
+            if (i + 1 < steps) statistics = statistics_of(step);  // they arrive while this tile is loaded
+            producer.load_tile(own.queries, present.tile, present.head, own.batch, of_present);
         }
     }
 

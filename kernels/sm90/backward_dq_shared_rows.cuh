@@ -26,12 +26,12 @@ class SharedDqConsumer : SharedGradientConsumer<SharedDqConsumer<Spec>, Spec, Sh
 
   public:
     __device__ SharedDqConsumer(const Params& params, const Memory& memory, int32 part)
-        : Base(memory, part), params_(params), first_row_(first_row_of_block<Spec>()) {}
+        : Base(memory, part), params_(params) {}
 
     __device__ __forceinline__ void run() {
         tile_ = next_tile(memory_, tiles_);
         while (tile_.key_tiles() != 0) {
-            keys_ = keys_of_group<Spec>(params_, tile_, first_row_ / kGroupRows, 0);
+            keys_ = keys_of_group<Spec>(params_, tile_, 0, 0);
             load_statistics();
             Base::sum_over(keys_.end - (kLeftLimit ? keys_.begin : 0));
             store();
@@ -46,7 +46,8 @@ class SharedDqConsumer : SharedGradientConsumer<SharedDqConsumer<Spec>, Spec, Sh
         const int32 block = keys_.end - 1 - t;
         if (block >= keys_.full_end || (kLeftLimit && block < (kLeftLimit ? keys_.full_begin : 0)))
             common::mask_scores(scores_, common::mask_of<Spec>(record_of<Spec>(params_, tile_)),
-                                {first_row() + 16 * warp_, block * Shape::kBc, lane_}, -common::infinity<float>());
+                                {tile_.first_row() + 16 * warp_, block * Shape::kBc, lane_},
+                                -common::infinity<float>());
 #pragma unroll
         for (int n = 0; n < Shape::kBc / 8; ++n)
 #pragma unroll
@@ -64,8 +65,6 @@ class SharedDqConsumer : SharedGradientConsumer<SharedDqConsumer<Spec>, Spec, Sh
                       scores_.value[n][2 * i + 1] * (derivatives_.value[n][2 * i + 1] + minus_delta_[i]));
     }
 
-    __device__ __forceinline__ int32 first_row() const { return tile_.first_row() + first_row_; }
-
     // A row beyond the sequence or without a visible key gets lse = +inf, so that its P is zero. It has no delta.
     __device__ __forceinline__ void load_statistics() {
         const auto& own = record_of<Spec>(params_, tile_);
@@ -73,7 +72,7 @@ class SharedDqConsumer : SharedGradientConsumer<SharedDqConsumer<Spec>, Spec, Sh
         const float *lse = own.lse + first, *delta = own.delta + first;
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            const int32 row = first_row() + 16 * warp_ + Scores::row(i, lane_);
+            const int32 row = tile_.first_row() + 16 * warp_ + Scores::row(i, lane_);
             const float natural = row < own.seqlen_q ? lse[row] : -common::infinity<float>();
             const bool has_none = natural == -common::infinity<float>();
             minus_lse_[i] = has_none ? natural : -common::in_base2(natural);
@@ -90,7 +89,7 @@ class SharedDqConsumer : SharedGradientConsumer<SharedDqConsumer<Spec>, Spec, Sh
                 if (minus_lse_[e / 2] == -common::infinity<float>()) output_.value[n][e] = 0.0f;
         const float factor[2] = {params_.softmax_scale, params_.softmax_scale};
         const int32 batch = tile_.batch();
-        Base::store(factor, params_.dq, query_tma_rows<Spec>(params_, batch), first_row(), tile_.head(), batch);
+        Base::store(factor, params_.dq, query_tma_rows<Spec>(params_, batch), tile_.first_row(), tile_.head(), batch);
         if (lane_ == 0) {
             mbarrier_arrive(tile_.empty);
             mbarrier_arrive(memory_.empty_rows());
@@ -104,7 +103,6 @@ class SharedDqConsumer : SharedGradientConsumer<SharedDqConsumer<Spec>, Spec, Sh
     }
 
     const Params& params_;
-    const int32 first_row_;  // of the block in a tile
     TileInSlot tile_;
     GroupKeys keys_;
     RingPosition<kTileSlots> tiles_;
@@ -122,7 +120,7 @@ struct BackwardDq {
         const uint32 base = round_up(shared_address(dynamic_smem), static_cast<uint32>(kAlignment));
         const Memory memory{base, base + Shape::kDataBytes};
         if (threadIdx.x == 0) memory.init_barriers();
-        synchronize<Spec>();
+        __syncthreads();
         const int32 group = __shfl_sync(common::kFullWarp, threadIdx.x / kGroupThreads, 0);
         if (group == 0) {
             deallocate_registers<Shape::kProducerRegisters>();
@@ -130,10 +128,6 @@ struct BackwardDq {
         } else {
             allocate_registers<Shape::kConsumerRegisters>();
             SharedDqConsumer<Spec>(params, memory, group - 1).run();
-        }
-        if constexpr (Shape::kCluster > 1) {  // a block must not end before the other one has signalled its barriers
-            __syncwarp();
-            cluster_sync();
         }
     }
 
@@ -146,7 +140,7 @@ struct BackwardDq {
             const LoadedTile<Spec> tile = query_tile<Spec>(params, index);
             publish_tile<Spec>(memory, tiles, tile);
             if (tile.key_tiles == 0) break;
-            producer.load_rows(tile.queries, tile.first_row + first_row_of_block<Spec>(), tile.head, tile.batch);
+            producer.load_rows(tile.queries, tile.first_row, tile.head, tile.batch);
             const int32 first = kLeftLimit ? tile.first_key_tile : 0,
                         draws_at = min_of(tile.key_tiles - 1, first + kDrawnAhead);
 #pragma unroll 1

@@ -209,7 +209,7 @@ __device__ bool has_no_step(const Record& params, int32 tile) {
     if constexpr (Spec::kSplit) {
         const auto own = key_tile<Spec>(params);
         if (params.seqlen_q > 0 && own.has(own.first_step(), params)) return false;
-        if (rank_in_pair<Spec>() == 0) Shares::put_zeros(Shares::template of_block<Spec>(params, tile_index<Spec>()));
+        Shares::put_zeros(Shares::template of_block<Spec>(params, tile_index<Spec>()));
         return true;
     }
     if constexpr (common::kListsTiles<Spec>) return key_tile<Spec>(params).tiles.end == 0;

@@ -227,14 +227,6 @@ __device__ __forceinline__ GroupKeys keys_of_group(const Params& params, const T
     return {skipped, all - skipped, own.full_end - first, own.full_begin - first, begin};
 }
 
-// __syncthreads of all blocks of a cluster.
-template <class Spec>
-__device__ __forceinline__ void synchronize() {
-    if constexpr (Spec::kCluster > 1)
-        cluster_sync();
-    else
-        __syncthreads();
-}
 // The first row of a block among those of its cluster.
 template <class Spec>
 __device__ __forceinline__ int32 first_row_of_block() {

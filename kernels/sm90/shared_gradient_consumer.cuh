@@ -63,18 +63,13 @@ class SharedGradientConsumer : protected SharedRowsConsumer<Own, Shape, typename
         return matrix_descriptor(memory_.kept(stage, part_ * Shape::kOwnPanels), Shape::kPanelBytes);
     }
     __device__ __forceinline__ void release_value(int32) {
-        if (lane_ == 0) release(memory_.empty_kept(summed_.slot(), part_));
+        if (lane_ == 0) mbarrier_arrive(memory_.empty_kept(summed_.slot(), part_));
         summed_.advance();
     }
     // The last panel is released by the other group.
     __device__ __forceinline__ void release_key(int32) const { release_passing(0, Shape::kPassingPanels - 1); }
     __device__ __forceinline__ void release_passing(int first, int end) const {
-        if (first <= lane_ && lane_ < end) release(memory_.empty_passing(passing_.slot(lane_)));
-    }
-    // Both blocks of a cluster fill the stages of both.
-    __device__ __forceinline__ static void release(uint32 empty) {
-        mbarrier_arrive(empty);
-        if constexpr (Shape::kCluster > 1) mbarrier_arrive_there(in_block(rank_in_cluster() ^ 1, empty));
+        if (first <= lane_ && lane_ < end) mbarrier_arrive(memory_.empty_passing(passing_.slot(lane_)));
     }
 
     // The present tile's scores are done after this.
@@ -89,7 +84,7 @@ class SharedGradientConsumer : protected SharedRowsConsumer<Own, Shape, typename
     __device__ __forceinline__ uint32 place_to_read() const { return memory_.passing(slot_before()); }
     __device__ __forceinline__ void release_exchange() const {
         __syncwarp();
-        if (lane_ == 0) release(memory_.empty_passing(slot_before()));
+        if (lane_ == 0) mbarrier_arrive(memory_.empty_passing(slot_before()));
     }
 
     // As in QueryTileConsumer.

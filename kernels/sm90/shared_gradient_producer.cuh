@@ -23,7 +23,7 @@ class SharedGradientProducer {
   public:
     // Of the queries of a tile: lse and delta of some in each lane, and whether one of all of them sees no key.
     struct Statistics {
-        float minus_lse[kRowsOfLane], minus_delta[kRowsOfLane];
+        float lse[kRowsOfLane], delta[kRowsOfLane];
         bool clears = false;
     };
 
@@ -67,8 +67,8 @@ class SharedGradientProducer {
         if constexpr (!Shape::kDerives) load_kept();
     }
 
-    // Reads the statistics of a tile of queries. A query beyond the sequence or without a visible key gets lse = +inf, so
-    // that its P is zero, and no delta.
+    // Reads the statistics of a tile of queries. Unless one may see no key, nothing waits for them here. A query beyond the
+    // sequence has lse = -inf, as one without a visible key.
     template <class Record>
     __device__ Statistics statistics_of(const Record& params, int32 tile, int32 head, int32 batch) const {
         Statistics x;
@@ -78,11 +78,9 @@ class SharedGradientProducer {
         for (int i = 0; i < kRowsOfLane; ++i) {
             const int32 query = lane_ + 32 * i, row = tile * Shape::kBc + query;
             const bool is_valid = query < Shape::kBc && row < params.seqlen_q;
-            const float lse = is_valid ? params.lse[first + row] : -common::infinity<float>();
-            const bool has_none = lse == -common::infinity<float>();
-            x.minus_lse[i] = has_none ? lse : -common::in_base2(lse);
-            x.minus_delta[i] = has_none ? 0.0f : -params.delta[first + row];
-            hides |= is_valid && has_none;
+            x.lse[i] = is_valid ? params.lse[first + row] : -common::infinity<float>();
+            x.delta[i] = is_valid ? params.delta[first + row] : 0.0f;
+            hides |= is_valid && x.lse[i] == -common::infinity<float>();
         }
         if (common::may_hide_rows<Spec>(params)) x.clears = __any_sync(common::kFullWarp, hides);
         return x;
@@ -98,8 +96,7 @@ class SharedGradientProducer {
             rows.load(smem + panel * Shape::kRowPanelBytes, map, full, panel * kPanelColumns, row, head, batch);
     }
 
-    // Loads panels from `first` on, of an operand whose first panel is, or would be, at `smem`. Each block of a cluster
-    // loads every second panel, for both, unless it has rows to clear: then each loads its own.
+    // Loads panels from `first` on, of an operand whose first panel is, or would be, at `smem`.
     template <int kPanels, class Rows>
     __device__ void load_panels(const TensorMap& map, uint32 smem, uint32 full, int first, const Rows& rows, int32 tile,
                                 int32 head, int32 batch, const Statistics& statistics) {
@@ -108,13 +105,9 @@ class SharedGradientProducer {
             const uint32 barrier = clears ? memory_.landed() : full;
             mbarrier_arrive_expect(barrier, kPanels * Shape::kPanelBytes);
 #pragma unroll
-            for (int panel = first; panel < first + kPanels; ++panel) {
-                const uint32 to = smem + panel * Shape::kPanelBytes;
-                if (Shape::kCluster == 1 || clears)
-                    rows.load(to, map, barrier, panel * kPanelColumns, tile * Shape::kBc, head, batch);
-                else if (rank_in_cluster() == panel % Shape::kCluster)
-                    rows.load_to(3, to, map, barrier, panel * kPanelColumns, tile * Shape::kBc, head, batch);
-            }
+            for (int panel = first; panel < first + kPanels; ++panel)
+                rows.load(smem + panel * Shape::kPanelBytes, map, barrier, panel * kPanelColumns, tile * Shape::kBc,
+                          head, batch);
         }
         if (!clears) return;
         mbarrier_wait(memory_.landed(), landed_.parity());
@@ -122,7 +115,7 @@ class SharedGradientProducer {
 #pragma unroll
         for (int i = 0; i < kRowsOfLane; ++i) {
             const uint32 query = lane_ + 32 * i;
-            if (query >= Shape::kBc || statistics.minus_lse[i] != -common::infinity<float>()) continue;
+            if (query >= Shape::kBc || statistics.lse[i] != -common::infinity<float>()) continue;
 #pragma unroll 1
             for (uint32 chunk = 0; chunk < 8 * kPanels; ++chunk)
                 store_shared(smem + (first + chunk / 8) * Shape::kPanelBytes + query * kPanelRowBytes + chunk % 8 * 16,
@@ -133,14 +126,17 @@ class SharedGradientProducer {
         if (lane_ == 0) mbarrier_arrive(full);
     }
 
-    // Stores statistics. Their stage is free when that of the kept operand is.
+    // Stores statistics, with lse = +inf, so that P is zero, and no delta for queries that see no key. Their stage is free
+    // when that of the kept operand is.
     __device__ void put(const Statistics& statistics, uint32 stage) const {
 #pragma unroll
         for (int i = 0; i < kRowsOfLane; ++i) {
             const uint32 query = lane_ + 32 * i;
             if (query >= Shape::kBc) continue;
-            store_shared(memory_.lse(stage) + 4 * query, statistics.minus_lse[i]);
-            store_shared(memory_.delta(stage) + 4 * query, statistics.minus_delta[i]);
+            const bool has_none = statistics.lse[i] == -common::infinity<float>();
+            store_shared(memory_.lse(stage) + 4 * query,
+                         has_none ? statistics.lse[i] : -common::in_base2(statistics.lse[i]));
+            store_shared(memory_.delta(stage) + 4 * query, has_none ? 0.0f : -statistics.delta[i]);
         }
         __syncwarp();
         if (lane_ == 0) mbarrier_arrive(memory_.full_statistics(stage));

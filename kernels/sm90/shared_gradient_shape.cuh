@@ -33,9 +33,8 @@ struct SharedGradientShape {
     static constexpr int kStages = Spec::kStages;                // of the kept operand
     static constexpr int kD = round_up(Spec::kHeadDim, 16), kDv = round_up(Spec::kHeadDimV, 16);
     static constexpr int kPanels = ceil_div(kD, kPanelColumns), kPanelsV = ceil_div(kDv, kPanelColumns);
-    static constexpr int kCluster = Spec::kCluster;  // blocks, each with 64 rows of a tile
-    static_assert((kByKeys ? Spec::kBc : Spec::kBr) == kCluster * kGroupRows && kBc % 16 == 0 && kStages >= 2);
-    static_assert(Spec::kWarps == 12 && Spec::kBlocksPerSm == 1 && kCluster <= 2);
+    static_assert((kByKeys ? Spec::kBc : Spec::kBr) == kGroupRows && kBc % 16 == 0 && kStages >= 2);
+    static_assert(Spec::kWarps == 12 && Spec::kBlocksPerSm == 1 && Spec::kCluster == 1);
 
     static constexpr int kColumns = kDerives ? Spec::kHeadDim : Spec::kHeadDimV;  // of the gradient
     static constexpr int kOwnPanels = ceil_div(kColumns, 2 * kPanelColumns), kOwnDv = kOwnPanels * kPanelColumns;
@@ -94,8 +93,7 @@ struct SharedGradientMemory {
     __device__ uint32 full_second() const { return barrier(1); }
     __device__ uint32 empty_rows() const { return barrier(2); }
     __device__ uint32 landed() const { return barrier(3); }
-    // Each group releases its own part of the columns of the kept operand. In a cluster, those of both blocks release what
-    // is loaded for both.
+    // Each group releases its own part of the columns of the kept operand.
     __device__ uint32 full_kept(uint32 stage, uint32 part) const { return barrier(4 + 2 * stage + part); }
     __device__ uint32 empty_kept(uint32 stage, uint32 part) const { return full_kept(Shape::kStages + stage, part); }
     __device__ uint32 full_statistics(uint32 stage) const { return full_kept(2 * Shape::kStages, 0) + 8 * stage; }
@@ -110,17 +108,16 @@ struct SharedGradientMemory {
         mbarrier_init(full_second(), 1);
         mbarrier_init(empty_rows(), 2 * kGroupWarps);
         mbarrier_init(landed(), 1);
-        constexpr uint32 kReaders = Shape::kCluster * kGroupWarps;
         for (uint32 stage = 0; stage < Shape::kStages; ++stage) {
             for (uint32 part = 0; part < 2; ++part) {
                 mbarrier_init(full_kept(stage, part), 1);
-                mbarrier_init(empty_kept(stage, part), kReaders);
+                mbarrier_init(empty_kept(stage, part), kGroupWarps);
             }
             mbarrier_init(full_statistics(stage), 1);
         }
         for (uint32 slot = 0; slot < Shape::kSlots; ++slot) {
             mbarrier_init(full_passing(slot), 1);
-            mbarrier_init(empty_passing(slot), kReaders);
+            mbarrier_init(empty_passing(slot), kGroupWarps);
         }
         for (uint32 i = 0; i < kGroupWarps; ++i) mbarrier_init(handed_over() + 8 * i, 1);
         if constexpr (!Shape::kByKeys)

@@ -14,7 +14,7 @@
 //   maxima, or sums [warp][kBr]         a group for its rows     this group
 //   factors of O [kBr]                  a group for its rows     both groups
 //   halves of S^T [group][thread]       the other group          a group, for its rows
-//   signals                             mbarriers of the slots
+//   signals (signals.cuh)               mbarriers of the slots
 //
 // Warps behind those of the two groups are producers, which copy the keys.
 #pragma once
@@ -23,6 +23,7 @@
 #include "sm80/smem_tile.cuh"
 #include "sm90/layout.cuh"
 #include "sm90_latent/shares.cuh"
+#include "sm90_latent/signals.cuh"
 #include "sm90_latent/wgmma.cuh.j2"
 
 namespace fa2::sm90_latent {
@@ -96,7 +97,8 @@ class DecodeWarp {
     static constexpr int kColumns = kDv;
     static constexpr int kKeyBytes = KTile::kBytes, kQueryBytes = QTile::kBytes, kSlotBytes = kKeyBytes;
     using Shares = sm90_latent::Shares<Spec, kDv, kStages * kSlotBytes>;
-    static constexpr int kSignals = kHalves + kHalfBytes, kScratchBytes = kSignals + 2 * kStages * 8;
+    using Signals = sm90_latent::Signals<kStages, kProducers, kSharers, kHalves + kHalfBytes>;
+    static constexpr int kScratchBytes = Signals::kEnd;
     static_assert(kQueryBytes % sm90::kAlignment == 0 && kSlotBytes % sm90::kAlignment == 0);
 
     template <int kThreads>
@@ -130,41 +132,6 @@ class DecodeWarp {
     }
 
     __device__ __forceinline__ static bool is_producer() { return threadIdx.x >= kThreads; }
-
-    // Tell of the slots: of each one that its keys have arrived, and that nobody reads them any more.
-    class Signals {
-      public:
-        __device__ __forceinline__ explicit Signals(const char* scratch) : first_(shared_address(scratch) + kSignals) {}
-
-        __device__ __forceinline__ void init() const {
-            if (threadIdx.x == 0) {
-                for (int32 slot = 0; slot < kStages; ++slot) {
-                    sm90::mbarrier_init(filled_at(slot), 32 * kProducers);
-                    sm90::mbarrier_init(free_at(slot), kSharers);
-                }
-                sm90::mbarrier_init_fence();
-            }
-            __syncthreads();
-        }
-        __device__ __forceinline__ void filled(int32 slot) const { sm90::mbarrier_arrive_with_copies(filled_at(slot)); }
-        __device__ __forceinline__ void wait_filled(int32 slot, int32 turn) const {
-            sm90::mbarrier_wait(filled_at(slot), turn);
-            sm90::async_proxy_fence();
-        }
-        __device__ __forceinline__ void free(int32 slot) const {
-            __syncwarp();
-            if (lane() == 0) sm90::mbarrier_arrive(free_at(slot));
-        }
-        __device__ __forceinline__ void wait_free(int32 slot, int32 turn) const {
-            sm90::mbarrier_wait(free_at(slot), turn ^ 1);
-        }
-
-      private:
-        __device__ __forceinline__ uint32 filled_at(int32 slot) const { return first_ + slot * 8; }
-        __device__ __forceinline__ uint32 free_at(int32 slot) const { return first_ + (kStages + slot) * 8; }
-
-        uint32 first_;
-    };
 
     // Begins a job whose first row is `first_row`.
     __device__ __forceinline__ void begin(const Params& params, const Job& job, int32 first_row) {

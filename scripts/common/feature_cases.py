@@ -189,6 +189,11 @@ class Case:
         return FEATURES[self.feature].window
 
     @property
+    def small_tokens(self) -> int:
+        """Rows of the case that is compared with float64."""
+        return SMALL_TOKENS
+
+    @property
     def plain(self) -> Case:
         """The plain call that it is compared to."""
         return dataclasses.replace(self, feature="plain")
@@ -220,7 +225,7 @@ class Case:
     def shrunk(self) -> Case:
         """Returns the case on few tokens and heads, for float64. With the same method its kernels are the same."""
         batch = self.problem.batch if self.feature == "packed" else SMALL_BATCH
-        sizes = {"batch": batch, "seqlen": max(1, SMALL_TOKENS // batch), "num_heads": SMALL_HEADS}
+        sizes = {"batch": batch, "seqlen": max(1, self.small_tokens // batch), "num_heads": SMALL_HEADS}
         return dataclasses.replace(self, problem=dataclasses.replace(self.problem, **sizes), small=True)
 
     def inputs(self, xp) -> tuple:

@@ -13,12 +13,13 @@ from collections.abc import Callable, Mapping, Sequence
 from common.biases import BIAS, BOTH, PLAIN, BiasCase
 from common.feature_cases import FEATURES, Case
 from common.measure import DETERMINISTIC, Candidate, Gpu, Tensors, taking_turns
-from common.peers import TorchPeer
+from common.peers import FlashAttention4, TorchPeer
 
-__all__ = ["BIAS_PEERS", "CudnnFeatures", "EfficientFeatures", "FlashFeatures"]
+__all__ = ["BIAS_PEERS", "CudnnFeatures", "EfficientFeatures", "Flash4Features", "FlashFeatures"]
 
 _SCORES = tuple(name for name, feature in FEATURES.items() if feature.of_scores and not feature.gradients)
 _GRADIENTS = tuple(name for name, feature in FEATURES.items() if "dbias" in feature.gradients)
+_WINDOWS = tuple(name for name, feature in FEATURES.items() if feature.window is not None)
 
 
 class _FeatureOperator(TorchPeer):
@@ -66,7 +67,7 @@ class FlashFeatures(_FeatureOperator):
     """
 
     name = "torch flash"
-    features = ("dropout", "packed", *(name for name, feature in FEATURES.items() if feature.window is not None))
+    features = ("dropout", "packed", *_WINDOWS)
     only_forward = ("alibi",)
 
     def own(self, array):
@@ -93,6 +94,18 @@ class FlashFeatures(_FeatureOperator):
             return aten._flash_attention_backward(do, *inputs, o, lse, *lengths, dropout, True, *generator, **window)
 
         return forward, backward
+
+
+class Flash4Features(_FeatureOperator, FlashAttention4):
+    """FlashAttention-4 with windows."""
+
+    features = _WINDOWS
+
+    def operators(self, case: Case, options: Mapping[str, object], inputs: tuple) -> tuple[Callable, Callable]:
+        """Returns the forward and the backward of a case."""
+        window = {"window_size_left": case.window, "window_size_right": 0}
+        forward = functools.partial(self.forward, True, *inputs, **window)
+        return forward, lambda do, saved: self.backward(True, *inputs, do, saved, **window)
 
 
 class CudnnFeatures(_FeatureOperator):

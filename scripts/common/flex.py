@@ -3,22 +3,30 @@
 from __future__ import annotations
 
 import functools
+import importlib.metadata
 from collections.abc import Callable, Mapping, Sequence
+from typing import ClassVar
 
 from common.feature_cases import Case
 from common.function_cases import (
+    BLOCK,
     CAP,
     DILATION,
+    FIRST,
+    FRAME,
     FUNCTIONS,
     IMAGE_WIDTH,
+    NEAR,
     RADIUS,
+    TILE,
+    TILES,
     WINDOW,
     distance_buckets,
 )
 from common.measure import Candidate, Gpu, Tensors, taking_turns
 from common.peers import TorchPeer
 
-__all__ = ["FlexAttention", "FlexFunctions"]
+__all__ = ["FUNCTION_PEERS", "FlexAttention", "FlexFlash", "FlexFunctions"]
 
 
 class FlexAttention(TorchPeer):
@@ -29,6 +37,10 @@ class FlexAttention(TorchPeer):
 
     name = "torch flex"
     features = ("softcap", "alibi", "window1023")
+    #: Options of the call, such as its backend.
+    kernel_options: ClassVar[Mapping[str, object] | None] = None
+    #: The case of the last reset of the compiler, by any of these peers: a reset drops what others have compiled.
+    _latest: ClassVar[Case | None] = None
 
     def __init__(self, gpu: Gpu):
         super().__init__(gpu)
@@ -68,11 +80,14 @@ class FlexAttention(TorchPeer):
     def _compiled(self, case: Case, options: Mapping[str, object]) -> Callable:
         """Returns a function of q, k and v."""
         torch, seqlen = self.torch, case.problem.seqlen
-        torch._dynamo.reset()  # the number of variants of a function that it compiles is limited
+        if case != FlexAttention._latest:
+            torch._dynamo.reset()  # the number of variants of a function that it compiles is limited
+            FlexAttention._latest = case
         score_mod, visible, batch = self._functions(case, options)
         block_mask = self._module.create_block_mask(visible, batch, None, seqlen, seqlen, device="cuda")
         compiled = torch.compile(self._module.flex_attention, dynamic=False, fullgraph=True)
-        return lambda q, k, v: compiled(q, k, v, score_mod=score_mod, block_mask=block_mask)
+        how = {"score_mod": score_mod, "block_mask": block_mask, "kernel_options": self.kernel_options}
+        return lambda q, k, v: compiled(q, k, v, **how)
 
     def _functions(self, case: Case, options: Mapping[str, object]) -> tuple[Callable | None, Callable, int | None]:
         """Returns the function of scores, that of the mask, and the batch size if the mask depends on the sequence."""
@@ -82,6 +97,19 @@ class FlexAttention(TorchPeer):
         elif case.feature == "alibi":
             score_mod = _alibi(self.torch.from_dlpack(options["alibi_slopes"]))
         return score_mod, _causal if case.window is None else _windowed(case.window), None
+
+
+class FlexFlash(FlexAttention):
+    """The same on the kernels of FlashAttention-4, of the package flash-attn-4. They refuse some functions."""
+
+    name = "torch flex flash"
+    kernel_options: ClassVar = {"BACKEND": "FLASH"}
+
+    def __init__(self, gpu: Gpu):
+        super().__init__(gpu)
+        import flash_attn.cute  # noqa: F401
+
+        print(f"with FlexAttention on flash-attn-4 {importlib.metadata.version('flash-attn-4')}")
 
 
 class FlexFunctions(FlexAttention):
@@ -98,9 +126,16 @@ class FlexFunctions(FlexAttention):
                 longest = case.problem.seqlen
                 return _relative(*arrays, torch.from_numpy(distance_buckets(longest)).cuda(), longest), _causal, None
             return _softcap(torch, CAP) if name == "softcap" else _alibi(*arrays), _causal, None
-        visible = {"causal": lambda: _causal, "sliding_window": lambda: _windowed(WINDOW), **_MASKS}[name]
         arrays = [torch.from_dlpack(array) for array in options["mask_args"]]
-        return None, visible(*arrays), case.problem.batch if arrays else None
+        return None, _MASKS[name](*arrays), case.problem.batch if arrays else None
+
+
+class FlexFlashFunctions(FlexFlash, FlexFunctions):
+    """The functions of `common.function_cases` on the kernels of FlashAttention-4."""
+
+
+#: The peers of the section functions.
+FUNCTION_PEERS = {"flex": FlexFunctions, "flex_flash": FlexFlashFunctions}
 
 
 def _causal(b, h, i, j):
@@ -145,7 +180,7 @@ def _dilated() -> Callable:
 def _neighborhood() -> Callable:
     def visible(b, h, i, j):
         rows, columns = i // IMAGE_WIDTH - j // IMAGE_WIDTH, i % IMAGE_WIDTH - j % IMAGE_WIDTH
-        return (rows.abs() <= RADIUS) & (columns.abs() <= RADIUS)
+        return _is_near(rows, RADIUS) & _is_near(columns, RADIUS)
 
     return visible
 
@@ -158,13 +193,99 @@ def _prefix(lengths) -> Callable:
 
 
 def _document(ids) -> Callable:
+    number = _flat(ids)
+
     def visible(b, h, i, j):
-        return ids[b, i] == ids[b, j]
+        return number(b, i) == number(b, j)
 
     return visible
 
 
+def _tree(ends) -> Callable:
+    end = _flat(ends)
+
+    def visible(b, h, i, j):
+        return (i >= j) & (i < end(b, j))
+
+    return visible
+
+
+def _block_diffusion(half) -> Callable:
+    half = int(half[0])
+
+    def visible(b, h, i, j):
+        block_i, block_j = i % half // BLOCK, j % half // BLOCK
+        noisy = (i < half) & (j < half) & (block_i == block_j)
+        return noisy | ((j >= half) & ((block_j < block_i) | ((i >= half) & (block_i == block_j))))
+
+    return visible
+
+
+def _first_and_window() -> Callable:
+    def visible(b, h, i, j):
+        return (i >= j) & ((i - j <= WINDOW) | (j < FIRST))
+
+    return visible
+
+
+def _frames() -> Callable:
+    def visible(b, h, i, j):
+        return _is_near(i // FRAME - j // FRAME, 1)
+
+    return visible
+
+
+def _tiles_of_tokens() -> Callable:
+    def visible(b, h, i, j):
+        i, j = i // TILE, j // TILE
+        times, rows = i // TILES**2 - j // TILES**2, i // TILES % TILES - j // TILES % TILES
+        return _is_near(times, 1) & _is_near(rows, 1) & _is_near(i % TILES - j % TILES, 1)
+
+    return visible
+
+
+def _shared_prompt(answers) -> Callable:
+    answer = _flat(answers)
+
+    def visible(b, h, i, j):
+        return (i >= j) & ((answer(b, j) == 0) | (answer(b, i) == answer(b, j)))
+
+    return visible
+
+
+def _causal_document(ids) -> Callable:
+    number = _flat(ids)
+
+    def visible(b, h, i, j):
+        return (i >= j) & (number(b, i) == number(b, j))
+
+    return visible
+
+
+def _global_and_near(marks) -> Callable:
+    mark = _flat(marks)
+
+    def visible(b, h, i, j):
+        return (mark(b, i) > 0) | (mark(b, j) > 0) | _is_near(i - j, NEAR)
+
+    return visible
+
+
+def _is_near(difference, distance: int):
+    return (difference <= distance) & (difference >= -distance)
+
+
+def _flat(numbers) -> Callable:
+    """Returns a reader of the numbers of tokens with one index: the FLASH backend is slow with two."""
+    flat, length = numbers.reshape(-1), numbers.shape[1]
+    return lambda b, i: flat[b * length + i]
+
+
 #: Functions that take the arrays of a mask and return the mask.
 _MASKS = {
-    "dilated_window": _dilated, "neighborhood_2d": _neighborhood, "prefix_lm": _prefix, "document": _document,
+    "causal": lambda: _causal, "sliding_window": lambda: _windowed(WINDOW), "dilated_window": _dilated,
+    "neighborhood_2d": _neighborhood, "prefix_lm": _prefix, "document": _document, "tree": _tree,
+    "block_diffusion": _block_diffusion, "first_and_window": _first_and_window, "frames": _frames,
+    "tiles_of_tokens": _tiles_of_tokens, "shared_prompt": _shared_prompt, "causal_document": _causal_document,
+    "global_and_near": _global_and_near,
 }  # fmt: skip

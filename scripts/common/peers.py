@@ -346,6 +346,7 @@ class FlashAttention4(TorchPeer):
         from flash_attn.cute import interface
 
         self._interface, self._is_deterministic = interface, False
+        print(f"with flash-attn-4 {importlib.metadata.version('flash-attn-4')}")
 
     def own(self, array):
         """Returns CuPy's array as a tensor, in the same layout."""
@@ -355,14 +356,15 @@ class FlashAttention4(TorchPeer):
         """Does the same as `Fa2cupy.arrays`."""
         return tuple(map(self.array, results[:1] if operation == "forward" else results[:3]))
 
-    def forward(self, causal: bool, q, k, v) -> tuple:
+    def forward(self, causal: bool, q, k, v, **window) -> tuple:
         """Calls the kernel and keeps lse."""
-        return self._interface._flash_attn_fwd(q, k, v, causal=causal, return_lse=True)
+        return self._interface._flash_attn_fwd(q, k, v, causal=causal, return_lse=True, **window)
 
-    def backward(self, causal: bool, q, k, v, do, forward: tuple) -> tuple:
+    def backward(self, causal: bool, q, k, v, do, forward: tuple, **window) -> tuple:
         """Calls the kernels with the results of the forward."""
         o, lse, *_ = forward
-        return self._interface._flash_attn_bwd(q, k, v, o, do, lse, causal=causal, deterministic=self._is_deterministic)
+        how = {"causal": causal, "deterministic": self._is_deterministic, **window}
+        return self._interface._flash_attn_bwd(q, k, v, o, do, lse, **how)
 
     @contextlib.contextmanager
     def deterministic(self) -> Iterator[None]:

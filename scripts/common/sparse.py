@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import itertools
+import math
+import os
 import random
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,13 +24,16 @@ __all__ = ["COLUMNS", "MAP_SEQLEN", "PATTERNS", "SparseBenchmark", "sparse_probl
 
 COLUMNS = (
     "gpu", "driver", "date", "dtype", "head_dim", "seqlen", "batch", "num_heads", "causal", "pattern", "density",
-    "operation", "provider", "ms_median", "ms_min", "ms_max", "tflops", "ratio",
+    "operation", "provider", "ms_median", "ms_min", "ms_max", "tflops", "ratio", "over_evaluated",
 )  # fmt: skip
+#: Ends the names of patterns whose function kernels do not know: they decide on each score of mixed tiles.
+EVALUATED = " evaluated"
 PATTERNS = (
-    "document", "window1024", "dilated", "prefix-LM", "random 0.1", "random 0.5", "13 x 13", "13 x 13 evaluated",
+    "document", "window1024", "dilated", "prefix-LM", "random 0.1", "random 0.5", "13 x 13", f"13 x 13{EVALUATED}",
+    "5 x 5 x 5", f"5 x 5 x 5{EVALUATED}",
 )  # fmt: skip
 OPERATIONS = ("forward", DEFAULT)
-HEAD_DIMS, SEQLENS, MODEL_DIM, DOCUMENTS = (64, 128), (8192, 16384), 2048, 16
+HEAD_DIMS, SEQLENS, MODEL_DIM, DOCUMENTS = (64, 128), (4096, 8192, 16384), 2048, 16
 TILE = 128
 #: The length of the maps that are made.
 MAP_SEQLEN = 131072
@@ -61,26 +69,35 @@ def pattern_of(name: str, xp, seqlen: int, like: object) -> Sparse:
         tiles = np.random.default_rng(0).random((seqlen // TILE, seqlen // TILE)) < float(name.split()[1])
         np.fill_diagonal(tiles, True)
         return Sparse({"block_mask": fa2cupy.BlockMask(xp.asarray(tiles), seqlen, seqlen)})
-    width = 2 ** (seqlen.bit_length() // 2)  # of an image with half as many rows, or as many
-    near = fa2cupy.mods.neighborhood((seqlen // width, width), (13, 13))
     function, arrays = {
         "document": lambda: (fa2cupy.mods.document, (document_ids(xp, seqlen),)),
         "window1024": lambda: (fa2cupy.mods.sliding_window(1024, 0), ()),
         "dilated": lambda: (fa2cupy.mods.dilated_window(2048, 4), ()),
         "prefix-LM": lambda: (fa2cupy.mods.prefix_lm, (xp.asarray(np.array([seqlen // 4], "int32")),)),
-        "13 x 13": lambda: (near, ()),
-        # A function that forwards do not know: it decides on each score of mixed tiles.
-        "13 x 13 evaluated": lambda: ((lambda b, h, q, k: near(b, h, q, k)), ()),
-    }[name]()
+    }.get(name, lambda: (neighborhood_of(name, seqlen), ()))()
     sparse = fa2cupy.block_mask(function, arrays, 1, 1, seqlen, seqlen, like=like)
     return Sparse({"mask_mod": function, "mask_args": arrays, "block_mask": sparse})
+
+
+def neighborhood_of(name: str, seqlen: int) -> Callable[..., Any]:
+    """Returns the mask of windows such as ``5 x 5 x 5`` in a grid; its axes but the first are equal powers of two."""
+    window = tuple(map(int, name.removesuffix(EVALUATED).split(" x ")))
+    sides = (2 ** (seqlen.bit_length() // len(window)),) * (len(window) - 1)
+    known = fa2cupy.mods.neighborhood((seqlen // math.prod(sides), *sides), window)
+
+    def evaluated(b, h, q, k):
+        return known(b, h, q, k)
+
+    return evaluated if name.endswith(EVALUATED) else known
 
 
 class SparseBenchmark:
     """The section sparse: rows and failures so far."""
 
-    def __init__(self, gpu: Gpu, stamp: Mapping[str, object], rounds: int, budget_ms: float):
-        self.gpu, self.stamp, self.rounds, self.budget_ms = gpu, stamp, rounds, budget_ms
+    def __init__(
+        self, gpu: Gpu, stamp: Mapping[str, object], rounds: int, budget_ms: float, patterns: Sequence[str] = PATTERNS
+    ):
+        self.gpu, self.stamp, self.rounds, self.budget_ms, self.patterns = gpu, stamp, rounds, budget_ms, patterns
         self.rows: list[dict[str, object]] = []
         self.failures: list[str] = []
         self._rng = random.Random(0)
@@ -89,10 +106,13 @@ class SparseBenchmark:
         """Measures every pattern of one size, in turns with the calls without a map.
 
         ``tflops`` counts the pairs of the tiles that are visited; ``ratio`` is that number over the one without a map.
+        ``over_evaluated`` is the time of the same pattern with an unknown function over that of a known one.
         """
         self.gpu.release()
         sets = rotating_inputs(self.gpu, problem)
-        patterns = {name: pattern_of(name, self.gpu.xp, problem.seqlen, sets[0].q) for name in PATTERNS}
+        with ThreadPoolExecutor(os.cpu_count()) as pool:  # most of the time is that of compilers
+            made = pool.map(functools.partial(self._made, problem, sets[0]), self.patterns)
+            patterns = dict(zip(self.patterns, made, strict=True))
         right = {name: one for name, one in patterns.items() if self._is_right(problem, name, sets[0], one)}
         everything = {DENSE: Sparse({})} | right
         for operation in OPERATIONS:
@@ -109,9 +129,13 @@ class SparseBenchmark:
                 row["tflops"] = flops(operation, pairs, problem.head_dim) / row["ms_median"] / 1e9
                 own_share = (theirs * density / our for theirs, our in zip(times[DENSE], samples, strict=True))
                 row["ratio"] = statistics.median(own_share)
+                beside = times.get(f"{name}{EVALUATED}", ())
+                if beside:
+                    row["over_evaluated"] = statistics.median(a / b for a, b in zip(beside, samples, strict=True))
                 self.rows.append(row)
-                write(f"  {problem}  {operation:10s}{name:12s}{row['ms_median']:9.3f} ms {row['tflops']:7.1f} TFLOP/s "
-                      f"of {density:.2f} of the tiles, {row['ratio']:.2f} of the dense kernel's")  # fmt: skip
+                write(f"  {problem}  {operation:10s}{name:20s}{row['ms_median']:9.3f} ms {row['tflops']:7.1f} TFLOP/s "
+                      f"of {density:.2f} of the tiles, {row['ratio']:.2f} of the dense kernel's"
+                      + (f", {row['over_evaluated']:.2f} times as fast as evaluated" if beside else ""))  # fmt: skip
 
     def measure_maps(self, write: Callable[[str], object] = print) -> None:
         """Times the making of the map of documents, and of PyTorch's if it can be imported."""
@@ -130,15 +154,21 @@ class SparseBenchmark:
             self.rows.append(row)
             write(f"  a map of {seqlen} x {seqlen} (document): {name} {row['ms_median']:.2f} ms")
 
+    def _made(self, problem: Problem, tensors: Tensors, name: str) -> Sparse:
+        """Returns a pattern whose kernels are compiled, those of the check among them."""
+        self.gpu.synchronize()  # makes the device's context that of this thread
+        sparse = pattern_of(name, self.gpu.xp, problem.seqlen, tensors.q)
+        with contextlib.suppress(Exception):  # the check reports it
+            for own in (tensors, one_head(tensors)):
+                results_of(own, sparse)
+        return sparse
+
     def _is_right(self, problem: Problem, name: str, tensors: Tensors, sparse: Sparse) -> bool:
         """Compares one head's results with float64."""
-        inputs = [array[:, :, :1] for array in (tensors.q, tensors.k, tensors.v, tensors.do)]
+        own = one_head(tensors)
         try:
-            expected = Expectation(*inputs, **sparse.options)
-            q, k, v, do = inputs
-            o, lse = fa2cupy.forward(q, k, v, **sparse.options)
-            dq, dk, dv = fa2cupy.backward(q, k, v, o, lse, do, **sparse.options)
-            expected.check(o=o, lse=lse, dq=dq, dk=dk, dv=dv)
+            expected = Expectation(own.q, own.k, own.v, own.do, **sparse.options)
+            expected.check(**results_of(own, sparse))
         except (
             Exception
         ) as error:  # a wrong result, or any failure to get one: this pattern is lost, the others are not
@@ -146,6 +176,19 @@ class SparseBenchmark:
             self.failures.append(f"{kind}: {problem} {name}: {error}")
             return False
         return True
+
+
+def one_head(tensors: Tensors) -> Tensors:
+    """Returns the first head of the inputs."""
+    return Tensors(*(array[:, :, :1] for array in (tensors.q, tensors.k, tensors.v, tensors.do)))
+
+
+def results_of(tensors: Tensors, sparse: Sparse) -> dict[str, Any]:
+    """Returns all results of a forward and its backward, by name."""
+    inputs = tensors.q, tensors.k, tensors.v
+    o, lse = fa2cupy.forward(*inputs, **sparse.options)
+    dq, dk, dv = fa2cupy.backward(*inputs, o, lse, tensors.do, **sparse.options)
+    return {"o": o, "lse": lse, "dq": dq, "dk": dk, "dv": dv}
 
 
 def calls_of(operation: str, sets: Sequence[Tensors], sparse: Sparse) -> Callable[[], tuple]:

@@ -8,6 +8,7 @@ from common.function_cases import SEQLENS as FUNCTION_SEQLENS
 from measured.rows import (
     OURS,
     PEERS,
+    has_rows,
     is_measured,
     pair,
     paragraphs,
@@ -23,7 +24,7 @@ from measured.rows import (
 
 __all__ = ["biases", "costs", "decode", "flex_functions", "flex_keywords", "function_calls", "maps", "peers"]
 
-_PEERS, _FLEX, _BOTH = "features-peers.csv", "torch flex", ("forward", "backward")
+_PEERS, _FLEX, _BOTH = "features-peers.csv", ("torch flex", "torch flex flash"), ("forward", "backward")
 _NAMES = {
     "window127": "window 127",
     "window1023": "window 1023",
@@ -51,6 +52,14 @@ _FUNCTIONS = {
     "neighborhood_2d": "2-D neighbourhood",
     "prefix_lm": "prefix-LM",
     "document": "16 documents of equal lengths",
+    "causal_document": "16 documents of any length, causal",
+    "shared_prompt": "16 answers to one prompt",
+    "tree": "tree of ancestors",
+    "block_diffusion": "block diffusion",
+    "first_and_window": "first tokens and window",
+    "frames": "frames that see their neighbours",
+    "tiles_of_tokens": "3-D tiles of tokens",
+    "global_and_near": "global tokens and two-sided window",
     "softcap": "soft cap",
     "alibi": "ALiBi",
     "t5_relative": "T5's relative positions",
@@ -63,6 +72,12 @@ _PATTERNS = {
     "random 0.1": "tiles at random",
     "random 0.5": "tiles at random",
 }
+#: Windows and grids of neighbourhoods, by pattern and length.
+_GRIDS = {
+    ("13 x 13", 4096): "13 x 13 of 64 x 64",
+    ("13 x 13", 16384): "13 x 13 of 128 x 128",
+    ("5 x 5 x 5", 16384): "5 x 5 x 5 of 16 x 32 x 32",
+}
 _SIZES = [(head_dim, seqlen) for head_dim in HEAD_DIMS for seqlen in SEQLENS]
 _FUNCTION_SIZES = [(head_dim, seqlen) for head_dim in HEAD_DIMS for seqlen in FUNCTION_SEQLENS]
 
@@ -71,7 +86,9 @@ def _titles(sizes: list[tuple[int, int]]) -> list[str]:
     return [f"head_dim {head_dim}, seqlen {seqlen}" for head_dim, seqlen in sizes]
 
 
-def _cell(name: str, column: str, feature: str, size: tuple[int, int], provider: str = "", how: str = ".2f") -> str:
+def _cell(
+    name: str, column: str, feature: str, size: tuple[int, int], provider: str | tuple[str, ...] = "", how: str = ".2f"
+) -> str:
     """Returns a number of the forward and one of the backward; of several peers, the one of the fastest."""
     head_dim, seqlen = size
     found: list[float | None] = []
@@ -156,19 +173,22 @@ def flex_functions() -> str:
     ]
 
     def over(feature: str) -> str:
+        """Returns the time of the keyword over that of the function; empty if older rows have none."""
         both = [
             span(float(row["over_plain"]) for row in rows_of(name, feature=feature, operation=one, provider=OURS))
             for one in _BOTH
         ]
-        return " / ".join(both)
+        return " / ".join(both) if set(both) != {"1.00"} else ""
 
+    masks = (("causal", "the causal mask", "causal"), ("sliding_window", "the sliding window", "window"))
+    beside = [f", and {title} at {over(one)} of that of `{keyword}`" for one, title, keyword in masks if over(one)]
     return paragraphs(
         source(name, "python scripts/benchmark.py --sections functions", "PyTorch 2.11"),
-        table(("", *_titles(_FUNCTION_SIZES)), lines),
+        table(("", *_titles(_FUNCTION_SIZES)), (line for line in lines if any(line[1:]))),
         sentence(
             f"FlexAttention does not compile T5's function at head_dim 64: it asks for more shared memory than "
             f"there is. As functions, ALiBi runs at {over('alibi')} of the speed of `alibi_slopes`, and the soft cap "
-            f"at {over('softcap')} of that of `softcap`."
+            f"at {over('softcap')} of that of `softcap`{''.join(beside)}."
         ),
     )
 
@@ -221,7 +241,22 @@ def maps() -> str:
             f"Making the map of 16 documents in 131072 x 131072 takes {float(ours):.1f} ms, and "
             f"{float(theirs):.1f} ms with PyTorch's compiled `create_block_mask`."
         ),
+        *_neighborhoods(name),
     )
+
+
+def _neighborhoods(name: str) -> list[str]:
+    """The speed of neighbourhoods that kernels know beside the evaluated function, if it has been measured."""
+    if not all(has_rows(name, pattern=pattern, seqlen=seqlen) for pattern, seqlen in _GRIDS):
+        return []
+
+    def cell(pattern: str, seqlen: int, head_dim: int) -> str:
+        wanted = {"pattern": pattern, "seqlen": seqlen, "head_dim": head_dim}
+        return pair([value(name, "over_evaluated", operation=one, **wanted) for one in ("forward", "default")])
+
+    lines = [(title, *(cell(*grid, head_dim) for head_dim in HEAD_DIMS)) for grid, title in _GRIDS.items()]
+    text = "The time of neighbourhoods with an evaluated function and a map over that of those that kernels know:"
+    return [sentence(text), table(("", *(f"head_dim {head_dim}" for head_dim in HEAD_DIMS)), lines)]
 
 
 def decode() -> str:

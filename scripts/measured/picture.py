@@ -19,7 +19,7 @@ _COLORS = {
     "PyTorch's context parallelism": "#b79bc4",
 }
 _NAMES = {OURS: OURS, "torch cudnn": "cuDNN", "torch flash": "FlashAttention-2", "torch flex": "FlexAttention"}
-_NAMES |= {"heads": OURS, "torch ring": "PyTorch's context parallelism"}
+_NAMES |= {"torch flex flash": "FlexAttention", "heads": OURS, "torch ring": "PyTorch's context parallelism"}
 _FUNCTIONS = {
     "document": "documents",
     "sliding_window": "window",
@@ -32,11 +32,12 @@ _Bars = dict[str, dict[str, float]]
 
 
 def _bars(name: str, provider: str, place: str, labels: dict[object, str], **wanted: object) -> _Bars:
-    """Returns TFLOP/s by the name of a provider and the label of a place, in the order of `labels`."""
+    """Returns the most TFLOP/s by the name of a provider and the label of a place, in the order of `labels`."""
     bars: _Bars = {}
     for key, label in labels.items():
         for row in rows_of(name, **wanted, **{place: key, provider: tuple(_NAMES)}):
-            bars.setdefault(_NAMES[row[provider]], {})[label] = float(row["tflops"])
+            of_name = bars.setdefault(_NAMES[row[provider]], {})
+            of_name[label] = max(of_name.get(label, 0.0), float(row["tflops"]))
     return bars
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from measured.rows import Row, pair, paragraphs, rows_of, sentence, source, span, table
+from measured.rows import Row, is_measured, pair, paragraphs, rows_of, sentence, source, span, table
 from measured.speed import tokens_per_second
 
 __all__ = ["language_model", "scaleout"]
 
-_NAME = "scaleout.csv"
+_NAME, _DOCUMENTS = "scaleout.csv", "scaleout-documents.csv"
 _SIZES = ((32768, 32, 8), (32768, 16, 16), (131072, 32, 8), (131072, 16, 16), (524288, 32, 8), (1048576, 16, 4))
 _SCHEMES = ("heads", "gather", "hybrid")
 
@@ -64,7 +64,21 @@ def scaleout() -> str:
             f'{host["heads", "backward"]} ms for a backward in `"heads"`, {host["gather", "forward"]} and '
             f'{host["gather", "backward"]} ms in `"gather"`, and {queued} ms for a graph of both.'
         ),
+        *_documents(),
     )
+
+
+def _documents() -> list[str]:
+    """The efficiency of packed documents on two GPUs, if it has been measured."""
+    if not is_measured(_DOCUMENTS):
+        return []
+    wanted = {"seqlen": 131072, "num_heads": 32, "ranks": 2}
+    both = [rows_of(_DOCUMENTS, operation=operation, **wanted)[0] for operation in ("forward", "backward")]
+    text = f"{both[0]['documents']} documents of any lengths, packed in 128k rows of 32/8 heads"
+    return [
+        source(_DOCUMENTS, "python scripts/scaleout.py --ranks 2 --rows 131072 --documents 64", ""),
+        sentence(f'{text}, reach {_percents([float(row["efficiency"]) for row in both])} in `"heads"` on two GPUs.'),
+    ]
 
 
 def language_model() -> str:

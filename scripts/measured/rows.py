@@ -15,6 +15,7 @@ __all__ = [
     "OURS",
     "PEERS",
     "Row",
+    "has_rows",
     "is_measured",
     "pair",
     "paragraphs",
@@ -38,7 +39,7 @@ Row = dict[str, str]
 
 def _folder(name: str) -> str:
     """Returns the folder of a CSV: four GPUs of one host, and the training of models, were measured on another card."""
-    return "h100-80gb-hbm3" if name.startswith(("scaleout", "train_lm")) else "h200"
+    return "h100-80gb-hbm3" if name.startswith(("scaleout.", "train_lm")) else "h200"
 
 
 @functools.cache
@@ -61,6 +62,14 @@ def rows_of(name: str, **wanted: object) -> list[Row]:
     if not found:
         raise LookupError(f"{name} has no rows with {wanted}")
     return found
+
+
+def has_rows(name: str, **wanted: object) -> bool:
+    """Returns True if a CSV has a row with the wanted values."""
+    try:
+        return bool(rows_of(name, **wanted))
+    except LookupError:
+        return False
 
 
 def value(name: str, column: str, **wanted: object) -> float:

@@ -35,6 +35,7 @@ from measured.rows import (
     OURS,
     PEERS,
     Row,
+    has_rows,
     is_measured,
     pair,
     paragraphs,
@@ -175,11 +176,17 @@ def short_calls() -> str:
         host = [
             float(row["host_us"])
             for provider in (OURS, "torch flash", "torch cudnn")
-            for row in rows_of(_BENCHMARK, operation=operation, provider=provider, seqlen=128)
+            for row in rows_of(_BENCHMARK, operation=operation, provider=provider, seqlen=128, dtype="float16")
         ]
         lines.append((name, f"{fresh:.1f} s", f"{cached:.2f} s", *(f"{one:.0f} us" for one in host)))
     head = ("", "first call", "from the disk cache", "warm call", "of FlashAttention-2", "of cuDNN")
-    return paragraphs(source("startup.csv", "python scripts/benchmark.py --sections startup host"), table(head, lines))
+    parts = [source("startup.csv", "python scripts/benchmark.py --sections startup host"), table(head, lines)]
+    wide = {"dtype": "float32", "seqlen": 128, "provider": OURS}
+    if has_rows(_BENCHMARK, **wide):
+        forward, *backward = (value(_BENCHMARK, "host_us", operation=one, **wide) for one in names)
+        both = " and ".join(f"{one:.0f}" for one in backward)
+        parts.append(sentence(f"In float32 a warm forward takes {forward:.0f} us, and backwards take {both} us."))
+    return paragraphs(*parts)
 
 
 def small() -> str:
@@ -228,6 +235,8 @@ def head_dims() -> str:
     for problem in head_dim_problems():
         columns_v = problem.head_dim_v or problem.head_dim
         wanted = {**problem.columns(), "head_dim_v": columns_v}
+        if not has_rows(name, **wanted):
+            continue
         cell = [
             f"{value(name, 'tflops', provider=OURS, operation=one, **wanted):.0f} "
             f"({min(ratios(name, operation=one, **wanted)):.2f})"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+import numpy as np
 from common.measure import TRAINING, Problem
 
 from fa2cupy.scaleout import two_hosts
@@ -21,14 +22,28 @@ ALLOWED = {"float64": 1e-12, "bfloat16": 2e-2}
 
 
 class Job(NamedTuple):
-    """One scheme on one problem of the whole sequence."""
+    """One scheme on one problem of the whole sequence, or of as many documents packed in one."""
 
     problem: Problem
     ranks: int
     scheme: str
+    documents: int = 1
+
+    @property
+    def offsets(self) -> np.ndarray:
+        """Where documents begin, and the end of the last one; their lengths are any."""
+        seqlen = self.problem.seqlen
+        starts = np.random.default_rng(0).choice(np.arange(1, seqlen), self.documents - 1, replace=False)
+        return np.array([0, *np.sort(starts), seqlen], "int32")
+
+    def tflops(self, operation: str, milliseconds: float) -> float:
+        """Returns the TFLOP/s of a call."""
+        share = ((np.diff(self.offsets) / self.problem.seqlen) ** 2).sum()
+        return share * self.problem.tflops(operation, milliseconds)
 
     def __str__(self) -> str:
-        return f"{self.scheme} on {self.ranks} ranks, {self.problem}"
+        documents = f", {self.documents} documents" if self.documents > 1 else ""
+        return f"{self.scheme} on {self.ranks} ranks, {self.problem}{documents}"
 
 
 class Measurement(NamedTuple):

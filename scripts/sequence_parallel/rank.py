@@ -73,9 +73,9 @@ class Rank:
         own = self.device.draw(part_of(problem, seqlen=problem.seqlen // job.ranks))
         if job.scheme == PEER:
             return self._measure_peer(job, own)
-        work = self._scheme(job.scheme, own)
+        work = self._scheme(job, job.scheme, own)
         is_whole = problem.seqlen <= self.device.whole_rows
-        error, equal = (self._whole_check if is_whole else self._sampled_check)(work)
+        error, equal = (self._whole_check if is_whole else self._sampled_check)(job, work)
         found = self.everyones(error, equal)
         result = Measurement("one call" if is_whole else "samples", float(found[:, 0].max()), bool(found[:, 1].all()))
         if result.wrong(problem.dtype):
@@ -88,34 +88,48 @@ class Rank:
             most += self.comm.window_bytes
         return result._replace(extra_bytes=most, times=times, alone=alone, host=host)
 
-    def _scheme(self, scheme: str, own: Sequence) -> Work:
+    def _scheme(self, job: Job, scheme: str, own: Sequence) -> Work:
         forward, backward = (partial(call, self.comm, scheme=scheme) for call in (dist.forward, dist.backward))
-        return Work(forward, backward, own)
+        return self._work(job, forward, backward, own)
 
-    def _whole_check(self, work: Work) -> tuple[float, bool]:
+    def _work(self, job: Job, forward: Callable[..., tuple], backward: Callable[..., tuple], arrays: Sequence) -> Work:
+        """Returns the work of both calls, which take documents without the axis of one sequence that arrays have."""
+        if job.documents == 1:
+            return Work(forward, backward, arrays)
+        offsets, longest = self.xp.asarray(job.offsets), int(np.diff(job.offsets).max())
+        packed = {"cu_seqlens_q": offsets, "cu_seqlens_k": offsets, "max_seqlen_q": longest, "max_seqlen_k": longest}
+
+        def on_rows(call: Callable[..., tuple], *given, **options: object) -> tuple:
+            return tuple(one[None] for one in call(*(array[0] for array in given), **packed, **options))
+
+        return Work(partial(on_rows, forward), partial(on_rows, backward), arrays)
+
+    def _whole_check(self, job: Job, work: Work) -> tuple[float, bool]:
         """Returns the largest error against one call on the whole sequence, and whether o and lse are equal."""
         whole = [dist.unshard(self.comm, array) for array in work.inputs]
-        wanted = Work(fa2cupy.forward, fa2cupy.backward, whole).training()
+        wanted = self._work(job, fa2cupy.forward, fa2cupy.backward, whole).training()
         wanted = [dist.shard(self.comm, one, axis=axis) for one, axis in zip(wanted, (1, 2, 1, 1, 1), strict=True)]
         found = work.training()
         errors = [relative_error(one, other) for one, other in zip(found, wanted, strict=True)]
         return max(errors), all(is_equal(one, other) for one, other in zip(found[:2], wanted[:2], strict=True))
 
-    def _sampled_check(self, work: Work) -> tuple[float, bool]:
+    def _sampled_check(self, job: Job, work: Work) -> tuple[float, bool]:
         """Returns the largest error of some rows against float64, and whether two calls are equal."""
         found = work.training(deterministic=True)
         again = work.training(deterministic=True)
         equal = all(is_equal(one, other) for one, other in zip(found, again, strict=True))
         del again
-        return max(self._sampled_errors(work.inputs, found)), equal
+        return max(self._sampled_errors(job, work.inputs, found)), equal
 
-    def _sampled_errors(self, own: Sequence, found: Sequence) -> Iterator[float]:
+    def _sampled_errors(self, job: Job, own: Sequence, found: Sequence) -> Iterator[float]:
         """Yields the errors of o, lse and dq in a query head, and of dk and dv in its K/V head, for some rows."""
         xp, (q, k, v, do), (o, lse, dq, dk, dv) = self.xp, own, found
         seqlen, scale = q.shape[1] * self.comm.size, q.shape[-1] ** -0.5
         rows = xp.asarray(np.unique(np.linspace(0, q.shape[1] - 1, SAMPLES).astype(int)))
         mine = xp.asarray(dist.positions(self.comm, seqlen))[rows][:, None]
         everywhere = xp.arange(seqlen)[None]
+        document = xp.asarray(np.searchsorted(job.offsets, np.arange(seqlen), side="right"))
+        elsewhere = document[everywhere] != document[mine]
         head_kv, group = k.shape[2] - 1, q.shape[2] // k.shape[2]
         first = head_kv * group
 
@@ -127,7 +141,7 @@ class Rank:
 
         all_k, all_v, some_do = whole(k, head_kv), whole(v, head_kv), some(do, first)
         scores = scale * some(q, first) @ all_k.T
-        scores[everywhere > mine] = -np.inf
+        scores[(everywhere > mine) | elsewhere] = -np.inf
         largest = scores.max(axis=1, keepdims=True)
         wanted_lse = largest + xp.log(xp.exp(scores - largest).sum(axis=1, keepdims=True))
         p = xp.exp(scores - wanted_lse)
@@ -144,7 +158,7 @@ class Rank:
             all_q, all_do = whole(q, head), whole(do, head)
             delta = (whole(o, head) * all_do).sum(axis=1)
             p = xp.exp(scale * some_k @ all_q.T - dist.unshard(self.comm, lse[:, head])[0].astype("float64"))
-            p[everywhere < mine] = 0
+            p[(everywhere < mine) | elsewhere] = 0
             wanted_dv += p @ all_do
             p *= some_v @ all_do.T - delta
             wanted_dk += scale * p @ all_q
@@ -156,11 +170,11 @@ class Rank:
         works = {"work": work}
         share = share_of(job.problem, job.ranks)
         if share is not None:
-            works["alone"] = Work(fa2cupy.forward, fa2cupy.backward, self.device.draw(share))
+            works["alone"] = self._work(job, fa2cupy.forward, fa2cupy.backward, self.device.draw(share))
         calls = self._warm_up(list(works.values()))
         timed = {(name, op): getattr(one, op) for op in OPERATIONS for name, one in works.items()}
         # Beyond this length the host's time does not count, and the memory of a graph would be kept.
-        if job.scheme in SCHEMES and job.problem.seqlen <= self.device.whole_rows:
+        if job.scheme in SCHEMES and job.documents == 1 and job.problem.seqlen <= self.device.whole_rows:
             launch = self.device.captured(work.training)
             timed |= {} if launch is None else {("work", GRAPH): launch}
         work.forward()  # keeps the GPU busy while the first turn is queued
@@ -201,7 +215,7 @@ class Rank:
     def _measure_peer(self, job: Job, own: Sequence) -> Measurement:
         """Measures PyTorch's ring, with the results of ``"gather"`` as the standard."""
         work, error, missing = None, 0.0, ""
-        wanted = self._scheme("gather", own).training()
+        wanted = self._scheme(job, "gather", own).training()
         try:
             if self._peer is None:
                 self._peer = self._make_peer()

@@ -284,8 +284,8 @@ MUTANTS = (
     Mutant(
         "first keys in turns those of the next tile",
         "forward",
-        "load_one<kTurns == Turns::kKeysFirst>(end - 1);",
-        "load_one<kTurns == Turns::kKeysFirst>(end);",
+        "load_one<kTurns == Turns::kKeysFirst>(tiles.end - 1);",
+        "load_one<kTurns == Turns::kKeysFirst>(tiles.end);",
         "numbers",
         WIDER,
     ),

@@ -19,9 +19,6 @@ DKDV_HIDDEN = Problem(
     scores=functools.partial(with_nan, rows=slice(0, 130)),
     hopper_tile=TileConfig(32, 64, 12, 2),
 )
-CLUSTER = dict(head_dim=264, heads=(1, 1))
-DQ_OF_CLUSTER = Problem(lengths=(260, 300), hopper_tile=TileConfig(128, 32, 12, 2), **CLUSTER)
-DKDV_OF_CLUSTER = Problem(lengths=(300, 260), hopper_tile=TileConfig(32, 128, 12, 2), **CLUSTER)
 #: Name, operation, old text, new text, what catches it, problem.
 CHANGES = (
     (
@@ -85,8 +82,8 @@ CHANGES = (
     (
         "dK over what dV still reads",
         "backward_dkdv",
-        "synchronize<Spec>();\n            if (threadIdx.x < 32) load<true>",
-        "if (threadIdx.x < 32) load<true>",
+        "barrier_sync(kPhaseBarrier, kPhaseThreads);\n                load<true>",
+        "barrier_arrive(kPhaseBarrier, kPhaseThreads);\n                load<true>",
         "race",
         DKDV,
     ),
@@ -121,32 +118,6 @@ CHANGES = (
         "",
         "numbers",
         DKDV,
-    ),
-)
-CHANGES += (
-    (
-        "K over one that the other block reads",
-        "backward_dq",
-        "if constexpr (Shape::kCluster > 1) mbarrier_arrive_there(in_block(rank_in_cluster() ^ 1, empty));",
-        "if constexpr (Shape::kCluster > 1) mbarrier_arrive(empty);",
-        "race",
-        DQ_OF_CLUSTER,
-    ),
-    (
-        "each block loads all panels for both",
-        "backward_dkdv",
-        "else if (rank_in_cluster() == panel % Shape::kCluster)",
-        "else",
-        "race",
-        DKDV_OF_CLUSTER,
-    ),
-    (
-        "both blocks store the first rows of dQ",
-        "backward_dq",
-        "return tile_.first_row() + first_row_;",
-        "return tile_.first_row();",
-        "blocks",
-        DQ_OF_CLUSTER,
     ),
 )
 MUTANTS = tuple(Mutant(*change) for change in CHANGES)

@@ -14,20 +14,20 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from ...problem.array_types import Array
 from ..call.choice import neighbours
 from ..call.operands import Operands
-from ..call.orders import RowOrder
 from ..call.parts import Part, needs_place, of_part, over_scores, part_keywords
 from ..call.requests import OF_FEATURES, OF_KEYS
 from ..call.run import Run
 from ..local.copies import copy
 from ..local.lanes import Lane
 from ..local.sums import clear, sum_into
-from ..movers.move import Late, Memory, Move, Mover, Shape
+from ..movers.move import Late, Memory, Move, Mover
 from ..transport.windows import Signal
+from .head_parts import GroupedShape, Route, landed_of_group, parts_of_group
 
 __all__ = ["HeadShares", "Heads", "backward", "backward_jvp", "double_backward", "forward", "jvp", "output_jvp"]
 
@@ -35,95 +35,6 @@ __all__ = ["HeadShares", "Heads", "backward", "backward_jvp", "double_backward",
 _EARLY = 3
 #: The axes of rows and heads in (batch, row, head, column), and in (batch, head, row) or (batch, head, query, key).
 _ROWS, _STATISTICS = (1, 2), (2, 1)
-
-
-class _Shape(NamedTuple):
-    """The shape of an array that travels by groups of heads.
-
-    Attributes
-    ----------
-    order : RowOrder
-    sizes : tuple of int
-        The shape of the array of this rank's rows and all heads.
-    axes : tuple of int
-        The axis of rows and the axis of heads.
-    heads : tuple of (int, int)
-        Where the heads of each group begin and end, among those of a rank; (0, 1) if the array has one head for all.
-    """
-
-    order: RowOrder
-    sizes: tuple[int, ...]
-    axes: tuple[int, int]
-    heads: tuple[tuple[int, int], ...]
-
-    def with_sizes(self, rows: int, heads: int, of: Sequence[int]) -> tuple[int, ...]:
-        """The numbers `of` for each axis, but `rows` and `heads` for those of rows and heads."""
-        numbers = list(of)
-        numbers[self.axes[0]], numbers[self.axes[1]] = rows, heads
-        return tuple(numbers)
-
-    def whole(self, group: int) -> tuple[int, ...]:
-        """The shape of all rows of the heads of a group."""
-        return self.with_sizes(self.order.seqlen, self.width(group), self.sizes)
-
-    def width(self, group: int) -> int:
-        """The number of heads of a group."""
-        start, stop = self.heads[group]
-        return stop - start
-
-    def first_head(self, rank: int, group: int) -> int:
-        """The first head of a group of a rank."""
-        return 0 if self.is_shared else rank * self.heads[-1][1] + self.heads[group][0]
-
-    @property
-    def is_shared(self) -> bool:
-        """True if the array has one head, which is that of all."""
-        return self.sizes[self.axes[1]] == 1
-
-    def is_again(self, group: int) -> bool:
-        """True if a group has the heads of the group before."""
-        return group > 0 and self.heads[group] == self.heads[group - 1]
-
-
-class _Part(NamedTuple):
-    """Where a part begins in an array of a group's heads, where it begins in an array of a rank's rows, its shape."""
-
-    whole: tuple[int, ...]
-    own: tuple[int, ...]
-    shape: tuple[int, ...]
-
-
-@functools.lru_cache(maxsize=4096)
-def _parts(shape: _Shape, rows_of: int, heads_of: int, group: int) -> tuple[_Part, ...]:
-    """The parts with the rows of one rank and the heads of another rank's group."""
-    zeros = (0,) * len(shape.sizes)
-    head = shape.first_head(heads_of, group)
-    return tuple(
-        _Part(
-            shape.with_sizes(chunk.whole.start, 0, zeros),
-            shape.with_sizes(chunk.local.start, head, zeros),
-            shape.with_sizes(chunk.local.stop - chunk.local.start, shape.width(group), shape.sizes),
-        )
-        for chunk in shape.order.chunks(rows_of)
-    )
-
-
-@functools.lru_cache(maxsize=4096)
-def _landed(shape: _Shape, heads_of: int, group: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Where the heads of a rank's group begin in an array of this rank's rows, and the shape of that part."""
-    start = shape.with_sizes(0, shape.first_head(heads_of, group), (0,) * len(shape.sizes))
-    return start, shape.with_sizes(shape.order.local, shape.width(group), shape.sizes)
-
-
-class _Route(NamedTuple):
-    """An array of a rank's rows that travels by groups of heads."""
-
-    array: Array
-    shape: _Shape
-
-    def whole(self, group: int) -> Shape:
-        """Shape and dtype of all rows of the heads of a group."""
-        return Shape(self.shape.whole(group), self.array.dtype)
 
 
 class Heads:
@@ -194,7 +105,7 @@ class Heads:
             array = self.run.empty((len(target), self.run.size, *target.shape[2:]), target.dtype)
             self._summed = target, array
         heads = ((0, array.shape[1] // self.run.size),)
-        self._out.append(_Route(array, _Shape(self.run.request.queries, array.shape, _STATISTICS, heads)))
+        self._out.append(Route(array, GroupedShape(self.run.request.queries, array.shape, _STATISTICS, heads)))
         self._returned.append(number)
 
     def has_rows(self, name: str) -> bool:
@@ -218,14 +129,14 @@ class Heads:
         part = Part(self.q_heads(self.run.rank, group), everything, request.problem.seqlen_k)
         return part_keywords(request.problem, request.keywords, part, scores, self._places[group])
 
-    def _route(self, array: Array, is_keys: bool = False, axes: tuple[int, int] | None = None) -> _Route:
+    def _route(self, array: Array, is_keys: bool = False, axes: tuple[int, int] | None = None) -> Route:
         order = self.run.request.keys if is_keys else self.run.request.queries
         axes = axes or (_ROWS if array.ndim == 4 else _STATISTICS)
         ratio = self._ratio if is_keys else 1
         heads = tuple((group.start // ratio, -(-group.stop // ratio)) for group in self.groups)
         if array.shape[axes[1]] == 1:
             heads = ((0, 1),) * self.count
-        return _Route(array, _Shape(order, array.shape, axes, heads))
+        return Route(array, GroupedShape(order, array.shape, axes, heads))
 
     def _begin(self) -> None:
         groups = range(self.count)
@@ -254,7 +165,7 @@ class Heads:
             (memory, part.whole, route.array, part.own, part.shape)
             for route, memory in zip(self._inputs[inputs], self._wholes[group][inputs], strict=True)
             if not route.shape.is_again(group)
-            for part in _parts(route.shape, source, target, group)
+            for part in parts_of_group(route.shape, source, target, group)
         ]
 
     def send(self, group: int) -> None:
@@ -301,7 +212,7 @@ class Heads:
         return [
             (landing, part.own, whole, part.whole, part.shape)
             for route, landing, whole in zip(self._out, self._landings, self._results[group], strict=True)
-            for part in _parts(route.shape, target, source, group)
+            for part in parts_of_group(route.shape, target, source, group)
         ]
 
     def send_back(self, group: int, results: Sequence[Array]) -> None:
@@ -326,7 +237,7 @@ class Heads:
         """Queues the arrival of a group's results."""
         rank, size = self.run.rank, self.run.size
         landed = [
-            (landing, *_landed(route.shape, (rank + distance) % size, group))
+            (landing, *landed_of_group(route.shape, (rank + distance) % size, group))
             for distance in range(1, size)
             for route, landing in zip(self._out, self._landings, strict=True)
         ]
