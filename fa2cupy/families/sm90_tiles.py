@@ -136,8 +136,8 @@ TILES: dict[str, tuple[TileRow, ...]] = {
     ),
 }
 
-#: Fitted to the times of scripts/methods.py on an H100 80GB HBM3, 2026-11-23, and an H200, 2026-11-27; those of gradients
-#: beyond 256 columns to times of their kernels with 2048 and 8192 rows, an H200, 2026-11-29.
+#: Fitted to the times of scripts/methods.py on an H100 80GB HBM3, 2026-11-23, and an H200, 2026-11-27. Those of
+#: gradients beyond 256 columns are fitted to times of their kernels with 2048 and 8192 rows, an H200, 2026-11-29.
 COSTS = Costs(
     blocks={
         "forward": {128: BlockCost(0.58, 1.5), 256: BlockCost(0.379, 0.32)},
