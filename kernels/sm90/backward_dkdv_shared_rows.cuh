@@ -119,7 +119,7 @@ struct BackwardDkdv {
     static constexpr int kDataBytes = max_of(Shape<false>::kDataBytes, Shape<true>::kDataBytes);
     static_assert(kAlignment + kDataBytes + Shape<true>::kControlBytes == Spec::kSharedBytes);
 
-    __device__ static void run(const Params& launch, const char* dynamic_smem) {
+    __device__ __forceinline__ static void run(const Params& launch, const char* dynamic_smem) {
         const auto where = common::scheduled_tile<Spec, true>(launch, tile_index<Spec>());
         const auto& params = common::record_of_sequence<Spec>(launch, where.batch);
         if (has_no_step<Spec, Shares>(params, where.tile)) return;

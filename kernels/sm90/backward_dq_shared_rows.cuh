@@ -116,7 +116,7 @@ struct BackwardDq {
     static constexpr bool kFindsSequences = true, kLeftLimit = common::kLeftLimit<Spec>;
     static_assert(kAlignment + Shape::kDataBytes + Shape::kControlBytes == Spec::kSharedBytes);
 
-    __device__ static void run(const Params& params, const char* dynamic_smem) {
+    __device__ __forceinline__ static void run(const Params& params, const char* dynamic_smem) {
         const uint32 base = round_up(shared_address(dynamic_smem), static_cast<uint32>(kAlignment));
         const Memory memory{base, base + Shape::kDataBytes};
         if (threadIdx.x == 0) memory.init_barriers();

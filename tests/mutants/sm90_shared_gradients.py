@@ -98,7 +98,7 @@ CHANGES = (
     (
         "rows that see no key are not cleared",
         "backward_dkdv",
-        "hides |= is_valid && has_none;",
+        "hides |= is_valid && x.lse[i] == -common::infinity<float>();",
         "",
         "numbers",
         DKDV_HIDDEN,
