@@ -52,10 +52,11 @@ class SharedGradientProducer {
                 load_panels<Shape::kOwnPanels>(maps_.kept, memory_.kept(stage), memory_.full_kept(stage, part),
                                                part * Shape::kOwnPanels, rows, tile, head, batch, statistics);
             }
-            if constexpr (Shape::kByKeys) put(statistics, stage);
             kept_.advance();
         };
+        const uint32 stage = kept_.slot();
         if constexpr (Shape::kDerives) load_kept();
+        if constexpr (Shape::kByKeys && Shape::kDerives) put(statistics, stage);
 #pragma unroll 1
         for (int panel = 0; panel < Shape::kPassingPanels; ++panel) {
             const uint32 slot = passing_.slot();
@@ -64,6 +65,7 @@ class SharedGradientProducer {
                            memory_.full_passing(slot), panel, rows, tile, head, batch, statistics);
             passing_.advance();
         }
+        if constexpr (Shape::kByKeys && !Shape::kDerives) put(statistics, stage);
         if constexpr (!Shape::kDerives) load_kept();
     }
 
@@ -127,7 +129,7 @@ class SharedGradientProducer {
     }
 
     // Stores statistics, with lse = +inf, so that P is zero, and no delta for queries that see no key. Their stage is free
-    // when that of the kept operand is.
+    // when that of the kept operand is, and of dV earlier: when the last passing panel is, from which P has been read.
     __device__ void put(const Statistics& statistics, uint32 stage) const {
 #pragma unroll
         for (int i = 0; i < kRowsOfLane; ++i) {
