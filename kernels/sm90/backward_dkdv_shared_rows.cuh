@@ -164,22 +164,39 @@ struct BackwardDkdv {
     template <bool kDerives>
     __device__ static void load(const Params& params, const KeyTile<Spec>& own, const Memory<kDerives>& memory,
                                 const SharedGradientMaps& maps, int32 steps) {
-        SharedGradientProducer<Spec, Shape<kDerives>> producer(memory, maps);
+        using Producer = SharedGradientProducer<Spec, Shape<kDerives>>;
+        using Statistics = typename Producer::Statistics;
+        Producer producer(memory, maps);
         if (steps == 0) return;
         producer.load_rows(own.keys, own.first_key, own.head, own.batch);
         const auto statistics_of = [&](const QueryStep& step) {
             return producer.statistics_of(params, step.tile, step.head, own.batch);
         };
-        QueryStep step = own.first_step();
-        auto statistics = statistics_of(step);
+        QueryStep step = own.first_step(), before = step;
+        Statistics statistics = statistics_of(step), of_before = statistics;
+        const auto load_kept = [&](const QueryStep& at, const Statistics& its) {
+            producer.load_kept(own.queries, at.tile, at.head, own.batch, its);
+        };
+        // dV needs the passing operand of a tile, for its scores, before the kept one of the tile before.
 #pragma unroll 1
         for (int32 i = 0; i < steps; ++i) {
             const QueryStep present = step;
-            const auto of_present = statistics;
+            const Statistics of_present = statistics;
             advance(step, own);
             if (i + 1 < steps) statistics = statistics_of(step);  // they arrive while this tile is loaded
-            producer.load_tile(own.queries, present.tile, present.head, own.batch, of_present);
+            if constexpr (kDerives) {
+                load_kept(present, of_present);
+                producer.put(of_present);
+            }
+            producer.load_passing(own.queries, present.tile, present.head, own.batch, of_present);
+            if constexpr (!kDerives) {
+                producer.put(of_present);
+                if (i > 0) load_kept(before, of_before);
+                before = present;
+                of_before = of_present;
+            }
         }
+        if constexpr (!kDerives) load_kept(before, of_before);
     }
 
     template <bool kDerives, class Record>

@@ -145,7 +145,9 @@ struct BackwardDq {
                         draws_at = min_of(tile.key_tiles - 1, first + kDrawnAhead);
 #pragma unroll 1
             for (int32 block = tile.key_tiles - 1; block >= first; --block) {
-                producer.load_tile(tile.keys, block, tile.head / params.heads_per_group, tile.batch, {});
+                const int32 head = tile.head / params.heads_per_group;
+                producer.load_kept(tile.keys, block, head, tile.batch, {});
+                producer.load_passing(tile.keys, block, head, tile.batch, {});
                 if (block == draws_at) index = next_index<Spec>(params, index);
             }
         }

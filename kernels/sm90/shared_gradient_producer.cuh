@@ -41,22 +41,21 @@ class SharedGradientProducer {
             load_rows<Shape::kPanelsV>(maps_.second, memory_.second(), memory_.full_second(), rows, row, head, batch);
     }
 
-    // Loads a tile of the other side.
+    // Loads the kept operand of a tile of the other side.
     template <class Rows>
-    __device__ void load_tile(const Rows& rows, int32 tile, int32 head, int32 batch, const Statistics& statistics) {
-        const auto load_kept = [&] {
-            const uint32 stage = kept_.slot();
-#pragma unroll
-            for (uint32 part = 0; part < 2; ++part) {
-                mbarrier_wait(memory_.empty_kept(stage, part), kept_.parity() ^ 1);
-                load_panels<Shape::kOwnPanels>(maps_.kept, memory_.kept(stage), memory_.full_kept(stage, part),
-                                               part * Shape::kOwnPanels, rows, tile, head, batch, statistics);
-            }
-            kept_.advance();
-        };
+    __device__ void load_kept(const Rows& rows, int32 tile, int32 head, int32 batch, const Statistics& statistics) {
         const uint32 stage = kept_.slot();
-        if constexpr (Shape::kDerives) load_kept();
-        if constexpr (Shape::kByKeys && Shape::kDerives) put(statistics, stage);
+#pragma unroll
+        for (uint32 part = 0; part < 2; ++part) {
+            mbarrier_wait(memory_.empty_kept(stage, part), kept_.parity() ^ 1);
+            load_panels<Shape::kOwnPanels>(maps_.kept, memory_.kept(stage), memory_.full_kept(stage, part),
+                                           part * Shape::kOwnPanels, rows, tile, head, batch, statistics);
+        }
+        kept_.advance();
+    }
+    // Loads its passing operand.
+    template <class Rows>
+    __device__ void load_passing(const Rows& rows, int32 tile, int32 head, int32 batch, const Statistics& statistics) {
 #pragma unroll 1
         for (int panel = 0; panel < Shape::kPassingPanels; ++panel) {
             const uint32 slot = passing_.slot();
@@ -65,8 +64,6 @@ class SharedGradientProducer {
                            memory_.full_passing(slot), panel, rows, tile, head, batch, statistics);
             passing_.advance();
         }
-        if constexpr (Shape::kByKeys && !Shape::kDerives) put(statistics, stage);
-        if constexpr (!Shape::kDerives) load_kept();
     }
 
     // Reads the statistics of a tile of queries. Unless one may see no key, nothing waits for them here. A query beyond the
@@ -86,6 +83,24 @@ class SharedGradientProducer {
         }
         if (common::may_hide_rows<Spec>(params)) x.clears = __any_sync(common::kFullWarp, hides);
         return x;
+    }
+
+    // Stores statistics, with lse = +inf, so that P is zero, and no delta for queries that see no key. Of dK, their stage is
+    // free when that of the kept operand is; of dV, when the last passing panel is, from which P has been read.
+    __device__ void put(const Statistics& statistics) {
+        const uint32 stage = statistics_.slot();
+#pragma unroll
+        for (int i = 0; i < kRowsOfLane; ++i) {
+            const uint32 query = lane_ + 32 * i;
+            if (query >= Shape::kBc) continue;
+            const bool has_none = statistics.lse[i] == -common::infinity<float>();
+            store_shared(memory_.lse(stage) + 4 * query,
+                         has_none ? statistics.lse[i] : -common::in_base2(statistics.lse[i]));
+            store_shared(memory_.delta(stage) + 4 * query, has_none ? 0.0f : -statistics.delta[i]);
+        }
+        __syncwarp();
+        if (lane_ == 0) mbarrier_arrive(memory_.full_statistics(stage));
+        statistics_.advance();
     }
 
   private:
@@ -128,27 +143,11 @@ class SharedGradientProducer {
         if (lane_ == 0) mbarrier_arrive(full);
     }
 
-    // Stores statistics, with lse = +inf, so that P is zero, and no delta for queries that see no key. Their stage is free
-    // when that of the kept operand is, and of dV earlier: when the last passing panel is, from which P has been read.
-    __device__ void put(const Statistics& statistics, uint32 stage) const {
-#pragma unroll
-        for (int i = 0; i < kRowsOfLane; ++i) {
-            const uint32 query = lane_ + 32 * i;
-            if (query >= Shape::kBc) continue;
-            const bool has_none = statistics.lse[i] == -common::infinity<float>();
-            store_shared(memory_.lse(stage) + 4 * query,
-                         has_none ? statistics.lse[i] : -common::in_base2(statistics.lse[i]));
-            store_shared(memory_.delta(stage) + 4 * query, has_none ? 0.0f : -statistics.delta[i]);
-        }
-        __syncwarp();
-        if (lane_ == 0) mbarrier_arrive(memory_.full_statistics(stage));
-    }
-
     const Memory memory_;
     const SharedGradientMaps maps_;
     const int32 lane_;
     RingPosition<1> rows_, landed_;
-    RingPosition<Shape::kStages> kept_;
+    RingPosition<Shape::kStages> kept_, statistics_;
     RingPosition<Shape::kSlots> passing_;
 };
 
