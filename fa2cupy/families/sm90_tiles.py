@@ -153,7 +153,7 @@ COSTS = Costs(
             64: BlockCost(1.256, 4.48),
             128: BlockCost(1.27, 9.18),
             256: BlockCost(1.563, 11.36),
-            512: BlockCost(4.2, 9.0),
+            512: BlockCost(2.9, 9.0),
         },
     },
     # The starts are those of blocks. Steps are from times on the H200: 192/128 relative to ``two_pass``, and
