@@ -102,8 +102,8 @@ def causal(diagonal: int = 0) -> Mod:
     Notes
     -----
     Where `diagonal` is ``seqlen_k - seqlen_q``, calls on a GPU run as with the keyword, and do not read a map of the
-    function. Packed sequences, calls with ``causal`` or ``window`` besides, and a map given by its tiles keep the
-    function, and so do several GPUs.
+    function. Packed sequences, calls with ``causal`` or ``window`` besides, a map given by its tiles, and several GPUs
+    that share sequences keep the function.
     """
 
     def mask(b: Any, h: Any, q: Any, k: Any) -> Any:
