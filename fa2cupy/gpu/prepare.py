@@ -147,7 +147,7 @@ def _planned(
     """The checked call, the number of its device, what kernels take of it, and its plan."""
     call = arguments.call
     request = _CHECKS[call](named, options, keywords)
-    if call != "tile_states":  # which evaluates the function
+    if request.problem.settings.functions and call != "tile_states":  # which evaluates the function
         request = request._replace(problem=with_band(request.problem))
     ordinal, device = _device_of(arguments, named)
     check_outputs(request.results, tuple([named[name] for name in arguments.results]))
