@@ -5,7 +5,8 @@ give the same function object, which is traced once. `diagonal` is ``seqlen_k - 
 with key ``i + diagonal``, as in `fa2cupy.forward`; positions count from the start of each sequence.
 
 Where `fa2cupy.forward` has a keyword for the same (``causal``, ``window``, ``softcap``, ``alibi_slopes``), the keyword
-is at least as fast; these functions are there to be changed and combined.
+is at least as fast, and most calls with `causal`, `sliding_window` or `softcap` run as with it; these functions are
+there to be changed and combined.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import Any, TypeAlias, TypeVar, cast
 
 import numpy as np
 
-from .functions.built_in import NEIGHBORHOODS, Neighborhood
+from .functions.built_in import KNOWN_MASKS, Band, Neighborhood
 from .problem.arguments import check_bool, check_int
 from .problem.feature_checks import finite_number
 
@@ -97,11 +98,18 @@ def causal(diagonal: int = 0) -> Mod:
     ----------
     diagonal : int, optional
         Key that query 0 is aligned with: ``seqlen_k - seqlen_q``.
+
+    Notes
+    -----
+    Where `diagonal` is ``seqlen_k - seqlen_q``, calls on a GPU run as with the keyword, and do not read a map of the
+    function. Packed sequences, calls with ``causal`` or ``window`` besides, a map given by its tiles, and several GPUs
+    that share sequences keep the function.
     """
 
     def mask(b: Any, h: Any, q: Any, k: Any) -> Any:
         return k <= q + diagonal
 
+    KNOWN_MASKS[mask] = Band(None, 0, diagonal)
     return mask
 
 
@@ -115,11 +123,16 @@ def sliding_window(left: int, right: int = 0, diagonal: int = 0) -> Mod:
         Number of visible keys on either side of the one that the query is aligned with.
     diagonal : int, optional
         As for `causal`.
+
+    Notes
+    -----
+    See `causal` for calls that run as with the keyword.
     """
 
     def mask(b: Any, h: Any, q: Any, k: Any) -> Any:
         return (q + diagonal - left <= k) & (k <= q + diagonal + right)
 
+    KNOWN_MASKS[mask] = Band(left, right, diagonal)
     return mask
 
 
@@ -163,7 +176,7 @@ def neighborhood_2d(width: int, radius: int) -> Mod:
         rows, columns = q // width - k // width, q % width - k % width
         return (abs(rows) <= radius) & (abs(columns) <= radius)
 
-    NEIGHBORHOODS[mask] = Neighborhood(None, (width,), (radius,) * 2, (2 * radius + 1,) * 2, False)
+    KNOWN_MASKS[mask] = Neighborhood(None, (width,), (radius,) * 2, (2 * radius + 1,) * 2, False)
     return mask
 
 
@@ -204,7 +217,7 @@ def neighborhood(shape: tuple[int, ...], kernel_size: tuple[int, ...]) -> Mod:
         return visible
 
     before = tuple(size // 2 for size in kernel_size)
-    NEIGHBORHOODS[mask] = Neighborhood(shape[0], shape[1:], before, kernel_size, True)
+    KNOWN_MASKS[mask] = Neighborhood(shape[0], shape[1:], before, kernel_size, True)
     return mask
 
 

@@ -491,7 +491,7 @@ def test_float64_terms(launched):
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("function", [mods.causal(20), by_pairs(20), near])
+@pytest.mark.parametrize("function", [mods.causal(19), by_pairs(20), near])
 def test_scores_that_grow_in_masked_tiles(launched, function):
     """Checks rows whose first tile is hidden wholly, and whose shift has to move in a tile that is masked."""
     rows, keys = LENGTHS["sm90"]
@@ -929,7 +929,7 @@ def check_dkdv(monkeypatch, patch=None) -> None:
 
 def check_shifts(monkeypatch, patch=None) -> None:
     with simulated_gpu(monkeypatch, FEW, patch=patch) as launched:
-        test_scores_that_grow_in_masked_tiles(launched, mods.causal(20))
+        test_scores_that_grow_in_masked_tiles(launched, mods.causal(19))
 
 
 def check_shares(monkeypatch, patch=None) -> None:

@@ -78,6 +78,13 @@ def test_maps_of_functions(dtype, head_dim, band):
     check(dtype, head_dim, **own, **band, block_mask=fa2cupy.block_mask(mods.document, (ids,), 2, HEADS, ROWS, KEYS))
 
 
+@pytest.mark.parametrize("function", [mods.causal(KEYS - ROWS), mods.sliding_window(150, 20, KEYS - ROWS)])
+@pytest.mark.parametrize(("dtype", "head_dim"), [("bfloat16", 64), ("float16", 256), ("float32", 64), ("float64", 64)])
+def test_functions_that_are_keywords(dtype, head_dim, function):
+    own = {"mask_mod": function}
+    check(dtype, head_dim, **own, block_mask=fa2cupy.block_mask(function, (), 1, 1, ROWS, KEYS, like=cp.empty(1)))
+
+
 def halves(b, h, q, k, sizes):
     """Block diffusion by blocks of several sizes: two intervals in rows and columns. The first queries see no key."""
     n, size = 306, sizes[b, h]

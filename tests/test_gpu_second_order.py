@@ -155,7 +155,7 @@ def test_each_function(name):
 @pytest.mark.parametrize("has_map", (False, True), ids=("", "map"))
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_second_derivatives_of_functions_and_maps(dtype, has_map):
-    mask = mods.causal(33)
+    mask = mods.causal(32)
     options = CURVED | {"mask_mod": mask}
     if has_map:
         options["block_mask"] = fa2cupy.block_mask(mask, (), 1, 1, 170, 203, tile=(64, 64))

@@ -146,7 +146,7 @@ def test_tangents_of_packed_sequences(operation, options):
 @of_both_operations
 @pytest.mark.parametrize("sparse", [False, True], ids=["", "map"])
 def test_tangents_with_functions(operation, sparse):
-    mask = mods.causal(6)
+    mask = mods.causal(5)
     options = CURVED | {"mask_mod": mask}
     if sparse:
         options["block_mask"] = fa2cupy.block_mask(mask, (), 1, 1, 71, 77, tile=(64, 32))
@@ -156,7 +156,7 @@ def test_tangents_with_functions(operation, sparse):
 @pytest.mark.matrix
 @of_both_operations
 def test_a_map_without_functions_of_scores(operation):
-    mask = mods.causal(6)
+    mask = mods.causal(5)
     made = fa2cupy.block_mask(mask, (), 1, 1, 71, 77, tile=(64, 32))
     JVP_CHECKS[operation](call_on_hopper((71, 77), (2, 1), mask_mod=mask, block_mask=made))
 

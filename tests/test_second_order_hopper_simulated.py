@@ -116,7 +116,7 @@ def test_dq_jvp_of_packed_sequences(options):
 @pytest.mark.matrix
 @pytest.mark.parametrize("sparse", [False, True], ids=["", "map"])
 def test_dq_jvp_with_functions(sparse):
-    mask = mods.causal(6)
+    mask = mods.causal(5)
     options = CURVED | {"mask_mod": mask}
     if sparse:
         options["block_mask"] = fa2cupy.block_mask(mask, (), 1, 1, 71, 77, tile=(64, 32))

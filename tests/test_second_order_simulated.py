@@ -283,7 +283,7 @@ def featured(request, dtype) -> Call:
 
 @pytest.fixture(params=[False, True], ids=["", "map"])
 def with_functions(request, dtype) -> Call:
-    mask = mods.causal(6)
+    mask = mods.causal(5)
     options = CURVED | {"mask_mod": mask}
     if request.param:
         options["block_mask"] = fa2cupy.block_mask(mask, (), 1, 1, 21, 27, tile=(16, 16))

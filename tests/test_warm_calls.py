@@ -410,11 +410,11 @@ def map_of(tile: tuple[int, int], shape: tuple[int, ...], function=None) -> Bloc
 MAPS = {
     "queries of a tile": (map_of((8, 8), (1, 1, 2, 2)), map_of((12, 8), (1, 1, 2, 2)), {}),
     "keys of a tile": (
-        map_of((8, 8), (1, 1, 2, 2), mods.causal()), map_of((8, 12), (1, 1, 2, 2), mods.causal()),
-        {"mask_mod": mods.causal()},
+        map_of((8, 8), (1, 1, 2, 2), mods.causal(1)), map_of((8, 12), (1, 1, 2, 2), mods.causal(1)),
+        {"mask_mod": mods.causal(1)},
     ),
     "one of a function": (
-        map_of((8, 8), (1, 1, 2, 2), mods.causal()), map_of((8, 8), (1, 1, 2, 2)), {"mask_mod": mods.causal()},
+        map_of((8, 8), (1, 1, 2, 2), mods.causal(1)), map_of((8, 8), (1, 1, 2, 2)), {"mask_mod": mods.causal(1)},
     ),
     "heads": (map_of((8, 8), (1, 1, 2, 2)), map_of((8, 8), (1, HEADS, 2, 2)), {}),
     "sequences": (map_of((8, 8), (1, 1, 2, 2)), map_of((8, 8), (BATCH, 1, 2, 2)), {}),

@@ -23,7 +23,7 @@ from ..families.choice import check_on_any_gpu
 from ..families.tile import requested_tile
 from ..problem.arguments import array_backend
 from ..problem.attention import AttentionProblem
-from ..problem.checks import check_backward, check_delta, check_forward
+from ..problem.checks import check_backward, check_delta, check_forward, with_band
 from ..problem.features import feature_arrays
 from ..problem.function_checks import function_arrays
 from ..problem.options import CallOptions
@@ -53,7 +53,7 @@ def forward(
     inputs = {"q": q, "k": k, "v": v}
     request = check_forward(inputs, options, keywords)
     problem = request.problem
-    check_on_any_gpu("forward", problem, options)
+    check_on_any_gpu("forward", with_band(problem), options)
     tile = _tile_shape("forward", problem, options)
     heads = heads_of(problem, keywords)
     o, lse = results_for(request.results, out, inputs | arrays_of(keywords))
@@ -123,7 +123,7 @@ def backward(
     array_backend(inputs, optional)
     request = check_backward(inputs | optional, options, keywords)
     problem = request.problem
-    check_on_any_gpu("backward", problem, options)
+    check_on_any_gpu("backward", with_band(problem), options)
     one_pass = options.method != "two_pass"
     operations = ("backward",) if one_pass else ("backward_dkdv", "backward_dq")
     tiles = [_tile_shape(operation, problem, options) for operation in operations]

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
+from ..functions.built_in import Neighborhood
 from ..problem.attention import AttentionProblem
 from ..problem.boxes import Boxes, Grid, sequence_axis
 from ..problem.options import CallOptions
@@ -76,8 +77,8 @@ def with_grid(problem: AttentionProblem) -> AttentionProblem:
 
     A grid of any number of rows gets as many as it has columns.
     """
-    found = problem.settings.mask_mod and problem.settings.mask_mod.program.neighborhood
-    if not found:
+    found = problem.settings.mask_mod and problem.settings.mask_mod.program.known
+    if not isinstance(found, Neighborhood):
         return problem
     length = (found.outer or found.inner[0]) * math.prod(found.inner)
     return replace(problem, seqlen_q=length, seqlen_k=length)
@@ -99,9 +100,11 @@ def _are_mappable(operation: str, problem: AttentionProblem, strides: Mapping[st
 def _grid_of(problem: AttentionProblem) -> Grid | None:
     """The grid of a call whose only feature is a mask function of neighbourhoods; None for other calls."""
     settings = problem.settings
-    found = settings.mask_mod and settings.mask_mod.program.neighborhood
+    found = settings.mask_mod and settings.mask_mod.program.known
     is_given_map = settings.block_mask is not None and settings.block_mask.program is None
-    if not found or is_given_map or problem.causal or not _BESIDE_FUNCTION.issuperset(problem.features):
+    if not isinstance(found, Neighborhood) or is_given_map or problem.causal:
+        return None
+    if not _BESIDE_FUNCTION.issuperset(problem.features):
         return None
     inner = math.prod(found.inner)
     if problem.seqlen_q != problem.seqlen_k or problem.seqlen_q % inner or len(found.sizes) > 3:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from types import FunctionType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from .expressions import Node, reciprocal
 
-__all__ = ["NEIGHBORHOODS", "Neighborhood", "is_shift", "neighborhood_of", "soft_cap_of"]
+__all__ = ["KNOWN_MASKS", "Band", "KnownMask", "Neighborhood", "is_shift", "known_mask", "soft_cap_of"]
 
 
 class Neighborhood(NamedTuple):
@@ -34,13 +34,33 @@ class Neighborhood(NamedTuple):
     is_clamped: bool
 
 
-#: The functions that are known to be neighborhoods: those of `fa2cupy.mods`.
-NEIGHBORHOODS: dict[object, Neighborhood] = {}
+class Band(NamedTuple):
+    """A mask function by which each query sees keys around one, as by ``causal`` and ``window``.
+
+    Attributes
+    ----------
+    left : int or None
+        Number of visible keys before that one; None for all, with none behind it: ``causal``.
+    right : int
+        Number of those behind it.
+    diagonal : int
+        Its distance from the query.
+    """
+
+    left: int | None
+    right: int
+    diagonal: int
 
 
-def neighborhood_of(function: Callable[..., Any]) -> Neighborhood | None:
-    """What a function of neighborhoods computes, or None for another function. Some callables cannot be hashed."""
-    return NEIGHBORHOODS.get(function) if isinstance(function, FunctionType) else None
+KnownMask: TypeAlias = Neighborhood | Band
+
+#: What is known of functions: of those of `fa2cupy.mods`.
+KNOWN_MASKS: dict[object, KnownMask] = {}
+
+
+def known_mask(function: Callable[..., Any]) -> KnownMask | None:
+    """What is known of a function, or None. Some callables cannot be hashed."""
+    return KNOWN_MASKS.get(function) if isinstance(function, FunctionType) else None
 
 
 def is_shift(result: Node) -> bool:

@@ -13,7 +13,7 @@ import numpy as np
 
 from ..system.locks import new_lock
 from ..system.recent import RecentlyUsed
-from .built_in import Neighborhood, is_shift, neighborhood_of, soft_cap_of
+from .built_in import KnownMask, is_shift, known_mask, soft_cap_of
 from .derivatives import Scatter, derivative, scatters
 from .expressions import BOOL, FLOAT, INT, Graph, Node, RefusalError, reachable
 from .places import place_of_definition, place_of_error
@@ -75,8 +75,8 @@ class Program(Unchanging):
         The derivative of the score by the score that the function gets; None if it is 0.
     place : str
         The line at which the function begins, for messages.
-    neighborhood : Neighborhood or None
-        What a function of neighborhoods computes; None for other functions.
+    known : KnownMask or None
+        What a mask function of `fa2cupy.mods` computes, where kernels can do without it; None for other functions.
     """
 
     def __init__(
@@ -86,9 +86,9 @@ class Program(Unchanging):
         graph: Graph,
         result: Node,
         place: str,
-        neighborhood: Neighborhood | None = None,
+        known: KnownMask | None = None,
     ):
-        self.place, self.neighborhood = place, neighborhood
+        self.place, self.known = place, known
         self.role, self.arguments, self.graph, self.result = role, arguments, graph, result
         self.arguments_name = role.replace("mod", "args")
         graph.is_differentiated = True
@@ -360,7 +360,7 @@ def _traced(role: str, function: Callable[..., Any], arguments: tuple[ArgumentKi
     try:
         node = _result(role, graph, result)
         place = place_of_definition(function)
-        known = neighborhood_of(function)
+        known = known_mask(function)
         key = (role, arguments, place, node.number, known, graph.content())  # ahead of the nodes of derivatives
         return _shared.get(key) or _shared.put(key, Program(role, arguments, graph, node, place, known))
     except RefusalError as error:

@@ -35,6 +35,7 @@ from ..problem.checks import (
     check_forward,
     check_merge,
     check_tile_states,
+    with_band,
 )
 from ..problem.decoding import CACHES, check_caches, check_decode
 from ..problem.features import OFFSETS
@@ -146,6 +147,8 @@ def _planned(
     """The checked call, the number of its device, what kernels take of it, and its plan."""
     call = arguments.call
     request = _CHECKS[call](named, options, keywords)
+    if request.problem.settings.functions and call != "tile_states":  # which evaluates the function
+        request = request._replace(problem=with_band(request.problem))
     ordinal, device = _device_of(arguments, named)
     check_outputs(request.results, tuple([named[name] for name in arguments.results]))
     taken_by = functools.cache(functools.partial(_taken_by, arguments, named, request, keywords))

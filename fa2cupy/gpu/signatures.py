@@ -88,7 +88,7 @@ def run(
         _check_backend(arguments, arrays)
         programs = _programs(keywords)
         # Functions that compute the same, and of which the same is known, share a prepared call.
-        signature[0] = tuple((role, program, program.neighborhood) for role, program in programs.items())
+        signature[0] = tuple((role, program, program.known) for role, program in programs.items())
         key_of_programs = tuple(signature)
         prepared = _prepared.get(key_of_programs)
         if prepared is None:

@@ -25,7 +25,7 @@ from ..families.tile import TileConfig, requested_tile
 from ..jit.spec import KernelSpec
 from ..problem.attention import AttentionProblem
 from ..problem.block_mask import MIXED, BlockMask, Intervals
-from ..problem.checks import check_backward, check_forward, check_tile_states, problem_from_parts
+from ..problem.checks import check_backward, check_forward, check_tile_states, problem_from_parts, with_band
 from ..problem.decoding import check_decode
 from ..problem.dtypes import ACCUMULATOR
 from ..problem.features import EXAMPLE_ROWS, FEATURES, FeatureKeywords
@@ -278,6 +278,9 @@ def _problems(
         if problem.settings.dbias:
             strides["dbias"] = contiguous_score_strides((_ROWS, _ROWS))  # not all kernels take a broadcast row
         yield problem, strides
+        of_keyword = with_band(problem, any_lengths=True)
+        if of_keyword is not problem:
+            yield of_keyword, strides
 
 
 def _of_one_tile(

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..errors import UnsupportedProblemError
+from ..functions.built_in import Band
 from .arguments import array_backend, check_array, check_bool, dtype_name
 from .array_types import Array
 from .attention import MAX_HEAD_DIM, MAX_SEQLEN, SOURCE_AXES, AttentionProblem, array_shape
@@ -37,6 +38,7 @@ __all__ = [
     "problem_from_outputs",
     "problem_from_parts",
     "sizes_of",
+    "with_band",
     "with_features",
 ]
 
@@ -214,6 +216,27 @@ def with_features(problem: AttentionProblem, q: Array, keywords: Mapping[str, An
         function = problem.settings.mask_mod
         check_map(problem.settings.block_mask, problem.score_shape, None if function is None else function.program)
     return problem
+
+
+def with_band(problem: AttentionProblem, any_lengths: bool = False) -> AttentionProblem:
+    """The problem with a keyword in the place of the mask function and its map, if the function computes the same.
+
+    Parameters
+    ----------
+    problem : AttentionProblem
+    any_lengths : bool, optional
+        True if calls with other lengths, in which queries are aligned as by the keyword, are meant, too.
+    """
+    settings = problem.settings
+    found = settings.mask_mod and settings.mask_mod.program.known
+    is_given_map = settings.block_mask is not None and settings.block_mask.program is None
+    if not isinstance(found, Band) or is_given_map or problem.is_packed or problem.band != (None, None):
+        return problem
+    if not any_lengths and found.diagonal != problem.seqlen_k - problem.seqlen_q:
+        return problem
+    window = (None, None) if found.left is None else (found.left, found.right)
+    settings = dataclasses.replace(settings, mask_mod=None, block_mask=None, window=window)
+    return dataclasses.replace(problem, causal=found.left is None, settings=settings)
 
 
 def problem_from_outputs(o: Array, do: Array, *, layout: str = "bshd") -> AttentionProblem:

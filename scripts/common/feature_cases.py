@@ -16,7 +16,7 @@ from fa2cupy.families.device import DeviceInfo
 from fa2cupy.jit.spec import KernelSpec
 from fa2cupy.plan.plans import plan_backward, plan_forward
 from fa2cupy.problem.attention import AttentionProblem
-from fa2cupy.problem.checks import problem_from_arrays
+from fa2cupy.problem.checks import problem_from_arrays, with_band
 from fa2cupy.problem.options import CallOptions
 from fa2cupy.problem.strides import (
     AnyStrides,
@@ -245,7 +245,7 @@ class Case:
         """
         small = self.shrunk()
         options = small.options(np, 0)
-        attention = problem_from_arrays(*small.inputs(np)[:3], **options)
+        attention = with_band(problem_from_arrays(*small.inputs(np)[:3], **options))
         strides = _strides(attention) | feature_strides(options) | argument_layouts(options)
         if operation == "backward":
             returned = dict.fromkeys(self.gradients, True)
