@@ -1,7 +1,8 @@
 // two_pass, first pass: dQ of a query tile.
 #include "common/spec.cuh.j2"
 #include "common/sequence.cuh"
-#include "{{ family }}/backward_dq.cuh"
+//% set shares_rows = family == "sm90" and [head_dim, head_dim_v] | max > 256
+#include "{{ family }}/backward_dq{{ "_shared_rows" if shares_rows }}.cuh"
 
 extern "C" __global__ void __launch_bounds__(32 * fa2::Spec::kWarps, fa2::Spec::kBlocksPerSm)
 {{ symbol }}(const {{ grid_constant }}fa2::Params params) {

@@ -174,10 +174,10 @@ OF_DECODING = (
 )  # fmt: skip
 
 
-def forwards_of_shared_rows() -> Iterator[KernelSpec]:
-    pairs = ((320, 264), (384, 384), (512, 256), (512, 512))
-    for (head_dim, head_dim_v), causal, num_splits in itertools.product(pairs, (False, True), (1, 2)):
-        yield from default_specs(H100, "bfloat16", head_dim, causal, num_splits=num_splits, head_dim_v=head_dim_v)
+def kernels_of_shared_rows() -> Iterator[KernelSpec]:
+    pairs, methods = ((320, 264), (384, 384), (512, 256), (512, 512)), (None, "two_pass")
+    for (head_dim, columns_v), causal, splits, method in itertools.product(pairs, (False, True), (1, 2), methods):
+        yield from default_specs(H100, "bfloat16", head_dim, causal, method, num_splits=splits, head_dim_v=columns_v)
 
 
 @functools.cache
@@ -210,7 +210,7 @@ def selected_specs() -> tuple[KernelSpec, ...]:
         *itertools.product(map(DeviceInfo.named, ("sm_80", "sm_86")), ("bfloat16",), (64, 128, 256), (False, True)),
     )
     specs.update(dict.fromkeys(itertools.chain(*itertools.starmap(second_order_specs, of_second_order))))
-    specs.update(dict.fromkeys(forwards_of_shared_rows()))
+    specs.update(dict.fromkeys(kernels_of_shared_rows()))
     # The kernel that owns tiles of a broadcast bias.
     for arch, dtype, head_dim in itertools.product(
         ("sm_80", "sm_86", "sm_90"), ("float16", "float32", "float64"), (32, 64, 128, 256)

@@ -75,7 +75,8 @@ OTHERS = {
         "plan/", "problem/", "reference", "second_order", "testing", "typing",
     },
     "cu_seqlens": {
-        "__init__", "distributed/", "families/operations", "jit/source", "lengths", "plan/specs", "problem/sequences",
+        "__init__", "distributed/", "families/operations", "families/sm90_tiles", "jit/source", "lengths", "plan/specs",
+        "problem/sequences",
     },
 }  # fmt: skip
 #: The files of ``kernels/`` that ask for a feature by its constant of `Spec`.

@@ -86,6 +86,22 @@ def test_blocks_and_clusters_of_hopper_have_the_same_results_whenever_they_are_c
             assert all(x.tobytes() == y.tobytes() for x, y in zip((o, lse), fa2cupy.forward(q, k, v, **options)))
 
 
+@pytest.mark.parametrize("pair", [(512, 512), (512, 256), (384, 384), (320, 264), (40, 264)], ids=str)
+def test_gradients_of_hopper_have_the_same_results_whenever_they_are_called(pair):
+    if cp.cuda.Device().compute_capability != "90":
+        pytest.skip("a tile of sm90")
+    for lengths, causal in (((2000, 1500), False), ((1500, 2000), True), ((700, 129), True), ((3, 5000), False)):
+        q, k, v, do = draw("bfloat16", lengths, pair)
+        options = {"causal": causal, "family": "sm90", "method": "two_pass"}
+        o, lse = fa2cupy.forward(q, k, v, causal=causal)
+        for num_splits in (1, 3):
+            gradients = fa2cupy.backward(q, k, v, o, lse, do, num_splits=num_splits, **options)
+            Expectation(q, k, v, do, causal=causal).check(**dict(zip(("dq", "dk", "dv"), gradients, strict=True)))
+            for _ in range(5):
+                again = fa2cupy.backward(q, k, v, o, lse, do, num_splits=num_splits, **options)
+                assert all(x.tobytes() == y.tobytes() for x, y in zip(gradients, again, strict=True))
+
+
 def test_results_are_the_same_bit_for_bit():
     q, k, v, do = draw("bfloat16", (1000, 900), (512, 512))
     first = None

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.skipif(not KERNELS.is_dir(), reason="not in a checkout"
 #: headers of ``kernels/common``, which tell a family what a feature means for it (``common::kTakesWeights``).
 NAMED = {
     ("sm80/convert_dq.cuh", "kVarlen"): 1,
-    ("sm90/backward_dkdv.cuh", "kVarlen"): 1,
+    ("sm90/backward_shape.cuh", "kVarlen"): 1,
     ("sm90/backward_group.cuh", "kVarlen"): 2,
     ("sm90/convert_dq.cuh", "kVarlen"): 1,
     ("sm90/dkdv_jvp.cuh", "kVarlen"): 1,

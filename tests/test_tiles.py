@@ -551,7 +551,7 @@ def test_calls_of_more_than_256_columns_have_tiles_from_ampere_on(dtype, columns
     for arch in ("sm_80", "sm_86", "sm_90", "sm_120"):
         for name in ("forward", "backward"):
             choice = choose(name, call, DeviceInfo.named(arch), strides, is_launched=False)
-            of_half = "sm90" if (arch, name) == ("sm_90", "forward") else "sm80"
+            of_half = "sm90" if arch == "sm_90" else "sm80"
             assert choice.family.public_name == (of_half if dtype in ("float16", "bfloat16") else "simt")
 
 
@@ -560,7 +560,11 @@ def test_kernels_that_end_at_256_columns_say_so():
     strides, text = wide.contiguous_strides(), "^family 'sm80' for this problem: head_dim=384 is above the 256 of"
     for call, options, reason in (
         ("backward", {"family": "sm80", "method": "single_pass"}, f"{text} 'single_pass'; use 'two_pass' or None$"),
-        ("backward", {"family": "sm90"}, "^family 'sm90' for this problem: head_dim=384 is above 256$"),
+        (
+            "backward",
+            {"family": "sm90", "method": "single_pass"},
+            "^family 'sm90' for this problem: head_dim=384 is above 256$",
+        ),
         ("backward", {"family": "sm80", "method": "one_tile"}, f"{text} 'one_tile'; use 'two_pass' or None$"),
     ):
         with pytest.raises(UnsupportedProblemError, match=reason):

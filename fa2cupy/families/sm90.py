@@ -12,11 +12,11 @@ from ..problem.attention import AttentionProblem
 from ..problem.features import changes_of_scores, features_of_scores
 from ..problem.strides import AnyStrides
 from .family import Family, Kernel
-from .operations import OF_DIRECTION, ONE_TILE, OPERATIONS
+from .operations import METHODS, OF_DIRECTION, ONE_TILE, OPERATIONS
 from .records import Record
 from .sm80 import SM80
 from .sm90_records import MAPPED, RECORDS
-from .sm90_tiles import BOXES, COSTS, OF_JVP, TILES
+from .sm90_tiles import BOXES, COSTS, OF_JVP, OF_WIDER, TILES
 from .tile import TileConfig
 
 __all__ = ["SM90", "Sm90"]
@@ -25,7 +25,8 @@ _SHARED_BYTES = 227 * 1024  # the most that a block can have
 _NARROW = 32  # columns of the panels of several sequences
 _LEAST_WARPS = 12  # of a multiprocessor: with fewer, threads would start with more registers than they have later
 _WIDE = 128  # for a larger head_dim, a warp group's registers hold only one of dK and dV
-_WIDER = 256  # for a larger one, two warp groups of the forward have the same rows, and there is no backward
+_WIDER = 256  # for a larger one, two warp groups have the same rows, and no kernel computes all gradients
+_SHARING = ("forward", "backward_dq", "backward_dkdv")  # kernels for them
 _MOST_OF_BOTH = 1024  # rows of a head whose delta a block of both passes keeps
 _MOST_COLUMNS_OF_BOTH = 64  # wider heads have other tiles in each pass
 _MAX_STRIDE = 2**40  # bytes; a limit of tensor maps
@@ -41,7 +42,7 @@ class Sm90(Family):
     min_compute_capability = max_compute_capability = 90
     row_alignment = 16
     head_dim_step = 8
-    more_columns = MappingProxyType({"forward": 512})
+    more_columns = MappingProxyType(dict.fromkeys(_SHARING, 512))
     column_step = 16  # a k-step of wgmma; the panels in shared memory are wider
     arch_suffix = "a"
     clears_unlisted_keys = True
@@ -57,7 +58,7 @@ class Sm90(Family):
     costs = COSTS
     tiles = TILES
     query_rows = tuple(range(16, 257, 16))
-    key_rows = tuple(range(48, 257, 16))
+    key_rows = tuple(range(32, 257, 16))
 
     def why_not_here(self) -> str | None:
         return None if _can_encode_maps() else f"needs cuda-bindings: {INSTALL_CUDA}"
@@ -68,6 +69,10 @@ class Sm90(Family):
         head_dim = max(problem.head_dim, problem.head_dim_v or 0)
         if operation == "backward_both" and not _has_equal_sides(problem):
             return "backward_both is for plain and short self-attention"
+        if operation in METHODS["two_pass"] and head_dim > _WIDER:
+            beside = set(self.kernel_features(operation, dict.fromkeys(problem.features))).difference(OF_WIDER)
+            if beside:
+                return f"{operation} of head_dim {head_dim}, above {_WIDER}, has no {', '.join(sorted(beside))}"
         if operation == "dkdv_jvp" and head_dim > _WIDE:
             return f"registers do not hold the tangents of dk and dv of head_dim {head_dim}, only up to {_WIDE}"
         if 0 in problem.sizes_of("k" if self.owns(operation) == "keys" else "q"):
@@ -93,7 +98,7 @@ class Sm90(Family):
         if operation in ONE_TILE:
             return SM80.shared_memory_with(features, kernel, tile)
         if _shares_rows(kernel):
-            return _shared_rows_bytes(head_dim, head_dim_v, tile)
+            return _shared_rows_bytes(kernel, tile)
         if operation == "forward":
             return _forward_bytes(kernel, tile, array)
         if operation == "backward_dq":
@@ -115,7 +120,7 @@ class Sm90(Family):
 
     def blocks_of_tile(self, kernel: Kernel, tile: TileConfig) -> int:
         if _shares_rows(kernel):
-            return tile.b_r // 64
+            return tile.b_r // 64 if kernel.operation == "forward" else 1
         # The same as in kernels/sm90/backward_shape.cuh.
         return 2 if kernel.operation == "backward" and _is_pair(kernel.head_dim, kernel.head_dim_v, tile) else 1
 
@@ -127,7 +132,7 @@ class Sm90(Family):
         if operation in ONE_TILE:
             return SM80.why_not_shape(kernel, tile)
         if _shares_rows(kernel):
-            return _why_no_shared_rows(tile, head_dim_v, kernel.kept_keys)
+            return _why_no_shared_rows(kernel, tile)
         if operation == "forward":
             return _why_no_forward(tile, head_dim_v, _sequences(kernel, tile))
         if operation == "backward_dq":
@@ -233,11 +238,14 @@ def _forward_bytes(kernel: Kernel, tile: TileConfig, array: str | None) -> int:
 
 def _shares_rows(kernel: Kernel) -> bool:
     """True if two consumer groups of a kernel have the same rows, each with half of the columns of O."""
-    return kernel.operation == "forward" and max(kernel.head_dim, kernel.head_dim_v) > _WIDER
+    return kernel.operation in _SHARING and max(kernel.head_dim, kernel.head_dim_v) > _WIDER
 
 
-def _shared_rows_bytes(head_dim: int, head_dim_v: int, tile: TileConfig) -> int:
-    """Dynamic shared memory of the forward whose two consumer groups have the same rows."""
+def _shared_rows_bytes(kernel: Kernel, tile: TileConfig) -> int:
+    """Dynamic shared memory of kernels whose two consumer groups have the same rows."""
+    operation, _, head_dim, head_dim_v, _ = kernel
+    if operation != "forward":
+        return _shared_gradient_bytes(kernel, tile)
     # The same as in kernels/sm90/shared_rows_shape.cuh.
     row, row_v = _row_bytes(head_dim, -(-head_dim_v // 128) * 128)
     exchanged = 2 * 64 * tile.b_c + 8 * 128 + 4 * 64
@@ -246,8 +254,33 @@ def _shared_rows_bytes(head_dim: int, head_dim_v: int, tile: TileConfig) -> int:
     return needed + max(1, min(2, (_SHARED_BYTES - needed) // (tile.b_c * row_v))) * tile.b_c * row_v
 
 
-def _why_no_shared_rows(tile: TileConfig, head_dim_v: int, kept_keys: int) -> str | None:
-    """The reason why the forward whose two consumer groups have the same rows cannot have this tile, or None."""
+def _shared_gradient_bytes(kernel: Kernel, tile: TileConfig) -> int:
+    """Dynamic shared memory of the kernels whose two consumer groups have the same rows of a gradient."""
+    # The same as in kernels/sm90/shared_gradient_shape.cuh. Blocks that own keys compute dV, and then dK.
+    by_keys = kernel.operation == "backward_dkdv"
+    rows = tile.b_r if by_keys else tile.b_c  # of a tile of the other side
+    panels, panels_v = -(-kernel.head_dim // 64), -(-kernel.head_dim_v // 64)
+    control = [8 * (8 + 5 * tile.num_stages + 4 * n) for n in ((panels_v, panels) if by_keys else (panels_v,))]
+    fixed = 1024 + sum(control) + (0 if by_keys else 8 * 2 * 4 + 4 * 32)
+    statistics = 2 * tile.num_stages * 4 * rows if by_keys else 0
+
+    def data(own: int, kept: int, passing: int, least: int) -> int:
+        """Bytes with so many panels: of the block's rows, and of the kept and of the passing operand of a tile."""
+        needed = own * 64 * 128 + tile.num_stages * kept * rows * 128 + statistics
+        most = (_SHARED_BYTES - fixed - needed) // (rows * 128)
+        return needed + max(least, min(2 * passing, most)) * rows * 128
+
+    even, even_v = panels + panels % 2, panels_v + panels_v % 2  # each group has half of the panels of a gradient
+    needed = data(even + panels_v, even, panels_v, panels_v)
+    if by_keys:
+        needed = max(needed, data(max(panels, even_v), even_v, panels, 2 * panels))
+    return fixed + needed
+
+
+def _why_no_shared_rows(kernel: Kernel, tile: TileConfig) -> str | None:
+    """The reason why kernels whose two consumer groups have the same rows cannot have this tile, or None."""
+    if kernel.operation != "forward":
+        return _why_no_shared_gradient(kernel, tile)
     if tile.b_r not in (64, 128) or (tile.num_warps, tile.blocks_per_sm) != (12, 1):
         return (
             f"b_r={tile.b_r}, num_warps={tile.num_warps} and blocks_per_sm={tile.blocks_per_sm} are not one or two "
@@ -257,10 +290,30 @@ def _why_no_shared_rows(tile: TileConfig, head_dim_v: int, kept_keys: int) -> st
         return f"b_c={tile.b_c} is not a multiple of 16"
     if not 2 <= tile.num_stages <= 4:
         return f"num_stages={tile.num_stages} is not from 2 to 4"
-    if kept_keys:
+    if kernel.kept_keys:
         return "there is no room to keep the bias"
-    columns = -(-head_dim_v // 128) * 64
+    columns = -(-kernel.head_dim_v // 128) * 64
     accumulators = columns // 2 + tile.b_c // 2 + 2 * (tile.b_c // 4)  # O, S and P of both groups
+    if accumulators + 32 > 232:
+        return f"its accumulators take {accumulators} of the 232 registers that a thread can have"
+    return None
+
+
+def _why_no_shared_gradient(kernel: Kernel, tile: TileConfig) -> str | None:
+    """The reason why kernels of gradients whose two groups have the same rows cannot have this tile, or None."""
+    names = ("b_c", "b_r") if kernel.operation == "backward_dkdv" else ("b_r", "b_c")
+    own, other = (getattr(tile, name) for name in names)
+    if (own, tile.num_warps, tile.blocks_per_sm) != (64, 12, 1):
+        return (
+            f"{names[0]}={own}, num_warps={tile.num_warps} and blocks_per_sm={tile.blocks_per_sm} are not one block of "
+            "64 rows, for which two warp groups of 4 warps multiply, and one more that loads"
+        )
+    if other % 16:
+        return f"{names[1]}={other} is not a multiple of 16"
+    if not 2 <= tile.num_stages <= 4:
+        return f"num_stages={tile.num_stages} is not from 2 to 4"
+    columns = -(-max(kernel.head_dim, kernel.head_dim_v) // 128) * 64
+    accumulators = columns // 2 + other + 2 * (other // 4)  # the gradient, S, dP, and dS of both groups
     if accumulators + 32 > 232:
         return f"its accumulators take {accumulators} of the 232 registers that a thread can have"
     return None

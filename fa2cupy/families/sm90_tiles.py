@@ -9,7 +9,7 @@ from .family import BoxRow, TileRow
 from .sm80 import ONE_TILE_COSTS, ONE_TILE_ROWS
 from .tile import TileConfig
 
-__all__ = ["BOXES", "COSTS", "OF_JVP", "TILES"]
+__all__ = ["BOXES", "COSTS", "OF_JVP", "OF_WIDER", "TILES"]
 
 _H100, _H100_LATER = "NVIDIA H100 80GB HBM3, 2026-11-21", "NVIDIA H100 80GB HBM3, 2026-11-22"
 _H100_LAST, _H200 = "NVIDIA H100 80GB HBM3, 2026-11-27", "NVIDIA H200, 2026-11-27"
@@ -27,6 +27,8 @@ _BY_POSITION = (*_FUNCTIONS, "bias", "mask")
 _BESIDE_BIAS = tuple(name for name in features_of_scores(FEATURES) if name != "bias")
 #: The row applies only where blocks keep the bias.
 _KEPT_BIAS = ("kept_bias",)
+#: The features of the kernels of gradients beyond 256 columns.
+OF_WIDER = ("window", "cu_seqlens")
 #: The kernels of tangents of the forward.
 OF_JVP = ("jvp", "output_jvp")
 
@@ -78,6 +80,9 @@ TILES: dict[str, tuple[TileRow, ...]] = {
         TileRow(128, TileConfig(128, 128, 12, 2), _H100),
         TileRow(192, TileConfig(128, 64, 12, 3), _H100),
         TileRow(256, TileConfig(128, 64, 12, 2), _H100),
+        TileRow(384, TileConfig(64, 48, 12, 2), _H200_LAST),
+        TileRow(512, TileConfig(64, 48, 12, 2), _H200_LAST, head_dim_v=256),
+        TileRow(512, TileConfig(64, 32, 12, 2), _H200_LAST),
     ),
     "backward_dkdv": (
         TileRow(64, TileConfig(96, 128, 12, 2), features=_FUNCTIONS),
@@ -89,6 +94,9 @@ TILES: dict[str, tuple[TileRow, ...]] = {
         TileRow(128, TileConfig(80, 128, 12, 2), _H100),
         TileRow(192, TileConfig(96, 64, 12, 2), _H100),
         TileRow(256, TileConfig(64, 64, 12, 2), _H100),
+        TileRow(384, TileConfig(48, 64, 12, 2), _H200_LAST),
+        TileRow(512, TileConfig(48, 64, 12, 2), _H200_LAST, head_dim_v=256),
+        TileRow(512, TileConfig(32, 64, 12, 2), _H200_LAST),
     ),
     "backward_both": (TileRow(64, TileConfig(128, 128, 12, 2)),),
     # The other tiles are for GPUs with less shared memory.
@@ -128,14 +136,25 @@ TILES: dict[str, tuple[TileRow, ...]] = {
     ),
 }
 
-#: Fitted to the times of scripts/methods.py on an H100 80GB HBM3, 2026-11-23, and an H200, 2026-11-27.
+#: Fitted to the times of scripts/methods.py on an H100 80GB HBM3, 2026-11-23, and an H200, 2026-11-27. Those of
+#: gradients beyond 256 columns are fitted to times of their kernels with 2048 and 8192 rows, an H200, 2026-11-29.
 COSTS = Costs(
     blocks={
         "forward": {128: BlockCost(0.58, 1.5), 256: BlockCost(0.379, 0.32)},
         "backward": {64: BlockCost(1.884, 4.4), 128: BlockCost(1.593, 8.44), 256: BlockCost(2.355, 11.6)},
-        "backward_dq": {64: BlockCost(1.68, 3.44), 128: BlockCost(1.161, 1.27), 256: BlockCost(0.689, 5.0)},
+        "backward_dq": {
+            64: BlockCost(1.68, 3.44),
+            128: BlockCost(1.161, 1.27),
+            256: BlockCost(0.689, 5.0),
+            512: BlockCost(1.7, 14.0),
+        },
         **ONE_TILE_COSTS,
-        "backward_dkdv": {64: BlockCost(1.256, 4.48), 128: BlockCost(1.27, 9.18), 256: BlockCost(1.563, 11.36)},
+        "backward_dkdv": {
+            64: BlockCost(1.256, 4.48),
+            128: BlockCost(1.27, 9.18),
+            256: BlockCost(1.563, 11.36),
+            512: BlockCost(2.9, 9.0),
+        },
     },
     # The starts are those of blocks. Steps are from times on the H200: 192/128 relative to ``two_pass``, and
     # 512 columns with 8192 rows.

@@ -62,11 +62,7 @@ struct BackwardDkdv {
     __device__ __forceinline__ static void run(const Params& launch, char* dynamic_smem) {
         const auto where = common::scheduled_tile<Spec, true>(launch, tile_index<Spec>());
         const auto& params = common::record_of_sequence<Spec>(launch, where.batch);
-        // Unused tile indices have no work; clear_backward.cu zeroes dK and dV of a sequence without queries.
-        if (Spec::kVarlen &&
-            (!common::has_tile(where.tile, Spec::kBc, params.seqlen_k) || (!Spec::kSplit && params.seqlen_q == 0)))
-            return;
-        if (has_no_step(params)) return;
+        if (has_no_step<Spec, typename Shape::Shares>(params, where.tile)) return;
         const BackwardMemory<Shape> memory(dynamic_smem);
         if (threadIdx.x == 0) memory.init_barriers(rank_in_pair<Spec>());
         if constexpr (Shape::kStatisticsAsStep) store_ones(memory.ones());
@@ -85,21 +81,6 @@ struct BackwardDkdv {
             else
                 Consumer<1>(params, launch, memory).run();
         }
-    }
-
-    // True if the block has no step. If its share is empty, the workspace gets zeros; if its list is, the plan has
-    // cleared dK and dV.
-    template <class Record>
-    __device__ static bool has_no_step(const Record& params) {
-        if constexpr (Spec::kSplit) {
-            const auto own = key_tile<Spec>(params);
-            if (params.seqlen_q > 0 && own.has(own.first_step(), params)) return false;
-            using Shares = typename Shape::Shares;
-            Shares::put_zeros(Shares::template of_block<Spec>(params, tile_index<Spec>()));
-            return true;
-        }
-        if constexpr (common::kListsTiles<Spec>) return key_tile<Spec>(params).tiles.end == 0;
-        return false;
     }
 };
 

@@ -199,6 +199,23 @@ __device__ __forceinline__ KeyTile<Spec> key_tile(const Params& params) {
     return tile;
 }
 
+// True if the block has no step. If its share is empty, the workspace gets zeros; if its list is, the plan has cleared dK
+// and dV. Unused tile indices have no work, and clear_backward.cu zeroes dK and dV of a sequence without queries.
+template <class Spec, class Shares, class Record>
+__device__ bool has_no_step(const Record& params, int32 tile) {
+    if (Spec::kVarlen &&
+        (!common::has_tile(tile, Spec::kBc, params.seqlen_k) || (!Spec::kSplit && params.seqlen_q == 0)))
+        return true;
+    if constexpr (Spec::kSplit) {
+        const auto own = key_tile<Spec>(params);
+        if (params.seqlen_q > 0 && own.has(own.first_step(), params)) return false;
+        Shares::put_zeros(Shares::template of_block<Spec>(params, tile_index<Spec>()));
+        return true;
+    }
+    if constexpr (common::kListsTiles<Spec>) return key_tile<Spec>(params).tiles.end == 0;
+    return false;
+}
+
 // Shared-memory addresses of operands, statistics and barriers.
 template <class Shape>
 struct BackwardMemory {

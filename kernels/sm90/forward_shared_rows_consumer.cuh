@@ -50,10 +50,13 @@ class ForwardSharedRowsConsumer
   private:
     // -------------------------------------------------------------------------------- what SharedRowsConsumer asks for
 
-    __device__ __forceinline__ uint64 query_operand() const { return matrix_descriptor(memory_.query(0), 0); }
-    __device__ __forceinline__ uint64 key_operand(int32) const {
+    __device__ __forceinline__ void multiply_scores(int32) {
+        const uint64 q = as_if_new(matrix_descriptor(memory_.query(0), 0));
         mbarrier_wait(memory_.full_key(keys_.slot()), keys_.parity());
-        return matrix_descriptor(memory_.key(keys_.slot()), 0);
+        const uint64 k = matrix_descriptor(memory_.key(keys_.slot()), 0);
+        pin(scores_);
+        wgmma_fence();
+        multiply_panels<Shape::kD, Shape::kQueryPanelBytes, Shape::kKeyPanelBytes>(scores_, q, k);
     }
     __device__ __forceinline__ uint64 value_operand(int32) const {
         const uint32 stage = values_.slot();

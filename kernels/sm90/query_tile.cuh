@@ -244,8 +244,10 @@ __device__ __forceinline__ common::ScoreTile score_tile_of(const Params& params,
 }
 
 // Called once per block, after its last draw. The last block resets the counter for the next launch; its plain stores
-// must come after the draws of all others.
-__device__ __forceinline__ void leave_counter(const Params& params) {
+// must come after the draws of all others. `params` is of a template type because kernels whose blocks own keys, which
+// share code with the others, have no counter.
+template <class Record>
+__device__ __forceinline__ void leave_counter(const Record& params) {
     if (!params.tile_counter) return;
     if (increment_in_order(params.tile_counter + 1) == gridDim.x - 1) {
         params.tile_counter[0] = 0;

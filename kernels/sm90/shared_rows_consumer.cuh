@@ -5,9 +5,17 @@
 //   of its own key tiles           S = Q K^T, P = 2^(S - row_shift), O += P V, and P goes to the other group
 //   of those of the other group    O += P V, where P comes from shared memory
 //
-// The row shifts and the row sums go from group to group together with P: the group that computes P has those of all key
-// tiles before, and both groups have those of all rows at the end. A thread of one group and that of the same number in
-// the other hold the same rows and keys of P, so a thread writes what exactly one other thread reads. One buffer serves
+// The gradients are computed in the same way (shared_gradient_consumer.cuh). Their rows are queries, or keys; "key tiles"
+// are then tiles of the other side, and P, O and V stand for what is multiplied:
+//
+//   O     rows       S          P                              V
+//   dQ    queries    Q K^T      dS = P o (dO V^T - delta)      K
+//   dK    keys       K Q^T      dS^T                           Q
+//   dV    keys       K Q^T      P^T                            dO
+//
+// The forward's row shifts and row sums go from group to group together with P: the group that computes P has those of all
+// key tiles before, and both groups have those of all rows at the end. A thread of one group and that of the same number
+// in the other hold the same rows and keys of P, so a thread writes what exactly one other thread reads. One buffer serves
 // both directions, because a thread reads what is there before it writes, and one mbarrier for each pair of warps.
 //
 // While a group computes exponentials, its own product P V of the key tile before and the products of the other group keep
@@ -18,6 +26,17 @@
 //   issue   O += P(t - 1) V(t - 1)
 //   wait    S -> release K(t); P(t) = 2^(S - row_shift)
 //   wait    O -> release V(t - 1)
+//
+// If P is dS, K is V, whose stages are few (kDerives). The stage of t - 2 is then released before S(t), which may need it,
+// is issued, and that of t - 1 before dP(t) is awaited:
+//
+//   issue   O += dS(t - 2) V(t - 2); wait for O -> release V(t - 2)
+//   issue   S = Q V(t)^T
+//   read    dS(t - 1)
+//   issue   O += dS(t - 1) V(t - 1), dP(t)
+//   wait    S; P(t) = 2^(S - lse)
+//   wait    O -> release V(t - 1)
+//   wait    dP -> release its operand; dS(t) = P o (dP - delta)
 #pragma once
 #include "common/math.cuh"
 #include "sm90/multiply_panels.cuh"
@@ -32,34 +51,45 @@ struct ExchangedTile {
     static constexpr int kBytes = kShifts + 4 * kGroupRows;
 };
 
-// `Shape` has the constants kBc, kD (the columns of Q and K), kOwnDv (of a group's part of O), kQueryPanelBytes and
-// kKeyPanelBytes. `Own` is the class of the consumer, which has the members scores_, a QuadFragment<kBc / 8>, and
-// softmax_, an OnlineSoftmax. Its functions get the position of a key tile among those of the rows, which counts from 0 in
-// the order in which they are processed:
+// `Shape` has the constants kBc, kOwnDv (the columns of a group's part of O), kDerives, kHasSoftmax (the groups hand over
+// row shifts and row sums) and kMovesExchange. `Own` is the class of the consumer, which has the member scores_, a
+// QuadFragment<kBc / 8>, and with kHasSoftmax softmax_, an OnlineSoftmax. Its functions get the position of a key tile
+// among those of the rows, which counts from 0 in the order in which they are processed:
 //
-//   query_operand()                    the K-major descriptor of Q
-//   key_operand(t)                     that of K; waits until it is there
+//   multiply_scores(t)                 issues S = Q K^T, without the end of a group of products; waits until K is there
 //   value_operand(t)                   the MN-major descriptor of the group's columns of V; waits until they are there
 //   release_key(t), release_value(t)   the group has finished reading K or its columns of V
-//   take_probabilities(t, p, rescale)  computes `p` from scores_ by softmax_; false if O must be multiplied by `rescale`
+//   take_probabilities(t, p, rescale)  computes `p` from scores_; false if O must be multiplied by `rescale`
+//
+// with kDerives, in the place of the last one
+//
+//   issue_derivatives(t)               issues dP, as two groups of products
+//   exponentiate(t)                    replaces S by P
+//   take_derivatives(t, p)             computes `p`, dS, from P and dP
+//
+// and with kMovesExchange
+//
+//   place_to_write(), place_to_read()  the addresses of the buffers of P of the present key tile and of the one before
+//   release_exchange()                 this warp has read the latter
 template <class Own, class Shape, class Element>
 class SharedRowsConsumer {
   protected:
     using Output = QuadFragment<Shape::kOwnDv / 8>;
     using Probabilities = PackedFragment<Element, Shape::kBc / 8>;
     using Exchanged = ExchangedTile<Shape::kBc>;
+    static constexpr bool kHasSoftmax = Shape::kHasSoftmax;
 
-    // `part`: the group's columns of O. `exchange`: Exchanged::kBytes of shared memory; `barriers`: mbarriers of one
-    // arrival for each of the 4 pairs of warps.
+    // `part`: the group's columns of O. `exchange`: Exchanged::kBytes of shared memory, unless kMovesExchange; `barriers`:
+    // mbarriers of one arrival for each of the 4 pairs of warps.
     __device__ SharedRowsConsumer(int32 part, uint32 exchange, uint32 barriers)
         : part_(part),
-          exchange_(exchange + 16 * (threadIdx.x % kGroupThreads)),
+          exchange_(of_thread(exchange)),
           shifts_(exchange + Exchanged::kShifts + 4 * (threadIdx.x % kGroupThreads / 32 * 16 + threadIdx.x % 32 / 4)),
           barrier_(barriers + 8 * (threadIdx.x % kGroupThreads / 32)) {}
 
     // Computes O, row shifts and row sums of `tiles` key tiles. Both groups have the same number of them, one at least.
     __device__ __forceinline__ void take_tiles(int32 tiles) {
-        own().softmax_.reset();
+        if constexpr (kHasSoftmax) own().softmax_.reset();
         output_.fill(0.0f);
         int32 t = (turn_ + part_) % 2;
         if (t < tiles) {
@@ -96,18 +126,35 @@ class SharedRowsConsumer {
     template <bool kHasOwn, bool kHasOther>
     __device__ __forceinline__ void step(int32 t) {
         if constexpr (kHasOwn) issue_output(p_, t - 2);
+        if constexpr (kHasOwn && Shape::kDerives) {
+            finish_output<0>(t - 2);
+            pin(p_);
+        }
         issue_scores(t);
-        if constexpr (kHasOther) take_other<1>(t - 1, kHasOwn);
-        wgmma_wait<kHasOther ? 1 : 0>();
-        pin(own().scores_);
-        own().release_key(t);
-        float rescale[2];
-        const bool kept = own().take_probabilities(t, p_, rescale);
-        hand_over();
-        if constexpr (kHasOther) {
-            finish_output<0>(t - 1);
-            pin(other_p_);
-            if (__builtin_expect(!kept, 0)) multiply_output(rescale);
+        if constexpr (kHasOther) take_other<1>(t - 1, kHasOwn && !Shape::kDerives);
+        if constexpr (Shape::kDerives) {
+            own().issue_derivatives(t);
+            wgmma_wait<kHasOther ? 3 : 2>();
+            pin(own().scores_);
+            own().exponentiate(t);
+            if constexpr (kHasOther) {
+                finish_output<2>(t - 1);
+                pin(other_p_);
+            }
+            own().take_derivatives(t, p_);
+            hand_over();
+        } else {
+            wgmma_wait<kHasOther ? 1 : 0>();
+            pin(own().scores_);
+            own().release_key(t);
+            float rescale[2];
+            const bool kept = own().take_probabilities(t, p_, rescale);
+            hand_over();
+            if constexpr (kHasOther) {
+                finish_output<0>(t - 1);
+                pin(other_p_);
+                if (__builtin_expect(!kept, 0)) multiply_output(rescale);
+            }
         }
     }
 
@@ -123,29 +170,31 @@ class SharedRowsConsumer {
     // which is in flight if `waits`.
     template <int kPending>
     __device__ __forceinline__ void take_other(int32 t, bool waits) {
-        const float before[2] = {own().softmax_.row_shift[0], own().softmax_.row_shift[1]};
+        float before[2];
+        if constexpr (kHasSoftmax)
+#pragma unroll
+            for (int i = 0; i < 2; ++i) before[i] = own().softmax_.row_shift[i];
         read(t);
         if (waits) {
             finish_output<kPending>(t - 1);
             pin(p_);
         }
-        float rescale[2];
-        bool kept = true;
+        if constexpr (kHasSoftmax) {
+            float rescale[2];
+            bool kept = true;
 #pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            const float shift = own().softmax_.row_shift[i];
-            kept &= before[i] == shift;
-            rescale[i] = before[i] == shift ? 1.0f : common::exp2_approx(before[i] - shift);
+            for (int i = 0; i < 2; ++i) {
+                const float shift = own().softmax_.row_shift[i];
+                kept &= before[i] == shift;
+                rescale[i] = before[i] == shift ? 1.0f : common::exp2_approx(before[i] - shift);
+            }
+            if (!__all_sync(common::kFullWarp, kept)) multiply_output(rescale);
         }
-        if (!__all_sync(common::kFullWarp, kept)) multiply_output(rescale);
         issue_output(other_p_, t);
     }
 
     __device__ __forceinline__ void issue_scores(int32 t) {
-        const uint64 q = as_if_new(own().query_operand()), k = own().key_operand(t);
-        pin(own().scores_);
-        wgmma_fence();
-        multiply_panels<Shape::kD, Shape::kQueryPanelBytes, Shape::kKeyPanelBytes>(own().scores_, q, k);
+        own().multiply_scores(t);
         wgmma_commit();
         pin(own().scores_);
     }
@@ -162,29 +211,40 @@ class SharedRowsConsumer {
 
     __device__ __forceinline__ void hand_over() {
         const int32 lane = threadIdx.x % 32;
+        uint32 exchange = exchange_;
+        if constexpr (Shape::kMovesExchange) exchange = of_thread(own().place_to_write());
 #pragma unroll
-        for (int s = 0; s < Shape::kBc / 16; ++s) store_shared(exchange_ + s * Exchanged::kStepBytes, p_.k16(s));
+        for (int s = 0; s < Shape::kBc / 16; ++s) store_shared(exchange + s * Exchanged::kStepBytes, p_.k16(s));
+        if constexpr (kHasSoftmax)
 #pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            store_shared(sum_address(i), own().softmax_.sum[i]);
-            if (lane % 4 == 0) store_shared(shifts_ + 32 * i, own().softmax_.row_shift[i]);
-        }
+            for (int i = 0; i < 2; ++i) {
+                store_shared(sum_address(i), own().softmax_.sum[i]);
+                if (lane % 4 == 0) store_shared(shifts_ + 32 * i, own().softmax_.row_shift[i]);
+            }
+        if constexpr (Shape::kMovesExchange) async_proxy_fence();  // TMA writes there next
         __syncwarp();
         if (lane == 0) mbarrier_arrive(barrier_);
     }
     __device__ __forceinline__ void read(int32 t) {
         mbarrier_wait(barrier_, (turn_ + t) % 2);
+        uint32 exchange = exchange_;
+        if constexpr (Shape::kMovesExchange) exchange = of_thread(own().place_to_read());
 #pragma unroll
         for (int s = 0; s < Shape::kBc / 16; ++s) {
-            const OperandA step = load_shared_operand(exchange_ + s * Exchanged::kStepBytes);
+            const OperandA step = load_shared_operand(exchange + s * Exchanged::kStepBytes);
 #pragma unroll
             for (int r = 0; r < 4; ++r) other_p_.word[2 * s + r / 2][r % 2] = step.reg[r];
         }
+        if constexpr (kHasSoftmax)
 #pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            own().softmax_.sum[i] = load_shared<float>(sum_address(i));
-            own().softmax_.row_shift[i] = load_shared<float>(shifts_ + 32 * i);
-        }
+            for (int i = 0; i < 2; ++i) {
+                own().softmax_.sum[i] = load_shared<float>(sum_address(i));
+                own().softmax_.row_shift[i] = load_shared<float>(shifts_ + 32 * i);
+            }
+        if constexpr (Shape::kMovesExchange) own().release_exchange();
+    }
+    __device__ __forceinline__ static uint32 of_thread(uint32 exchange) {
+        return exchange + 16 * (threadIdx.x % kGroupThreads);
     }
     __device__ __forceinline__ uint32 sum_address(int i) const {
         return exchange_ - 12 * (threadIdx.x % kGroupThreads) + Exchanged::kSums + i * 4 * kGroupThreads;

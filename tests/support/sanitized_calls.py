@@ -68,14 +68,19 @@ def pairs() -> None:
 
 
 def shared_rows() -> None:
-    """Calls forwards whose warp groups share rows, in clusters: features, shares of keys, packed sequences."""
+    """Calls what warp groups that share rows compute: features of forwards, shares of tiles, packed sequences."""
     sizes = {"batch": 2, "num_heads": 2, "seqlen_q": 150, "seqlen_k": 230}
     offsets = dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), cupy.asarray(np.array([3, 90, 90, 150], np.int32)))
     for columns in ((320, 264), (512, 512)):
-        q, k, v, _ = make_inputs("bfloat16", **sizes, num_heads_kv=1, **columns_of(*columns), xp=cupy)
+        q, k, v, do = make_inputs("bfloat16", **sizes, num_heads_kv=1, **columns_of(*columns), xp=cupy)
+        # The tool considers results that TMA stores as unwritten, so no other kernel may read them.
+        o, lse = fa2cupy.forward(q, k, v, family="sm80", num_splits=1)
         for causal, num_splits in itertools.product((False, True), (1, 3)):
             fa2cupy.forward(q, k, v, causal=causal, num_splits=num_splits)
+            fa2cupy.backward(q, k, v, o, lse, do, causal=causal, num_splits=num_splits)
+        fa2cupy.backward(q, k, v, o, lse, do, window=(30, 5))
         fa2cupy.forward(*(x[0] for x in (q, k, v)), **offsets, causal=True)
+        fa2cupy.backward(*(x[0] for x in (q, k, v, o, lse, do)), **offsets, causal=True)
         for names in FEATURES:
             given = {key: value for name in names for key, value in options_of(name, "bfloat16", sizes).items()}
             fa2cupy.forward(q, k, v, **on_gpu(given, cupy.asarray))
