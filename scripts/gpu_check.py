@@ -59,17 +59,22 @@ SUITES = {
 # the second and synccheck reports the first. With bar.sync in place of bar.arrive racecheck finds nothing, and with one
 # loop for both roles synccheck finds nothing; either costs up to 15 % of the speed.
 NOT_MODELLED = ("fa2_backward_sm80", "fa2_backward_dkdv_sm80", "fa2_backward_one_tile")
-# Nor can synccheck judge the sm80 kernel of dK' and dV' beyond 128 columns: its two roles reach the block's barrier at
-# different instructions, too.
-TWO_LOOPS = ("fa2_dkdv_jvp_sm80_bf16_d256", "fa2_dkdv_jvp_sm80_bf16_d264v328")
+# Nor can synccheck judge the sm80 kernel of dK' and dV' beyond 128 columns and the sm90 one of dK and dV beyond 256:
+# their roles reach the block's barrier at different instructions, too.
+TWO_LOOPS = (
+    "fa2_dkdv_jvp_sm80_bf16_d256", "fa2_dkdv_jvp_sm80_bf16_d264v328", "fa2_backward_dkdv_sm90_bf16_d320",
+    "fa2_backward_dkdv_sm90_bf16_d512", "fa2_backward_dkdv_sm90_fp16_d512",
+)  # fmt: skip
 # In the sm90 kernels one lane arrives at an mbarrier for its warp. racecheck treats accesses of the other lanes before
 # that as unordered with those behind the barrier. With all lanes arriving it finds nothing: in the float32 kernels, in
 # those of dK' and dV' (44 hazards without), in that of dbias (10 without; consumers and producer), and in forwards that
-# keep a bias (6 without). Two have been read only: blocks of both passes in one launch, which are those of the second
-# and of dQ, and forwards that start from a bias in the producers' copies (4), whose barriers are those of the backward.
+# keep a bias (6 without). Three have been read only: blocks of both passes in one launch, which are those of the second
+# and of dQ; forwards that start from a bias in the producers' copies (4), whose barriers are those of the backward; and
+# dQ beyond 256 columns, where a group hands dS over to another (36, each of 31 lanes in 32).
 ONE_LANE_ARRIVES = (
     "fa2_backward_sm90", "fa2_backward_dkdv_sm90", "fa2_backward_both_sm90", "fa2_dkdv_jvp_sm90", "fa2_dbias_sm90",
-    "bias_kept_bias", "fa2_forward_sm90_bf16_d32_r128_c64_w12_s3_b2_bias",
+    "bias_kept_bias", "fa2_forward_sm90_bf16_d32_r128_c64_w12_s3_b2_bias", "fa2_backward_dq_sm90_bf16_d320",
+    "fa2_backward_dq_sm90_fp16_d512",
 )  # fmt: skip
 # racecheck reported V in the causal float64 forward of more than 128 columns, when two warps that moved their row shift
 # passed one more barrier of their own than those that did not. Its copy and its reads have a barrier of the whole block

@@ -107,11 +107,11 @@ def _visible_gpus() -> list[str]:
 
 
 class _Failures:
-    """Names tests that fail at once: a run that is broken off has no summary."""
+    """Says at once which tests fail in which phase, and why: a run that is broken off has no summary."""
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.failed:
-            print(f"\nfailed: {report.nodeid}", flush=True)
+            print(f"\nfailed: {report.nodeid}\n{report.when}: {report.longreprtext[-2000:]}", flush=True)
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

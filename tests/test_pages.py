@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
-import itertools
 import re
 import traceback
 from pathlib import Path
@@ -163,12 +162,6 @@ def test_what_older_files_do_not_have_is_on_pages_when_newer_ones_have_it(monkey
                 row["over_plain"] = {"causal": "0.98"}.get(row["feature"], row["over_plain"])
             flex = [row for row in found if (row["feature"], row["provider"]) == ("causal", "torch flex")]
             return found + [{**row, "provider": "torch flex flash", "ratio": "1.16"} for row in flex]
-        if name == "sparse.csv":
-            grids = [("13 x 13", 4096), ("13 x 13", 16384), ("5 x 5 x 5", 16384)]
-            found += [
-                {**copied, "pattern": pattern, "seqlen": f"{n}", "head_dim": d, "operation": one, "over_evaluated": "2"}
-                for (pattern, n), d, one in itertools.product(grids, ("64", "128"), ("forward", "default"))
-            ]
         if name == "benchmark.csv":
             wide = {**copied, "dtype": "float32", "seqlen": "128", "host_us": "21.4"}
             found += [{**found[0], **wide, "operation": one} for one in ("forward", "single_pass", "two_pass")]
@@ -182,7 +175,6 @@ def test_what_older_files_do_not_have_is_on_pages_when_newer_ones_have_it(monkey
     text = pages.PARTS["FlexAttention, functions"]()
     assert f"| causal |{' 1.16 / 1.16 |' * 4}" in text and "tree of ancestors" not in text
     assert "and the causal mask at 0.98 / 0.98 of that of `causal`." in " ".join(text.split())
-    assert "| 5 x 5 x 5 of 16 x 32 x 32 | 2.00 / 2.00 | 2.00 / 2.00 |" in pages.PARTS["maps"]()
     assert "In float32 a warm forward takes 21 us, and backwards take 21 and 21 us." in pages.PARTS["short calls"]()
     assert "64 documents of any lengths, packed in 128k rows of 32/8 heads, reach 96.0 / 96.0 %" in " ".join(
         pages.PARTS["scaleout"]().split()
