@@ -50,7 +50,7 @@ FAMILIES = {
 KERNELS = {
     **FAMILIES,
     "sm80 wide": ("float16", 32, 264, TileConfig(32, 64, 4), TileConfig(32, 32, 8)),
-    "sm90 wide": ("float16", 15, 264, TileConfig(64, 32, 12, 2), TileConfig(32, 32, 8)),
+    "sm90 wide": ("float16", 15, 264, TileConfig(64, 32, 12, 2), TileConfig(32, 64, 12, 2)),
 }
 #: Columns of v beside those columns of q.
 COLUMNS_OF_V = {"simt": 12, "sm80": 40, "sm90": 48}
@@ -303,6 +303,7 @@ def test_rows_of_more_than_256_columns():
 
 def test_wgmma_on_more_than_256_columns():
     Case("sm90 wide").check_forward()
+    Case("sm90 wide").check_backward("two_pass")
 
 
 @pytest.mark.sample(name=("sm80",), method=("single_pass",))
