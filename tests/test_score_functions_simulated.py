@@ -102,8 +102,9 @@ def test_ready_made_functions_on_hopper(launched, name, kind):
 def check_ready_made(launched: list, name: str, kind: str) -> None:
     dtype = KINDS[kind]
     case = ready_made(*SHAPE, wide=accumulator(dtype))[name]
-    # A function that is a soft cap runs as that keyword does.
-    check(launched, kind, draw(dtype), (case.role if name != "softcap" else "softcap",), **case.options)
+    # Functions that are a soft cap or the causal mask run as these keywords do.
+    used = {"softcap": ("softcap",), "causal": ()}.get(name, (case.role,))
+    check(launched, kind, draw(dtype), used, **case.options)
 
 
 def low_rank(score, b, h, q, k, x, y, ids, scale):
