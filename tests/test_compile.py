@@ -526,7 +526,8 @@ def test_every_file_of_kernels_is_used_by_some_kernel():
         specs += default_specs(DeviceInfo.named("sm_90"), "float16", 64, True, method, num_splits=2)
         specs += default_specs(DeviceInfo.named("sm_90"), "float32", 64, True, method, "sm90")
         specs += default_specs(DeviceInfo.named("sm_90"), "float64", 64, True, method, "sm80")
-    specs += default_specs(H100, "float16", 512, True)
+    for method in (None, "two_pass"):
+        specs += default_specs(H100, "float16", 512, True, method)
     specs += [merge_spec(H100, "float16", 64), *decode_specs(H100, "float16", 64), *decode_specs(H100, "float32", 64)]
     specs += decode_specs(H100, "float16", 576, 512)
     specs += [*specs_of_ranks("sm_90", ["float16"]), *second_order_specs(H100, "float32", 64)]
