@@ -20,7 +20,7 @@ from typing import Any, TypeAlias, TypeVar, cast
 
 import numpy as np
 
-from .functions.built_in import KNOWN_MASKS, Band, Neighborhood
+from .functions.built_in import NEIGHBORHOODS, Neighborhood
 from .problem.arguments import check_bool, check_int
 from .problem.feature_checks import finite_number
 
@@ -101,15 +101,14 @@ def causal(diagonal: int = 0) -> Mod:
 
     Notes
     -----
-    Where `diagonal` is ``seqlen_k - seqlen_q``, calls on a GPU run as with the keyword, and do not read a map of the
-    function. Packed sequences, calls with ``causal`` or ``window`` besides, a map given by its tiles, and several GPUs
-    that share sequences keep the function.
+    Calls on a GPU run as with the keyword where it computes the same, and do not read a map of the function: here if
+    `diagonal` is ``seqlen_k - seqlen_q``. Packed sequences, calls with ``causal`` or ``window`` besides, a map given by
+    its tiles, and several GPUs that share sequences keep the function.
     """
 
     def mask(b: Any, h: Any, q: Any, k: Any) -> Any:
         return k <= q + diagonal
 
-    KNOWN_MASKS[mask] = Band(None, 0, diagonal)
     return mask
 
 
@@ -132,7 +131,6 @@ def sliding_window(left: int, right: int = 0, diagonal: int = 0) -> Mod:
     def mask(b: Any, h: Any, q: Any, k: Any) -> Any:
         return (q + diagonal - left <= k) & (k <= q + diagonal + right)
 
-    KNOWN_MASKS[mask] = Band(left, right, diagonal)
     return mask
 
 
@@ -176,7 +174,7 @@ def neighborhood_2d(width: int, radius: int) -> Mod:
         rows, columns = q // width - k // width, q % width - k % width
         return (abs(rows) <= radius) & (abs(columns) <= radius)
 
-    KNOWN_MASKS[mask] = Neighborhood(None, (width,), (radius,) * 2, (2 * radius + 1,) * 2, False)
+    NEIGHBORHOODS[mask] = Neighborhood(None, (width,), (radius,) * 2, (2 * radius + 1,) * 2, False)
     return mask
 
 
@@ -217,7 +215,7 @@ def neighborhood(shape: tuple[int, ...], kernel_size: tuple[int, ...]) -> Mod:
         return visible
 
     before = tuple(size // 2 for size in kernel_size)
-    KNOWN_MASKS[mask] = Neighborhood(shape[0], shape[1:], before, kernel_size, True)
+    NEIGHBORHOODS[mask] = Neighborhood(shape[0], shape[1:], before, kernel_size, True)
     return mask
 
 

@@ -22,6 +22,7 @@ from support.traced_cases import EDGES, at_edges
 import fa2cupy
 from fa2cupy import mods
 from fa2cupy.functions import derivatives, tracing
+from fa2cupy.functions.built_in import Band
 from fa2cupy.functions.evaluation import Evaluation, add_elements, reduced
 from fa2cupy.functions.expressions import reachable
 from fa2cupy.functions.tracing import Program, argument_kind, trace
@@ -887,3 +888,81 @@ def test_a_program_shows_what_it_is():
     assert program == tracing.trace("mask_mod", lambda b, h, q, k: k <= q, ())
     assert program.depends_on("q")
     assert not program.depends_on("b")
+
+
+#: Mask functions, and the least and the largest k - q of the keys that they show.
+BANDS = [
+    (lambda b, h, q, k: k <= q, (None, 0)),
+    (lambda b, h, q, k: k < q, (None, -1)),
+    (lambda b, h, q, k: q >= k, (None, 0)),
+    (lambda b, h, q, k: q > k, (None, -1)),
+    (lambda b, h, q, k: k - q <= 3, (None, 3)),
+    (lambda b, h, q, k: 3 - k >= -q, (None, 3)),
+    (lambda b, h, q, k: q - k < 5, (-4, None)),
+    (lambda b, h, q, k: q - 5 < k, (-4, None)),
+    (lambda b, h, q, k: k - q >= -5, (-5, None)),
+    (lambda b, h, q, k: ~(k > q + 2), (None, 2)),
+    (lambda b, h, q, k: np.logical_not(k < q - 2), (-2, None)),
+    (lambda b, h, q, k: (q - k < 5) & (k <= q), (-4, 0)),
+    (lambda b, h, q, k: (k <= q) & (k <= q - 2) & (k >= q - 7) & (k >= q - 6), (-6, -2)),
+    (lambda b, h, q, k: abs(q - k) <= 4, (-4, 4)),
+    (lambda b, h, q, k: abs(k - q - 2) < 4, (-1, 5)),
+    (lambda b, h, q, k: q == k, (0, 0)),
+    (lambda b, h, q, k: k == q + 3, (3, 3)),
+    (lambda b, h, q, k: q == k + 3, (-3, -3)),
+    (lambda b, h, q, k: (k < q) & (k > q), (1, -1)),
+    (lambda b, h, q, k: mods.sliding_window(5, 2, 1)(b, h, q, k) & mods.causal(2)(b, h, q, k), (-4, 2)),
+]
+
+
+@pytest.mark.parametrize("number", range(len(BANDS)))
+def test_bands_are_found(number):
+    function, limits = BANDS[number]
+    found = traced(function, role="mask_mod").known
+    assert found == limits
+    q, k = np.arange(20)[:, None], np.arange(20)
+    least, most = (other if x is None else x for x, other in zip(found, (-99, 99), strict=True))
+    np.testing.assert_array_equal(function(0, 0, q, k), (least <= k - q) & (k - q <= most))
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda b, h, q, k: (k <= q) | (k < 4),
+        lambda b, h, q, k: (k <= q) & (h > 0),
+        lambda b, h, q, k: k <= q + b,
+        lambda b, h, q, k: k + q <= 9,
+        lambda b, h, q, k: k <= 9,
+        lambda b, h, q, k: 2 * k <= q,
+        lambda b, h, q, k: k != q,
+        lambda b, h, q, k: ~((k <= q) & (k >= q - 3)),
+        lambda b, h, q, k: ~(k == q),
+        lambda b, h, q, k: (k <= q) & ((q - k) % 2 == 0),
+        lambda b, h, q, k: k // 8 <= q // 8,
+        lambda b, h, q, k: 1.0 * k <= q,
+        lambda b, h, q, k: (k <= q) == (k < 4),
+        lambda b, h, q, k: abs(q - k) >= 4,
+        lambda b, h, q, k: True,
+    ],
+)
+def test_other_functions_are_no_bands(function):
+    assert traced(function, role="mask_mod").known is None
+
+
+def test_a_band_of_an_array_is_none():
+    assert traced(lambda b, h, q, k, reach: q - k < reach[h], np.array([3, 4]), role="mask_mod").known is None
+
+
+@pytest.mark.parametrize("lengths", [(9, 9), (6, 9), (9, 6)])
+def test_windows_of_bands_compute_the_same(lengths):
+    q, k, v, _ = fa2cupy.testing.make_inputs("float64", seqlen_q=lengths[0], seqlen_k=lengths[1], head_dim=4)
+    has_window = 0
+    for function, limits in BANDS:
+        window = Band(*limits).window(lengths[1] - lengths[0])
+        if window is not None:
+            has_window += 1
+            for one, other in zip(
+                fa2cupy.forward(q, k, v, mask_mod=function), fa2cupy.forward(q, k, v, window=window), strict=True
+            ):
+                np.testing.assert_allclose(one, other, rtol=1e-14, atol=1e-14)
+    assert 3 < has_window < len(BANDS)

@@ -7,9 +7,9 @@ from collections.abc import Callable
 from types import FunctionType
 from typing import Any, NamedTuple, TypeAlias
 
-from .expressions import Node, reciprocal
+from .expressions import Node, reachable, reciprocal
 
-__all__ = ["KNOWN_MASKS", "Band", "KnownMask", "Neighborhood", "is_shift", "known_mask", "soft_cap_of"]
+__all__ = ["NEIGHBORHOODS", "Band", "KnownMask", "Neighborhood", "band_of", "is_shift", "known_mask", "soft_cap_of"]
 
 
 class Neighborhood(NamedTuple):
@@ -35,32 +35,57 @@ class Neighborhood(NamedTuple):
 
 
 class Band(NamedTuple):
-    """A mask function by which each query sees keys around one, as by ``causal`` and ``window``.
+    """A mask function by which each query sees the keys between two diagonals, as by ``causal`` and ``window``.
 
     Attributes
     ----------
-    left : int or None
-        Number of visible keys before that one; None for all, with none behind it: ``causal``.
-    right : int
-        Number of those behind it.
-    diagonal : int
-        Its distance from the query.
+    first, last : int or None
+        The least and the largest k - q of visible keys; None for no limit.
     """
 
-    left: int | None
-    right: int
-    diagonal: int
+    first: int | None
+    last: int | None
 
+    def window(self, diagonal: int) -> tuple[int | None, int | None] | None:
+        """The limits of ``window`` for queries that are aligned with key ``q + diagonal``; None if one is negative."""
+        left = None if self.first is None else diagonal - self.first
+        right = None if self.last is None else self.last - diagonal
+        return None if min(left or 0, right or 0) < 0 else (left, right)
+
+
+_BOUNDS = ("less", "less_equal", "equal")
 
 KnownMask: TypeAlias = Neighborhood | Band
 
-#: What is known of functions: of those of `fa2cupy.mods`.
-KNOWN_MASKS: dict[object, KnownMask] = {}
+#: The functions of `fa2cupy.mods` that are neighborhoods.
+NEIGHBORHOODS: dict[object, Neighborhood] = {}
 
 
-def known_mask(function: Callable[..., Any]) -> KnownMask | None:
-    """What is known of a function, or None. Some callables cannot be hashed."""
-    return KNOWN_MASKS.get(function) if isinstance(function, FunctionType) else None
+def known_mask(function: Callable[..., Any], result: Node) -> KnownMask | None:
+    """What is known of a function with this result, or None. Some callables cannot be hashed."""
+    return (NEIGHBORHOODS.get(function) if isinstance(function, FunctionType) else None) or band_of(result)
+
+
+def band_of(result: Node) -> Band | None:
+    """The band that a mask function is: one or more bounds of k - q, all of which hold. None for another function."""
+    first: list[int] = []
+    last: list[int] = []
+    for node in reachable([result], operands=lambda x: x.operands if x.op == "logical_and" else ()):
+        if node.op == "logical_and":
+            continue
+        is_hidden = node.op == "logical_not"
+        bound = node.operands[0] if is_hidden else node
+        if bound.distance is None or bound.op not in (("less", "less_equal") if is_hidden else _BOUNDS):
+            return None
+        factor, limit = bound.distance.factor, bound.distance.constant + (bound.op == "less")
+        if bound.op == "equal":
+            first.append(factor * limit)
+            last.append(factor * limit)
+        elif factor > 0:  # limit <= k - q
+            (last if is_hidden else first).append(limit - is_hidden)
+        else:  # k - q <= -limit
+            (first if is_hidden else last).append(is_hidden - limit)
+    return Band(max(first, default=None), min(last, default=None))
 
 
 def is_shift(result: Node) -> bool:

@@ -76,7 +76,7 @@ class Program(Unchanging):
     place : str
         The line at which the function begins, for messages.
     known : KnownMask or None
-        What a mask function of `fa2cupy.mods` computes, where kernels can do without it; None for other functions.
+        What a mask function computes, where kernels can do without it; None for other functions.
     """
 
     def __init__(
@@ -360,7 +360,7 @@ def _traced(role: str, function: Callable[..., Any], arguments: tuple[ArgumentKi
     try:
         node = _result(role, graph, result)
         place = place_of_definition(function)
-        known = known_mask(function)
+        known = known_mask(function, node)
         key = (role, arguments, place, node.number, known, graph.content())  # ahead of the nodes of derivatives
         return _shared.get(key) or _shared.put(key, Program(role, arguments, graph, node, place, known))
     except RefusalError as error:

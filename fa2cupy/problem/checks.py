@@ -232,11 +232,14 @@ def with_band(problem: AttentionProblem, any_lengths: bool = False) -> Attention
     is_given_map = settings.block_mask is not None and settings.block_mask.program is None
     if not isinstance(found, Band) or is_given_map or problem.is_packed or problem.band != (None, None):
         return problem
-    if not any_lengths and found.diagonal != problem.seqlen_k - problem.seqlen_q:
+    last = found.first if found.last is None else found.last
+    window = found.window(last if any_lengths and last is not None else problem.seqlen_k - problem.seqlen_q)
+    # Without a limit before the query, only causal: kernels that are compiled ahead are those of one keyword.
+    if window is None or (window[0] is None and window[1] != 0):
         return problem
-    window = (None, None) if found.left is None else (found.left, found.right)
-    settings = dataclasses.replace(settings, mask_mod=None, block_mask=None, window=window)
-    return dataclasses.replace(problem, causal=found.left is None, settings=settings)
+    causal = window[0] is None
+    settings = dataclasses.replace(settings, mask_mod=None, block_mask=None, window=(None, None) if causal else window)
+    return dataclasses.replace(problem, causal=causal, settings=settings)
 
 
 def problem_from_outputs(o: Array, do: Array, *, layout: str = "bshd") -> AttentionProblem:
