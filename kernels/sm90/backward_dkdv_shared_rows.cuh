@@ -115,7 +115,6 @@ struct BackwardDkdv {
     using Memory = SharedGradientMemory<Shape<kDerives>>;
     using Shares = common::ShareWorkspace<Spec::kBc, Spec::kHeadDim, Spec::kHeadDimV, false>;
     static constexpr bool kFindsSequences = true;
-    static constexpr int kPhaseBarrier = 4, kPhaseThreads = 2 * kGroupThreads + 32;  // consumers and the loading warp
     static constexpr int kDataBytes = max_of(Shape<false>::kDataBytes, Shape<true>::kDataBytes);
     static_assert(kAlignment + kDataBytes + Shape<true>::kControlBytes == Spec::kSharedBytes);
 
@@ -138,14 +137,14 @@ struct BackwardDkdv {
             deallocate_registers<Shape<true>::kProducerRegisters>();
             if (threadIdx.x < 32) {
                 load<false>(params, own, of_dv, {launch.k, launch.v, launch.dout, launch.q}, steps);
-                async_proxy_fence();  // it has written statistics where TMA writes next
-                barrier_sync(kPhaseBarrier, kPhaseThreads);
+                // TMA writes next where this warp has written statistics: their readers have passed hand_over's fence.
+                mbarrier_wait(of_dv.empty_rows(), 0);
                 load<true>(params, own, of_dk, {launch.k, launch.v, launch.q, launch.dout}, steps);
             }
         } else {
             allocate_registers<Shape<true>::kConsumerRegisters>();
             compute<false>(params, launch, own, of_dv, group - 1, steps);
-            barrier_sync(kPhaseBarrier, kPhaseThreads);
+            if (threadIdx.x % 32 == 0) mbarrier_arrive(of_dv.empty_rows());  // its memory is that of dK
             compute<true>(params, launch, own, of_dk, group - 1, steps);
             if (threadIdx.x % 32 == 0) tma_store_wait();
         }

@@ -82,8 +82,16 @@ CHANGES = (
     (
         "dK over what dV still reads",
         "backward_dkdv",
-        "barrier_sync(kPhaseBarrier, kPhaseThreads);\n                load<true>",
-        "barrier_arrive(kPhaseBarrier, kPhaseThreads);\n                load<true>",
+        "mbarrier_wait(of_dv.empty_rows(), 0);",
+        "",
+        "race",
+        DKDV,
+    ),
+    (
+        "dK over dV that TMA still reads",
+        "backward_dkdv",
+        "tma_store_wait_read();",
+        "",
         "race",
         DKDV,
     ),
