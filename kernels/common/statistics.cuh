@@ -1,6 +1,6 @@
 // Addresses of per-row statistics: lse, delta and dlse are contiguous arrays [batch][head][row].
 #pragma once
-#include "common/types.cuh"
+#include "common/math.cuh"
 
 namespace fa2::common {
 
@@ -14,6 +14,17 @@ __device__ __forceinline__ int64 first_statistic(const Record& params, int32 bat
         return head_index * params.total_q;
     else
         return head_index * params.seqlen_q;
+}
+
+// Loads -lse, in base 2, and -delta of a row of a head that has `rows`. A row beyond them or without a visible key gets
+// lse = +inf, so that its P is zero. It has no delta.
+template <bool kLoadsDelta = true>
+__device__ __forceinline__ void load_negated(const float* lse, const float* delta, int32 row, int32 rows,
+                                             float& minus_lse, float& minus_delta) {
+    const float natural = row < rows ? lse[row] : -infinity<float>();
+    const bool has_none = natural == -infinity<float>();
+    minus_lse = has_none ? natural : -in_base2(natural);
+    if constexpr (kLoadsDelta) minus_delta = has_none ? 0.0f : -delta[row];
 }
 
 }  // namespace fa2::common

@@ -185,7 +185,6 @@ class BackwardDqConsumer : common::HeadTerms<Spec>,
     __device__ __forceinline__ bool hides(int i) const { return minus_lse_[i] == -common::infinity<float>(); }
     __device__ __forceinline__ const TensorMap& result() const { return params_.dq; }
 
-    // A row beyond the sequence or without a visible key gets lse = +inf, so that its P is zero. It has no delta.
     __device__ __forceinline__ void load_rows(const TileInSlot& tile) {
         const int32 row = first_row(tile);
         const auto& own = record_of<Spec>(params_, tile);
@@ -194,13 +193,9 @@ class BackwardDqConsumer : common::HeadTerms<Spec>,
         if constexpr (common::kHasHeadTerms<Spec>)
             static_cast<Terms&>(*this) = common::head_terms<Spec>(params_, tile.batch(), tile.head());
 #pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            const int32 at = row + Scores::row(i, lane_);
-            const bool valid = at < own.seqlen_q;
-            const float natural = valid ? lse[at] : -common::infinity<float>();
-            minus_lse_[i] = natural == -common::infinity<float>() ? natural : -common::in_base2(natural);
-            if constexpr (!kIsPass<Spec>) minus_delta_[i] = natural == -common::infinity<float>() ? 0.0f : -delta[at];
-        }
+        for (int i = 0; i < 2; ++i)
+            common::load_negated<!kIsPass<Spec>>(lse, delta, row + Scores::row(i, lane_), own.seqlen_q, minus_lse_[i],
+                                                 minus_delta_[i]);
         if constexpr (kIsPass<Spec>) {
             const OwnDelta<Spec> deltas(params_, tile.batch(), tile.head());
             typename OwnDelta<Spec>::Row rows[2];

@@ -65,19 +65,14 @@ class SharedDqConsumer : SharedGradientConsumer<SharedDqConsumer<Spec>, Spec, Sh
                       scores_.value[n][2 * i + 1] * (derivatives_.value[n][2 * i + 1] + minus_delta_[i]));
     }
 
-    // A row beyond the sequence or without a visible key gets lse = +inf, so that its P is zero. It has no delta.
     __device__ __forceinline__ void load_statistics() {
         const auto& own = record_of<Spec>(params_, tile_);
         const int64 first = common::first_statistic<Spec>(params_, tile_.batch(), tile_.head());
-        const float *lse = own.lse + first, *delta = own.delta + first;
 #pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            const int32 row = tile_.first_row() + 16 * warp_ + Scores::row(i, lane_);
-            const float natural = row < own.seqlen_q ? lse[row] : -common::infinity<float>();
-            const bool has_none = natural == -common::infinity<float>();
-            minus_lse_[i] = has_none ? natural : -common::in_base2(natural);
-            minus_delta_[i] = has_none ? 0.0f : -delta[row];
-        }
+        for (int i = 0; i < 2; ++i)
+            common::load_negated(own.lse + first, own.delta + first,
+                                 tile_.first_row() + 16 * warp_ + Scores::row(i, lane_), own.seqlen_q, minus_lse_[i],
+                                 minus_delta_[i]);
     }
 
     // Rows without a visible key may hold NaN, which P = 0 does not keep out of dQ.

@@ -171,7 +171,7 @@ MUTANTS = (
     Mutant(
         "dQ: rows without a key",
         "backward_dq",
-        "natural == -common::infinity<float>() ? natural :",
+        "has_none ? natural :",
         "false ? natural :",
         "numbers",
         HOPPER_MASKED_ROWS,
@@ -179,8 +179,8 @@ MUTANTS = (
     Mutant(
         "dQ: lse past the end",
         "backward_dq",
-        "const bool valid = at < own.seqlen_q;",
-        "const bool valid = true;",
+        "const float natural = row < rows ? lse[row]",
+        "const float natural = true ? lse[row]",
         "bounds",
         HOPPER_TILES,
     ),
