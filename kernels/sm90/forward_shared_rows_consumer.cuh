@@ -2,7 +2,6 @@
 #pragma once
 #include "sm90/forward_scores.cuh"
 #include "sm90/shared_rows_shape.cuh"
-#include "sm90/store_box.cuh"
 
 namespace fa2::sm90 {
 
@@ -23,7 +22,6 @@ class ForwardSharedRowsConsumer
     using Own::scores_, Own::softmax_;
     using Rows::output_, Rows::part_;
     using typename Own::Probabilities;
-    static constexpr int kStoreBarrier = 1;
 
   public:
     __device__ ForwardSharedRowsConsumer(const Params& params, const Memory& memory, int32 part)
@@ -118,24 +116,11 @@ class ForwardSharedRowsConsumer
         __syncwarp();
     }
 
-    __device__ __forceinline__ void store_result(const float (&row_lse)[2]) const {
+    __device__ __forceinline__ void store_result(const float (&row_lse)[2]) {
         const int32 row = first_row(tile_), head = tile_.head(), batch = tile_.batch();
         const auto rows = query_tma_rows<Spec>(params_, batch);
         if (part_ == 0) Own::store_lse(record_of<Spec>(params_, tile_), rows, row, head, batch, row_lse);
-        const int first = part_ * Shape::kOwnPanels;
-        const uint32 box = memory_.query(0) + first * Shape::kQueryPanelBytes + warp_ * 16 * kPanelRowBytes;
-        barrier_sync(kStoreBarrier, 2 * kGroupThreads);  // both groups have finished reading Q
-        write_box<typename Spec::Element>(box, Shape::kQueryPanelBytes, output_, lane_);
-        async_proxy_fence();
-        __syncwarp();
-        if (lane_ > 0) return;
-#pragma unroll
-        for (int panel = 0; panel < Shape::kOwnPanels; ++panel)
-            if ((first + panel) * kPanelColumns < Spec::kHeadDimV)
-                rows.store(params_.o, box + panel * Shape::kQueryPanelBytes, (first + panel) * kPanelColumns, row, head,
-                           batch);
-        tma_store_commit();
-        tma_store_wait_read();
+        Rows::store_output(memory_.query(0), params_.o, rows, row - 16 * warp_, head, batch);
     }
 
     TileInSlot tile_;

@@ -9,7 +9,6 @@
 #include "common/mask.cuh"
 #include "common/math.cuh"
 #include "sm90/shared_gradient_shape.cuh"
-#include "sm90/store_box.cuh"
 
 namespace fa2::sm90 {
 
@@ -22,8 +21,7 @@ class SharedGradientConsumer : protected SharedRowsConsumer<Own, Shape, typename
     using Rows::output_, Rows::part_;
     using typename Rows::Probabilities;
     friend Rows;
-    static constexpr int kHalf = Shape::kPassingPanels / 2;   // of the passing panels of a tile
-    static constexpr int kOwnBarrier = 1, kStoreBarrier = 3;  // the former is a named barrier for each group
+    static constexpr int kHalf = Shape::kPassingPanels / 2;  // of the passing panels of a tile
 
     __device__ SharedGradientConsumer(const Memory& memory, int32 part)
         : Rows(part, 0, memory.handed_over()), memory_(memory), warp_(threadIdx.x / 32 % 4), lane_(threadIdx.x % 32) {
@@ -74,7 +72,7 @@ class SharedGradientConsumer : protected SharedRowsConsumer<Own, Shape, typename
 
     // The present tile's scores are done after this.
     __device__ __forceinline__ uint32 place_to_write() {
-        barrier_sync(kOwnBarrier + part_, kGroupThreads);  // all warps of the group have finished reading the panel
+        barrier_sync(Rows::kOwnBarrier + part_, kGroupThreads);  // the group's warps have finished reading the panel
         const uint32 place = memory_.passing(passing_.slot(Shape::kPassingPanels - 1));
         passing_.advance(2 * Shape::kPassingPanels);  // over the other group's
         scored_.advance();
@@ -155,20 +153,7 @@ class SharedGradientConsumer : protected SharedRowsConsumer<Own, Shape, typename
     __device__ __forceinline__ void store(const float (&factor)[2], const TensorMap& map, const TmaRows& rows,
                                           int32 row, int32 head, int32 batch) {
         Rows::multiply_output(factor);
-        const int first = part_ * Shape::kOwnPanels;
-        const uint32 box = memory_.first() + first * Shape::kRowPanelBytes + warp_ * 16 * kPanelRowBytes;
-        barrier_sync(kStoreBarrier, 2 * kGroupThreads);  // both groups have finished reading these rows
-        write_box<typename Spec::Element>(box, Shape::kRowPanelBytes, output_, lane_);
-        async_proxy_fence();
-        __syncwarp();
-        if (lane_ > 0) return;
-#pragma unroll
-        for (int panel = 0; panel < Shape::kOwnPanels; ++panel)
-            if ((first + panel) * kPanelColumns < Shape::kColumns)
-                rows.store(map, box + panel * Shape::kRowPanelBytes, (first + panel) * kPanelColumns, row + 16 * warp_,
-                           head, batch);
-        tma_store_commit();
-        tma_store_wait_read();
+        Rows::store_output(memory_.first(), map, rows, row, head, batch);
     }
 
     const Memory memory_;

@@ -40,6 +40,7 @@
 #pragma once
 #include "common/math.cuh"
 #include "sm90/multiply_panels.cuh"
+#include "sm90/store_box.cuh"
 
 namespace fa2::sm90 {
 
@@ -51,10 +52,11 @@ struct ExchangedTile {
     static constexpr int kBytes = kShifts + 4 * kGroupRows;
 };
 
-// `Shape` has the constants kBc, kOwnDv (the columns of a group's part of O), kDerives, kHasSoftmax (the groups hand over
-// row shifts and row sums) and kMovesExchange. `Own` is the class of the consumer, which has the member scores_, a
-// QuadFragment<kBc / 8>, and with kHasSoftmax softmax_, an OnlineSoftmax. Its functions get the position of a key tile
-// among those of the rows, which counts from 0 in the order in which they are processed:
+// `Shape` has the constants kBc, kColumns (of O), kOwnPanels and kOwnDv (the panels and the columns of a group's part of
+// O), kDerives, kHasSoftmax (the groups hand over row shifts and row sums) and kMovesExchange. `Own` is the class of the
+// consumer, which has the members warp_, lane_ and scores_, a QuadFragment<kBc / 8>, and with kHasSoftmax softmax_, an
+// OnlineSoftmax. Its functions get the position of a key tile among those of the rows, which counts from 0 in the order
+// in which they are processed:
 //
 //   multiply_scores(t)                 issues S = Q K^T, without the end of a group of products; waits until K is there
 //   value_operand(t)                   the MN-major descriptor of the group's columns of V; waits until they are there
@@ -78,6 +80,8 @@ class SharedRowsConsumer {
     using Probabilities = PackedFragment<Element, Shape::kBc / 8>;
     using Exchanged = ExchangedTile<Shape::kBc>;
     static constexpr bool kHasSoftmax = Shape::kHasSoftmax;
+    // Named barriers: one for each group, of `Own`, and one for both.
+    static constexpr int kOwnBarrier = 1, kStoreBarrier = kOwnBarrier + 2;
 
     // `part`: the group's columns of O. `exchange`: Exchanged::kBytes of shared memory, unless kMovesExchange; `barriers`:
     // mbarriers of one arrival for each of the 4 pairs of warps.
@@ -114,6 +118,27 @@ class SharedRowsConsumer {
         for (int n = 0; n < Shape::kOwnDv / 8; ++n)
 #pragma unroll
             for (int e = 0; e < 4; ++e) output_.value[n][e] *= factor[e / 2];
+    }
+
+    // Stores the group's columns of O by TMA, through the memory of the block's rows at `smem`. These begin at `row`.
+    template <class TmaRows>
+    __device__ __forceinline__ void store_output(uint32 smem, const TensorMap& map, const TmaRows& rows, int32 row,
+                                                 int32 head, int32 batch) {
+        constexpr uint32 kPanelBytes = kGroupRows * kPanelRowBytes;
+        const int first = part_ * Shape::kOwnPanels;
+        const uint32 box = smem + first * kPanelBytes + own().warp_ * 16 * kPanelRowBytes;
+        barrier_sync(kStoreBarrier, 2 * kGroupThreads);  // both groups have finished reading these rows
+        write_box<Element>(box, kPanelBytes, output_, own().lane_);
+        async_proxy_fence();
+        __syncwarp();
+        if (own().lane_ > 0) return;
+#pragma unroll
+        for (int panel = 0; panel < Shape::kOwnPanels; ++panel)
+            if ((first + panel) * kPanelColumns < Shape::kColumns)
+                rows.store(map, box + panel * kPanelBytes, (first + panel) * kPanelColumns, row + 16 * own().warp_,
+                           head, batch);
+        tma_store_commit();
+        tma_store_wait_read();
     }
 
     const int32 part_;

@@ -16,7 +16,8 @@ struct SharedRowsShape : QueryTileShape<Spec, 1, 1, 1, 2> {
     static_assert(kStages >= 2);
     static_assert(Base::kBr == kGroupRows && Spec::kCluster <= 2 && Spec::kBlocksPerSm == 1 && !Base::kKeepsArray);
 
-    static constexpr int kOwnPanels = kPanelsV / kDividers, kOwnDv = kDv / kDividers;  // of O, of a group
+    static constexpr int kColumns = Spec::kHeadDimV;                                   // of O
+    static constexpr int kOwnPanels = kPanelsV / kDividers, kOwnDv = kDv / kDividers;  // of a group's part
     static constexpr bool kDerives = false, kHasSoftmax = true, kMovesExchange = false;
     static constexpr int kQueryBuffers = 1, kOutputPanels = 0;
     static constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;

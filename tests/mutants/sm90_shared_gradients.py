@@ -24,7 +24,7 @@ CHANGES = (
     (
         "dS written over V that is in use",
         "backward_dq",
-        "barrier_sync(kOwnBarrier + part_, kGroupThreads);",
+        "barrier_sync(Rows::kOwnBarrier + part_, kGroupThreads);",
         "",
         "race",
         DQ,
@@ -78,7 +78,7 @@ CHANGES = (
         "in flight",
         DQ,
     ),
-    ("the rows of the gradient's warps", "backward_dq", "row + 16 * warp_,", "row,", "unwritten", DQ),
+    ("the rows of the gradient's warps", "backward_dq", "row + 16 * own().warp_,", "row,", "unwritten", DQ),
     (
         "dK over what dV still reads",
         "backward_dkdv",
