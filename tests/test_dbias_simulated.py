@@ -36,6 +36,7 @@ CASES = {
     "sm80 of one stage": ("bfloat16", 160, (70, 50), "sm_80", "sm80", "sm80", TileConfig(64, 16, 2)),
     "sm90": ("bfloat16", 64, (70, 90), "sm_90", "sm90", "sm90", TileConfig(64, 32, 8, 3, 2)),
     "sm90 of two groups": ("float16", 72, (150, 130), "sm_90", "sm90", "sm90", TileConfig(128, 48, 12, 2)),
+    "sm90 of narrow panels": ("bfloat16", 24, (150, 130), "sm_90", "sm90", "sm90", TileConfig(128, 64, 12, 4)),
     "sm80_float64": ("float64", 16, (20, 40), "sm_80", "sm80", "simt", TileConfig(16, 16, 4)),
     "sm80_float32": ("float32", 16, (20, 40), "sm_80", "sm80", "simt", TileConfig(16, 16, 4)),
     "sm90_float32": ("float32", 64, (24, 48), "sm_90", "sm90", "simt", TileConfig(16, 16, 4)),
@@ -446,12 +447,19 @@ MUTANTS = {
     ),
     "sm90: hidden keys": ("sm90", "qk", {"causal": True}, "if (masked)\n", "if (false)\n", "numbers"),
     "sm90: rows that see no key": (
-        "sm90", "qk", {"unseen": True}, "if (lse[e / 2] != common::infinity<float>()) sums", "sums", "numbers",
+        "sm90", "qk", {"unseen": True}, "if (!kHides || lse[e / 2] != common::infinity<float>()) sums", "sums",
+        "numbers",
     ),
     "sm90: V of the first key tile": (
         "sm90", "qk", {}, "params_.v, full, column, key,", "params_.v, full, column, 0,", "numbers",
     ),
     "sm90: keys of a query head": ("sm90", "qk", {}, "step.head / params_.heads_per_group;", "step.head;", "numbers"),
+    "sm90: statistics of the next step": (
+        "sm90", "qk", {}, "lse[i] = next_lse[i];\n", "lse[i] = 0.0f;\n", "numbers",
+    ),
+    "sm90: a stage before its statistics": (
+        "sm90", "qk", {}, "mbarrier_init(full(slot), 2);", "mbarrier_init(full(slot), 1);", "uninitialised",
+    ),
     "sm90: sums of a warp that loads": (
         "sm90", "k", {}, "threadIdx.x - kGroupThreads;", "threadIdx.x;", "uninitialised",
     ),

@@ -340,6 +340,10 @@ class Family(ABC):
         """The sequences whose tiles a block that keeps the bias processes at a time."""
         return 1
 
+    def has_narrow_panels(self, kernel: Kernel, tile: TileConfig) -> bool:
+        """True if rows in shared memory have 64 bytes, and not 128, for each of the boxes that TMA copies."""
+        return False
+
     @abstractmethod
     def shared_memory_bytes(self, kernel: Kernel, tile: TileConfig) -> int:
         """Bytes of a block's dynamic shared memory; the kernels assert the same number."""

@@ -22,7 +22,7 @@ from .tile import TileConfig
 __all__ = ["SM90", "Sm90"]
 
 _SHARED_BYTES = 227 * 1024  # the most that a block can have
-_NARROW = 32  # columns of the panels of several sequences
+_NARROW = 32  # columns of the panels of several sequences, and of the kernel of dbias
 _LEAST_WARPS = 12  # of a multiprocessor: with fewer, threads would start with more registers than they have later
 _WIDE = 128  # for a larger head_dim, a warp group's registers hold only one of dK and dV
 _WIDER = 256  # for a larger one, two warp groups have the same rows, and no kernel computes all gradients
@@ -128,6 +128,11 @@ class Sm90(Family):
 
     def sequences_of_tile(self, kernel: Kernel, tile: TileConfig) -> int:
         return _sequences(kernel, tile)
+
+    def has_narrow_panels(self, kernel: Kernel, tile: TileConfig) -> bool:
+        if kernel.operation == "dbias":
+            return max(kernel.head_dim, kernel.head_dim_v) <= _NARROW
+        return kernel.operation == "forward" and _sequences(kernel, tile) > 1
 
     def why_not_shape(self, kernel: Kernel, tile: TileConfig) -> str | None:
         operation, _, head_dim, head_dim_v, _ = kernel
@@ -375,7 +380,8 @@ def _dbias_bytes(head_dim: int, head_dim_v: int, tile: TileConfig, *, keeps_bias
     """Dynamic shared memory of the kernel that owns tiles of a bias, which keeps its tile if that fits."""
     # The same as in kernels/sm90/dbias_shape.cuh.
     most = (_SHARED_BYTES + 1024) // tile.blocks_per_sm - 1024
-    stage = (tile.b_r + tile.b_c) * sum(_row_bytes(head_dim, head_dim_v)) + 8 * tile.b_r + 32 + 2 * 8
+    rows = sum(_row_bytes(head_dim, head_dim_v)) if max(head_dim, head_dim_v) > _NARROW else 2 * 2 * _NARROW
+    stage = (tile.b_r + tile.b_c) * rows + 8 * tile.b_r + 32 + 2 * 8
     needed, held = 1024 + tile.num_stages * stage, _held_bytes("bias", tile.b_r, tile.b_c)
     return needed + held if keeps_bias and needed + held <= most else needed
 

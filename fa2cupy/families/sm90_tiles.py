@@ -104,6 +104,7 @@ TILES: dict[str, tuple[TileRow, ...]] = {
     "dbias": (
         TileRow(64, TileConfig(64, 64, 8, 3, 2), least_saving=1.2),
         TileRow(64, TileConfig(128, 64, 12, 3), features=_BESIDE_BIAS),
+        TileRow(32, TileConfig(128, 128, 12, 4)),
         TileRow(64, TileConfig(128, 128, 12, 2)),
         TileRow(128, TileConfig(128, 64, 12, 2)),
         TileRow(192, TileConfig(64, 64, 8, 2)),

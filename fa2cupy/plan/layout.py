@@ -146,12 +146,10 @@ class StageLayout:
             "scheduled_heads": heads,
             "heads_per_section": max(1, section),
         }
-        box_columns = BOX_COLUMNS
         if "kept_bias" in self.used_features:
             at_a_time = self.family.sequences_of_tile(kernel, tile)
             shared = sharers(self.strides["bias"], problem.batch)
             values |= series_values(problem, self.device, tile, num_tiles, shared, at_a_time)
-            box_columns = BOX_COLUMNS if at_a_time == 1 else BOX_COLUMNS // 2
         record = param_layout(operation, self.family, problem.dtype, is_split=is_split)
         blocks = num_tiles * heads * values.get("num_series", problem.batch)
         of_tile = self.family.blocks_of_tile(kernel, tile)
@@ -159,7 +157,8 @@ class StageLayout:
             blocks = min(blocks, self.device.multiprocessors * tile.blocks_per_sm // of_tile)
         blocks *= of_tile
         b_r, b_c = (tile.b_r // of_tile, tile.b_c) if side == "queries" else (tile.b_r, tile.b_c // of_tile)
-        maps = tuple(self._map(name, b_r, b_c, box_columns) for name in record.maps)
+        is_narrow = self.family.has_narrow_panels(kernel, tile)
+        maps = tuple(self._map(name, b_r, b_c, is_narrow=is_narrow) for name in record.maps)
         if is_split:
             values["num_splits"] = num_splits
         if "block_mask" in self.used_features:
@@ -188,7 +187,8 @@ class StageLayout:
             values |= list_layout(self.problem, "queries", tile).strides
         blocks, is_split = tiles_of_bias(self.problem, self.strides, tile) * num_splits, num_splits > 1
         record = param_layout("dbias", self.family, self.problem.dtype, is_split=is_split)
-        maps = tuple(self._map(name, tile.b_r, tile.b_c) for name in record.maps)
+        is_narrow = self.family.has_narrow_panels(Kernel.of("dbias", self.problem), tile)
+        maps = tuple(self._map(name, tile.b_r, tile.b_c, is_narrow=is_narrow) for name in record.maps)
         return self.stage("dbias", tile, blocks, maps, is_split=is_split, **values)
 
     def one_tile_dbias(self, tile: TileConfig, num_shared: int, num_splits: int, share_elements: int) -> Stage:
@@ -289,7 +289,7 @@ class StageLayout:
         )
         return Stage(spec, blocks, constants, maps)
 
-    def _map(self, name: str, queries: int, keys: int, box_columns: int = BOX_COLUMNS) -> TensorLayout | None:
+    def _map(self, name: str, queries: int, keys: int, *, is_narrow: bool = False) -> TensorLayout | None:
         problem = self.problem
         if name in problem.absent:
             return None
@@ -303,7 +303,7 @@ class StageLayout:
         box_rows = (of_queries | dict.fromkeys(("k", "v", "kt", "vt"), keys)).get(name, 16)
         layout = packed_layout if problem.is_packed else tensor_layout
         whole = layout(problem.dtype, sizes, strides, problem.columns_of(name), problem.itemsize, box_rows)
-        return replace(whole, box=(box_columns, *whole.box[1:]))
+        return replace(whole, box=(BOX_COLUMNS // 2 if is_narrow else BOX_COLUMNS, *whole.box[1:]))
 
     def _numbers_of(self, boxes: Boxes) -> tuple[int, ...]:
         """The ``Neighborhood`` of a record (``kernels/common/neighborhood.cuh``)."""

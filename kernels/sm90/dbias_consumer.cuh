@@ -60,7 +60,7 @@ class DbiasConsumer {
     // Adds dS of a tile of scores.
     __device__ __forceinline__ void add(Scores& sums, uint32 slot, const common::ScoreTile& tile, bool masked) {
         Scores scores, dp;
-        const uint32 stage = memory_.stage(slot), rows = stage + group_ * kGroupRows * kPanelRowBytes;
+        const uint32 stage = memory_.stage(slot), rows = stage + group_ * kGroupRows * Shape::kPanelRowBytes;
         wgmma_fence();
         issue<Shape::kD>(scores, rows, stage + Shape::kKey);
         issue<Shape::kDv>(dp, rows + Shape::kDout, stage + Shape::kValue);
@@ -83,20 +83,30 @@ class DbiasConsumer {
         pin(dp);
         __syncwarp();  // all lanes have read the statistics
         if (lane_ == 0) mbarrier_arrive(memory_.empty(slot));
+        // Rows that see no key may have NaN in Q and dO.
+        if (__all_sync(common::kFullWarp, max_of(lse[0], lse[1]) < common::infinity<float>()))
+            add_rows<false>(sums, scores, dp, lse, delta);
+        else
+            add_rows<true>(sums, scores, dp, lse, delta);
+    }
+
+    template <bool kHides>
+    __device__ __forceinline__ void add_rows(Scores& sums, const Scores& weights, const Scores& dp,
+                                             const float (&lse)[2], const float (&delta)[2]) const {
 #pragma unroll
         for (int n = 0; n < Shape::kBc / 8; ++n)
 #pragma unroll
             for (int e = 0; e < 4; ++e) {
                 const float ds =
-                    common::weighted_from_zero<OfScores>(scores.value[n][e], dp.value[n][e], delta[e / 2], params_);
-                // Rows that see no key may have NaN in Q and dO.
-                if (lse[e / 2] != common::infinity<float>()) sums.value[n][e] += ds;
+                    common::weighted_from_zero<OfScores>(weights.value[n][e], dp.value[n][e], delta[e / 2], params_);
+                if (!kHides || lse[e / 2] != common::infinity<float>()) sums.value[n][e] += ds;
             }
     }
 
     template <int kColumns>
     __device__ __forceinline__ static void issue(Scores& x, uint32 rows, uint32 keys) {
-        const uint64 of_rows = matrix_descriptor(rows, 0), of_keys = matrix_descriptor(keys, 0);
+        const uint64 of_rows = matrix_descriptor<Shape::kPanelRowBytes>(rows, 0),
+                     of_keys = matrix_descriptor<Shape::kPanelRowBytes>(keys, 0);
         multiply_panels<kColumns, Shape::kQueryPanelBytes, Shape::kKeyPanelBytes>(x, of_rows, of_keys);
         wgmma_commit();
         pin(x);

@@ -1,5 +1,5 @@
-// The producer of the kernel of dbias: one warp walks over the tiles of scores that share the block's tile of the bias. It
-// loads their operands by TMA, and the statistics of their rows, which all lanes prepare.
+// The producer of the kernel of dbias. Two warps walk over the tiles of scores that share the block's tile of the bias:
+// one loads their operands by TMA, and the other prepares the statistics of their rows.
 #pragma once
 #include "common/bias_owner.cuh"
 #include "common/statistics.cuh"
@@ -18,43 +18,72 @@ class DbiasProducer {
         : params_(params), memory_(memory), lane_(threadIdx.x % 32) {}
 
     __device__ __forceinline__ void run() {
-        for (common::BiasOwner<Spec, Params> owner(params_); owner.has_step(); owner.advance()) load(owner.step());
-        await_stage();
-        publish({-1, 0, 0, 0, false});
-        if (lane_ == 0) mbarrier_arrive(memory_.full(stages_.slot()));
+        if (threadIdx.x < 32)
+            load();
+        else
+            prepare();
     }
 
   private:
-    // Statistics are read ahead of the wait for the stage, which hides their latency.
-    __device__ __forceinline__ void load(const common::BiasStep& step) {
-        float lse[kLaneRows], delta[kLaneRows];
-        load_statistics(step, lse, delta);
-        await_stage();
-        const uint32 slot = stages_.slot();
-#pragma unroll
-        for (int i = 0; i < kLaneRows; ++i) {
-            store_shared(memory_.row(slot, lane_ + 32 * i), lse[i]);
-            store_shared(memory_.row(slot, lane_ + 32 * i) + 4, delta[i]);
+    using Owner = common::BiasOwner<Spec, Params>;
+
+    __device__ __forceinline__ void load() {
+        for (Owner owner(params_); owner.has_step(); owner.advance()) {
+            const common::BiasStep step = owner.step();
+            await_stage();
+            if (lane_ == 0) {
+                publish(step);
+                load_operands(step, memory_.stage(stages_.slot()), memory_.full(stages_.slot()));
+            }
+            stages_.advance();
         }
-        publish(step);
-        if (lane_ == 0) load_operands(step, memory_.stage(slot), memory_.full(slot));
-        stages_.advance();
+        await_stage();
+        if (lane_ == 0) {
+            publish({-1, 0, 0, 0, false});
+            mbarrier_arrive(memory_.full(stages_.slot()));
+        }
+    }
+
+    // The statistics of a step are read one step ahead, so that their latency is hidden.
+    __device__ __forceinline__ void prepare() {
+        Owner owner(params_);
+        float lse[kLaneRows], delta[kLaneRows], next_lse[kLaneRows], next_delta[kLaneRows];
+        if (owner.has_step()) load_statistics(owner.step(), next_lse, next_delta);
+        while (owner.has_step()) {
+#pragma unroll
+            for (int i = 0; i < kLaneRows; ++i) {
+                lse[i] = next_lse[i];
+                delta[i] = next_delta[i];
+            }
+            owner.advance();
+            if (owner.has_step()) load_statistics(owner.step(), next_lse, next_delta);
+            await_stage();
+#pragma unroll
+            for (int i = 0; i < kLaneRows; ++i) {
+                const bool hidden = lse[i] == -common::infinity<float>();  // delta may be NaN then
+                const uint32 to = memory_.row(stages_.slot(), lane_ + 32 * i);
+                store_shared(to, hidden ? common::infinity<float>() : common::in_base2(lse[i]));
+                store_shared(to + 4, hidden ? 0.0f : delta[i]);
+            }
+            __syncwarp();
+            if (lane_ == 0) mbarrier_arrive(memory_.full(stages_.slot()));
+            stages_.advance();
+        }
+        await_stage();
+        if (lane_ == 0) mbarrier_arrive(memory_.full(stages_.slot()));
     }
 
     __device__ __forceinline__ void await_stage() const {
         mbarrier_wait(memory_.empty(stages_.slot()), stages_.parity() ^ 1);
     }
-    // Stores a step for the consumers. What all lanes have stored comes before what lane 0 does next.
+    // Stores a step for the consumers.
     __device__ __forceinline__ void publish(const common::BiasStep& step) const {
-        if (lane_ == 0) {
-            const uint32 to = memory_.step(stages_.slot());
-            store_shared(to, step.batch, step.head, step.query_tile, step.key_tile);
-            store_shared(to + 16, static_cast<int32>(step.masked));
-        }
-        __syncwarp();
+        const uint32 to = memory_.step(stages_.slot());
+        store_shared(to, step.batch, step.head, step.query_tile, step.key_tile);
+        store_shared(to + 16, static_cast<int32>(step.masked));
     }
 
-    // An lse of +inf makes P zero in rows past the end and in rows without a visible key.
+    // An lse of +inf makes P zero in rows past the end and in rows without a visible key: they have -inf here.
     __device__ __forceinline__ void load_statistics(const common::BiasStep& step, float (&lse)[kLaneRows],
                                                     float (&delta)[kLaneRows]) const {
         const auto& own = common::record_of_sequence<Spec>(params_, step.batch);
@@ -63,10 +92,8 @@ class DbiasProducer {
         for (int i = 0; i < kLaneRows; ++i) {
             const int32 row = step.query_tile * kBr + lane_ + 32 * i;
             const bool valid = row < own.seqlen_q;
-            const float natural = valid ? own.lse[first + row] : -common::infinity<float>();
-            const bool hidden = natural == -common::infinity<float>();  // delta may be NaN then
-            lse[i] = hidden ? -natural : common::in_base2(natural);
-            delta[i] = hidden ? 0.0f : own.delta[first + row];
+            lse[i] = valid ? own.lse[first + row] : -common::infinity<float>();
+            delta[i] = valid ? own.delta[first + row] : 0.0f;
         }
     }
 
@@ -78,7 +105,7 @@ class DbiasProducer {
         mbarrier_arrive_expect(full, Shape::kStageBytes);
 #pragma unroll
         for (int panel = 0; panel < max_of(Shape::kPanels, Shape::kPanelsV); ++panel) {
-            const int32 column = panel * kPanelColumns;
+            const int32 column = panel * Shape::kPanelColumns;
             const uint32 of_queries = stage + panel * Shape::kQueryPanelBytes,
                          of_keys = stage + panel * Shape::kKeyPanelBytes;
             if (panel < Shape::kPanels) {

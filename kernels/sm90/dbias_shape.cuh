@@ -11,6 +11,9 @@ struct DbiasShape {
     static constexpr int kBr = Spec::kBr, kBc = Spec::kBc, kStages = Spec::kStages;
     static constexpr int kGroups = kBr / kGroupRows, kConsumers = kGroups * kGroupThreads;
     static constexpr int kD = round_up(Spec::kHeadDim, 16), kDv = round_up(Spec::kHeadDimV, 16);
+    // Few columns would leave half of a wide panel empty.
+    static constexpr int kPanelColumns = max_of(kD, kDv) <= 32 ? 32 : sm90::kPanelColumns;
+    static constexpr int kPanelRowBytes = 2 * kPanelColumns;
     static constexpr int kPanels = ceil_div(kD, kPanelColumns), kPanelsV = ceil_div(kDv, kPanelColumns);
     static_assert(kBr % kGroupRows == 0 && Spec::kWarps == 4 * (kGroups + 1) && kBc % 16 == 0);
 
@@ -61,13 +64,13 @@ struct DbiasMemory {
     }
     // The BiasStep of a stage; a batch of -1 ends the work.
     __device__ uint32 step(uint32 slot) const { return row(Shape::kStages, 0) + slot * Shape::kStepBytes; }
-    // Full: the data have arrived. Empty: all consumer warps have finished reading them.
+    // Full: the step, the statistics and the data are there. Empty: all consumer warps have finished reading them.
     __device__ uint32 full(uint32 slot) const { return step(Shape::kStages) + 8 * slot; }
     __device__ uint32 empty(uint32 slot) const { return full(Shape::kStages + slot); }
 
     __device__ void init_barriers() const {
         for (uint32 slot = 0; slot < Shape::kStages; ++slot) {
-            mbarrier_init(full(slot), 1);
+            mbarrier_init(full(slot), 2);  // both warps of the producer
             mbarrier_init(empty(slot), 4 * Shape::kGroups);
         }
         mbarrier_init_fence();
