@@ -177,7 +177,8 @@ OPERATIONS = _Operations(
                 ("dq_accum_bytes", f"{SHARES}_bytes"),
             ),
         ),
-        # The parts of float32 inputs, for families that multiply pairs of float16 numbers.
+        # The parts of float32 inputs, for families that multiply pairs of float16 numbers. Its tile has the warps
+        # for the columns; these are those for 128.
         Operation(
             "split_inputs",
             ("cu_seqlens",),

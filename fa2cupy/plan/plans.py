@@ -36,6 +36,8 @@ __all__ = [
     "plan_tile_states",
 ]
 
+_ROWS_OF_THREAD = 4  # in kernels that make parts
+
 #: The workspaces that the kernel of delta can clear. They have no bytes in calls that do not need them.
 _CLEARED_BY_DELTA = (Workspace("dq_accum", 0), Workspace(SHARES, 0))
 
@@ -304,7 +306,7 @@ def _with_parts(
         values["dq_accum_bytes"] = cleared.nbytes
         workspaces += [] if added else [cleared]
         workspaces += [Workspace("delta", problem.statistics_bytes)] if with_delta else []
-    split = layout.stage(operation, _tile_of(operation, PART_ROWS, PART_ROWS), all_blocks, (), is_split=False, **values)
+    split = layout.stage(operation, _tile_of_parts(problem), all_blocks, (), is_split=False, **values)
     if choice.method and not with_delta:
         split = replace(split, renamed={"o": None, "delta": None})
     of_others = with_given_lse(problem) if choice.method else problem
@@ -413,6 +415,13 @@ def _lanes_of_row(problem: AttentionProblem) -> int:
 def _tile_of(operation: str, b_r: int = 1, b_c: int = 1) -> TileConfig:
     """The tile of a kernel whose number of warps is fixed."""
     return TileConfig(b_r, b_c, _num_warps(operation))
+
+
+def _tile_of_parts(problem: AttentionProblem) -> TileConfig:
+    """The tile of kernels that make parts: so many warps that a thread has eight columns of `_ROWS_OF_THREAD` rows."""
+    columns = max(problem.columns_of("q"), problem.columns_of("v"))
+    lanes = 1 << (-(-columns // 8) - 1).bit_length()  # that share a row
+    return TileConfig(PART_ROWS, PART_ROWS, max(1, PART_ROWS * lanes // 32 // _ROWS_OF_THREAD))
 
 
 def _num_warps(operation: str) -> int:

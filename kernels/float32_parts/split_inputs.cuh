@@ -1,7 +1,8 @@
 // Splits the inputs of a call into parts (parts.cuh), and finds the heads whose values the parts do not represent well.
 //
-// A block splits one strip of a head. It reads the strip once; a thread holds a quarter of a row, in chunks of eight
-// columns, because a chunk is what it can store.
+// A block splits one strip of a head, which it reads once. The lanes that share a row have a chunk of eight columns each,
+// because a chunk is what a thread can store. A thread has several rows, all of which it loads before it waits for one:
+// memory bounds the kernel.
 //
 // The block also marks its K/V head in `exceptions` if parts would lose accuracy there: the head is then left to kernels
 // of IEEE arithmetic (common/exceptions.cuh). Parts have an absolute error of 2^-39 of the largest element of a strip: a
@@ -14,7 +15,7 @@
 // where a single term makes the score, nothing hides its error.
 //
 // The blocks of a K/V head leave what they find in its `extremes`. The last of them makes the mark of it, and zeros for
-// the next launch.
+// the next launch. Only the first warp does that, so that the others need not wait for what it finds.
 //
 // In a backward the blocks of dO compute delta (common/delta.cuh) of their rows, too, and all blocks clear the workspace
 // to which a later kernel adds.
@@ -30,18 +31,29 @@ namespace fa2::float32_parts {
 template <class Spec, bool kWithDout, class Params = fa2::Params>
 struct SplitInputs {
     static constexpr int kThreads = 32 * Spec::kWarps;
-    static constexpr int kThreadsPerRow = kThreads / kUnitRows;
     static constexpr int kSpread = 12;
     static constexpr float kLargestTerm = 32.0f;
-    static_assert(kThreads % kUnitRows == 0 && kPanelColumns % (8 * kThreadsPerRow) == 0 && 32 % kThreadsPerRow == 0);
 
     // kOfScores: the matrix is Q or K.
     template <bool kOfScores>
     using Layout = PartsLayout<kColumnsOf<Spec, kOfScores>>;
     template <bool kOfScores>
-    static constexpr int kColumns = Layout<kOfScores>::kPanels * kPanelColumns;
+    static constexpr int kColumns = common::round_up(kColumnsOf<Spec, kOfScores>, kPanelColumns);
+
+    __device__ static constexpr int lanes_of(int columns) {
+        int lanes = max_of(1, Spec::kWarps / 2);  // the block has a strip's rows at most
+        while (8 * lanes < columns) lanes *= 2;
+        return lanes;
+    }
     template <bool kOfScores>
-    static constexpr int kChunks = kColumns<kOfScores> / (8 * kThreadsPerRow);  // of a thread
+    static constexpr int kLanes = lanes_of(kColumnsOf<Spec, kOfScores>);  // that share a row
+    template <bool kOfScores>
+    static constexpr int kRowsAtOnce = kThreads / kLanes<kOfScores>;
+    template <bool kOfScores>
+    static constexpr int kRows = kUnitRows / kRowsAtOnce<kOfScores>;  // of a thread
+    static_assert(kLanes<true> <= 32 && kLanes<false> <= 32);
+    template <bool kOfScores>
+    using Values = float[kRows<kOfScores>][8];
 
     // An input with its parts.
     struct Matrix {
@@ -52,8 +64,15 @@ struct SplitInputs {
         int32 num_heads, num_strips;
         int32 heads_per_group;  // heads of the matrix for a K/V head
     };
+    // What the warps have found: the largest magnitudes of all elements, and of the columns; the smallest of rows' largest
+    // magnitudes.
+    struct Shared {
+        uint32 largest[Spec::kWarps], smallest_row[Spec::kWarps];
+        alignas(16) uint32 of_columns[Spec::kWarps][8 * max_of(kLanes<true>, kLanes<false>)];
+    };
 
     __device__ static void run(const Params& params) {
+        __shared__ Shared shared;
         const int32 num_heads_kv = params.num_heads / params.heads_per_group;
         const Matrix q{params.q,         params.q_strides, params.q_parts,        params.q_units,
                        params.num_heads, params.q_strips,  params.heads_per_group};
@@ -63,16 +82,16 @@ struct SplitInputs {
         const int32 of_q = params.batch * params.num_heads * params.q_strips;
         const int32 of_k = params.batch * num_heads_kv * params.k_strips;
         if (block < of_q)
-            split<false, true>(params, q, block);
+            split<false, true>(params, q, block, shared);
         else if (block < of_q + of_k)
-            split<true, true>(params, k, block - of_q);
+            split<true, true>(params, k, block - of_q, shared);
         else if (!kWithDout || block < of_q + 2 * of_k)
-            split<true, false>(params, v, block - of_q - of_k);
+            split<true, false>(params, v, block - of_q - of_k, shared);
         else if constexpr (kWithDout)
             split<false, false>(params,
                                 {params.dout, params.dout_strides, params.dout_parts, params.dout_units,
                                  params.num_heads, params.q_strips, params.heads_per_group},
-                                block - of_q - 2 * of_k);
+                                block - of_q - 2 * of_k, shared);
         if constexpr (kWithDout) common::clear_workspace(params.dq_accum, params.dq_accum_bytes);
     }
 
@@ -83,136 +102,186 @@ struct SplitInputs {
     // Exponents of the largest element of a strip, so that the product of two units is a normal number.
     static constexpr int32 kSmallest = kExponentBias - 50, kLargest = kExponentBias + 50;
 
+    // The chunk of this thread in a row, and its rows in a strip.
+    template <bool kOfScores>
+    __device__ static int32 own_chunk() {
+        return threadIdx.x % kLanes<kOfScores>;
+    }
+    template <bool kOfScores>
+    __device__ static int32 own_row(int r) {
+        return r * kRowsAtOnce<kOfScores> + threadIdx.x / kLanes<kOfScores>;
+    }
+
     template <bool kOfKeys, bool kOfScores>
-    __device__ static void split(const Params& params, const Matrix& matrix, int32 index) {
+    __device__ static void split(const Params& params, const Matrix& matrix, int32 index, Shared& shared) {
         const int32 strip = index % matrix.num_strips, head_index = index / matrix.num_strips;
         const int32 batch = head_index / matrix.num_heads, head = head_index % matrix.num_heads;
         const auto rows = common::workspace_rows<Spec, kOfKeys>(params, strip);
-        const int32 row = threadIdx.x / kThreadsPerRow, lane = threadIdx.x % kThreadsPerRow;
 
-        using Parts = Layout<kOfScores>;
-        float value[kChunks<kOfScores>][8];
-        bool valid = row < rows.length;
+        Values<kOfScores> value;
+        load<kOfScores>(value, matrix.x, matrix.strides, batch, head, rows);
         if constexpr (kWithDout && !kOfKeys) {
-            // A row that sees no key is zero in the parts: it may hold NaN, which P = 0 would not keep out of sums.
-            const float* lse = params.lse + common::first_statistic<Spec>(params, batch, head);
-            valid = valid && lse[rows.first + row] != -common::infinity<float>();
+            const int64 first = common::first_statistic<Spec>(params, batch, head) + rows.first;
+            Values<kOfScores> o;
+            const bool with_delta = !kOfScores && params.o != nullptr;
+            if constexpr (!kOfScores)
+                if (with_delta) load<false>(o, params.o, params.o_strides, batch, head, rows);
+            clear_unseen<kOfScores>(value, params.lse + first, rows.length);
+            if constexpr (!kOfScores)
+                if (with_delta) store_delta(o, value, params, first, rows.length);
         }
-        load<kOfScores>(value, matrix.x + matrix.strides.offset(batch, valid ? rows.first + row : 0, head), valid,
-                        lane);
-        if constexpr (kWithDout && !kOfKeys && !kOfScores)
-            if (params.o != nullptr)
-                compute_delta(value, params, batch, head, rows.first + row, row < rows.length, lane);
+        find<kOfScores>(value, shared);
+        __syncthreads();
+        uint32 largest = 0;
+#pragma unroll
+        for (int w = 0; w < Spec::kWarps; ++w) largest = max_of(largest, shared.largest[w]);
         const int32 head_kv = head_index / matrix.heads_per_group;
-        const uint32 largest = largest_of_strip<kOfScores>(value, params, head_kv, kOfKeys);
-        mark(params, head_kv);
+        if (threadIdx.x < 32) note<kOfKeys, kOfScores>(params, head_kv, largest, shared);
+        store<kOfScores>(value, matrix, index, largest);
+        if (threadIdx.x < 32) mark(params, head_kv);
+    }
 
+    // Loads this thread's chunk of its rows; zeros beyond the columns and in rows that are not there.
+    template <bool kOfScores>
+    __device__ static void load(Values<kOfScores>& value, const float* x, const Strides& strides, int32 batch,
+                                int32 head, const common::Rows& rows) {
+        constexpr int kHeadDim = kColumnsOf<Spec, kOfScores>;
+        const int32 column = 8 * own_chunk<kOfScores>();
+        const float* from = x + strides.offset(batch, rows.first + own_row<kOfScores>(0), head) + column;
+        const int64 step = strides.row * kRowsAtOnce<kOfScores>;
+        // Rows of one sequence are aligned alike if the first is, and the step.
+        const bool aligned =
+            kHeadDim % 4 == 0 && reinterpret_cast<uint64>(from) % 16 == 0 && (kRows<kOfScores> == 1 || step % 4 == 0);
+        const auto left = [&](int r) { return own_row<kOfScores>(r) < rows.length ? kHeadDim - column : 0; };
+        if (aligned) {
+#pragma unroll
+            for (int r = 0; r < kRows<kOfScores>; ++r)
+#pragma unroll
+                for (int quad = 0; quad < 8; quad += 4) {
+                    float4 y = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+                    if (quad < left(r)) y = *reinterpret_cast<const float4*>(from + r * step + quad);
+                    value[r][quad] = y.x, value[r][quad + 1] = y.y, value[r][quad + 2] = y.z, value[r][quad + 3] = y.w;
+                }
+        } else {
+#pragma unroll
+            for (int r = 0; r < kRows<kOfScores>; ++r)
+#pragma unroll
+                for (int e = 0; e < 8; ++e) value[r][e] = e < left(r) ? from[r * step + e] : 0.0f;
+        }
+    }
+
+    // Zeros in rows that see no key: they may hold NaN, which P = 0 would not keep out of sums. `lse`: of the strip.
+    template <bool kOfScores>
+    __device__ static void clear_unseen(Values<kOfScores>& value, const float* lse, int32 num_rows) {
+#pragma unroll
+        for (int r = 0; r < kRows<kOfScores>; ++r) {
+            const int32 row = own_row<kOfScores>(r);
+            const bool is_unseen = row < num_rows && lse[row] == -common::infinity<float>();
+#pragma unroll
+            for (int e = 0; e < 8; ++e) value[r][e] = is_unseen ? 0.0f : value[r][e];
+        }
+    }
+
+    // Stores delta of rows of dO, of which one that sees no key has zeros. `first`: the strip's first statistic.
+    __device__ static void store_delta(const Values<false>& o, const Values<false>& dout, const Params& params,
+                                       int64 first, int32 num_rows) {
+#pragma unroll
+        for (int r = 0; r < kRows<false>; ++r) {
+            float sum = 0.0f;
+#pragma unroll
+            for (int e = 0; e < 8; ++e) sum += o[r][e] * dout[r][e];
+            sum = common::row_sum<kLanes<false>>(sum);
+            const int32 row = own_row<false>(r);
+            if (own_chunk<false>() != 0 || row >= num_rows) continue;
+            params.delta[first + row] = sum - common::dlse_of<Spec>(params, first + row);
+        }
+    }
+
+    // What this warp finds. The bits of magnitudes have the order of magnitudes; NaN is the largest.
+    template <bool kOfScores>
+    __device__ static void find(const Values<kOfScores>& value, Shared& shared) {
+        const int32 warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+        uint32 largest = 0, smallest_row = ~0u, of_column[8] = {};
+#pragma unroll
+        for (int r = 0; r < kRows<kOfScores>; ++r) {
+            uint32 of_row = 0;
+#pragma unroll
+            for (int e = 0; e < 8; ++e) {
+                const uint32 x = magnitude_bits(value[r][e]);
+                of_row = max_of(of_row, x);
+                of_column[e] = max_of(of_column[e], x);
+            }
+            of_row = largest_over<1, kLanes<kOfScores>>(of_row);
+            largest = max_of(largest, of_row);
+            if (of_row != 0) smallest_row = min_of(smallest_row, of_row);
+        }
+        largest = largest_over<kLanes<kOfScores>, 32>(largest);
+        smallest_row = ~largest_over<kLanes<kOfScores>, 32>(~smallest_row);
+        if (lane == 0) shared.largest[warp] = largest, shared.smallest_row[warp] = smallest_row;
+#pragma unroll
+        for (int e = 0; e < 8; ++e) of_column[e] = largest_over<kLanes<kOfScores>, 32>(of_column[e]);
+        if (lane >= kLanes<kOfScores>) return;
+        uint4* to = reinterpret_cast<uint4*>(shared.of_columns[warp] + 8 * lane);
+        to[0] = make_uint4(of_column[0], of_column[1], of_column[2], of_column[3]);
+        to[1] = make_uint4(of_column[4], of_column[5], of_column[6], of_column[7]);
+    }
+
+    // The first warp updates the largest of the head's columns, and notes if the values make the head an exception.
+    template <bool kOfKeys, bool kOfScores>
+    __device__ static void note(const Params& params, int32 head_kv, uint32 largest, const Shared& shared) {
+        uint32* found = extremes(params, head_kv);
+        const int32 exponent = static_cast<int32>(largest >> 23);
+        bool exception = largest != 0 && (exponent < kSmallest || exponent > kLargest);
+#pragma unroll
+        for (int w = 0; w < Spec::kWarps; ++w) exception |= loses_bits(shared.smallest_row[w], largest);
+        for (int32 column = threadIdx.x; column < kColumnsOf<Spec, kOfScores>; column += 32) {
+            uint32 of_column = 0;
+#pragma unroll
+            for (int w = 0; w < Spec::kWarps; ++w) of_column = max_of(of_column, shared.of_columns[w][column]);
+            exception |= loses_bits(of_column, largest);
+            if (kOfScores && of_column != 0) atomicMax(found + (kOfKeys ? kColumns<true> : 0) + column, of_column);
+        }
+        if (exception) atomicOr(found + kIsException, 1u);
+    }
+
+    // Stores this thread's chunk of its rows in parts, and the strip's unit.
+    template <bool kOfScores>
+    __device__ static void store(Values<kOfScores>& value, const Matrix& matrix, int32 index, uint32 largest) {
+        using Parts = Layout<kOfScores>;
         const int32 exponent = static_cast<int32>(largest >> 23);
         const bool has_scale = largest != 0 && exponent != kNoNumber;
         const int32 shift = has_scale ? min_of(kExponentBias + 13 - exponent, kLargestShift) : 0;
         // 1 / unit may lie outside the range of float32. Its two factors do not.
         const float scale[2] = {power_of_two(shift / 2), power_of_two(shift - shift / 2)};
         if (threadIdx.x == 0) matrix.units[index] = power_of_two(-(shift / 2)) * power_of_two(shift / 2 - shift);
-        const int32 first_row = Parts::row_of(head_index, matrix.num_strips, strip * kUnitRows + row);
+        const int32 strip = index % matrix.num_strips, head_index = index / matrix.num_strips;
+        const int32 panel_rows = Parts::panel_rows(matrix.num_strips);
 #pragma unroll
-        for (int c = 0; c < kChunks<kOfScores>; ++c) {
-            const int32 column = (c * kThreadsPerRow + lane) * 8;
+        for (int r = 0; r < kRows<kOfScores>; ++r) {
+            const int32 row = own_row<kOfScores>(r);
+            const int32 first_row = Parts::row_of(head_index, matrix.num_strips, strip * kUnitRows + row);
+            const auto store_chunk = [&](int32 column, const uint32(&word)[4]) {
+                const int32 panel_row = first_row + column / kPanelColumns * panel_rows;
+                common::store_global(Parts::address(matrix.parts, panel_row) + Parts::chunk(column, row), word);
+            };
 #pragma unroll
-            for (int e = 0; e < 8; ++e) value[c][e] = value[c][e] * scale[0] * scale[1];
+            for (int e = 0; e < 8; ++e) value[r][e] = value[r][e] * scale[0] * scale[1];
 #pragma unroll
             for (int part = 0; part < kParts; ++part) {
                 uint32 word[4];
 #pragma unroll
-                for (int w = 0; w < 4; ++w) word[w] = take_part(value[c][2 * w], value[c][2 * w + 1]);
-                const int32 panel = part * Parts::kPanels + column / kPanelColumns;
-                const int32 panel_row = first_row + panel * Parts::panel_rows(matrix.num_strips);
-                common::store_global(Parts::address(matrix.parts, panel_row) + Parts::chunk(column, row), word);
-            }
-        }
-    }
-
-    // Stores delta of a row of dO, of which a row that sees no key has zeros.
-    __device__ static void compute_delta(const float (&dout)[kChunks<false>][8], const Params& params, int32 batch,
-                                         int32 head, int32 row, bool exists, int32 lane) {
-        float o[kChunks<false>][8];
-        load<false>(o, params.o + params.o_strides.offset(batch, exists ? row : 0, head), exists, lane);
-        float sum = 0.0f;
+                for (int w = 0; w < 4; ++w) word[w] = take_part(value[r][2 * w], value[r][2 * w + 1]);
+                // Beyond the chunks of all lanes there are zeros.
 #pragma unroll
-        for (int c = 0; c < kChunks<false>; ++c)
+                for (int32 first = 0; first < kColumns<kOfScores>; first += 8 * kLanes<kOfScores>) {
+                    const int32 column = first + 8 * own_chunk<kOfScores>();
+                    if (column >= kColumns<kOfScores>) break;
+                    store_chunk(part * kColumns<kOfScores> + column, word);
 #pragma unroll
-            for (int e = 0; e < 8; ++e) sum += o[c][e] * dout[c][e];
-        sum = common::row_sum<kThreadsPerRow>(sum);
-        if (lane != 0 || !exists) return;
-        const int64 index = common::first_statistic<Spec>(params, batch, head) + row;
-        params.delta[index] = sum - common::dlse_of<Spec>(params, index);
-    }
-
-    // Loads this thread's chunks of a row; zeros beyond the row and in rows that are not there.
-    template <bool kOfScores>
-    __device__ static void load(float (&value)[kChunks<kOfScores>][8], const float* row, bool valid, int32 lane) {
-        constexpr int kHeadDim = kColumnsOf<Spec, kOfScores>;
-        const bool aligned = kHeadDim % 4 == 0 && reinterpret_cast<uint64>(row) % 16 == 0;
-#pragma unroll
-        for (int c = 0; c < kChunks<kOfScores>; ++c) {
-            const int32 column = (c * kThreadsPerRow + lane) * 8;
-#pragma unroll
-            for (int quad = 0; quad < 8; quad += 4) {
-                float4 x = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-                const int32 left = valid ? kHeadDim - column - quad : 0;
-                const float* from = row + column + quad;
-                if (aligned && left > 0) {
-                    x = *reinterpret_cast<const float4*>(from);
-                } else {
-                    if (left > 0) x.x = from[0];
-                    if (left > 1) x.y = from[1];
-                    if (left > 2) x.z = from[2];
-                    if (left > 3) x.w = from[3];
+                    for (int w = 0; w < 4; ++w) word[w] = 0;
                 }
-                value[c][quad] = x.x, value[c][quad + 1] = x.y, value[c][quad + 2] = x.z, value[c][quad + 3] = x.w;
             }
         }
-    }
-
-    // The bits of the largest magnitude, which have the order of magnitudes; NaN is the largest. Notes if the values make
-    // the K/V head an exception. kOfScores: the largest of the head's columns are updated.
-    template <bool kOfScores>
-    __device__ static uint32 largest_of_strip(const float (&value)[kChunks<kOfScores>][8], const Params& params,
-                                              int32 head_kv, bool of_keys) {
-        __shared__ uint32 of_columns[Spec::kWarps][kColumns<kOfScores>];
-        __shared__ uint32 of_warps[Spec::kWarps];
-        const int32 warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-        uint32 of_row = 0;
-#pragma unroll
-        for (int c = 0; c < kChunks<kOfScores>; ++c)
-#pragma unroll
-            for (int e = 0; e < 8; ++e) of_row = max_of(of_row, magnitude_bits(value[c][e]));
-        of_row = largest_over<1, kThreadsPerRow>(of_row);
-        const uint32 of_warp = largest_over<kThreadsPerRow, 32>(of_row);
-        if (lane == 0) of_warps[warp] = of_warp;
-#pragma unroll
-        for (int c = 0; c < kChunks<kOfScores>; ++c)
-#pragma unroll
-            for (int e = 0; e < 8; ++e) {
-                const uint32 x = largest_over<kThreadsPerRow, 32>(magnitude_bits(value[c][e]));
-                if (lane < kThreadsPerRow) of_columns[warp][(c * kThreadsPerRow + lane) * 8 + e] = x;
-            }
-        __syncthreads();
-        uint32 largest = 0;
-#pragma unroll
-        for (int w = 0; w < Spec::kWarps; ++w) largest = max_of(largest, of_warps[w]);
-        bool exception = loses_bits(of_row, largest);
-        for (int32 column = threadIdx.x; column < kColumns<kOfScores>; column += kThreads) {
-            uint32 of_column = 0;
-#pragma unroll
-            for (int w = 0; w < Spec::kWarps; ++w) of_column = max_of(of_column, of_columns[w][column]);
-            exception |= loses_bits(of_column, largest);
-            if (kOfScores && of_column != 0)
-                atomicMax(extremes(params, head_kv) + (of_keys ? kColumns<true> : 0) + column, of_column);
-        }
-        const int32 exponent = static_cast<int32>(largest >> 23);
-        exception |= largest != 0 && (exponent < kSmallest || exponent > kLargest);
-        if (exception) atomicOr(extremes(params, head_kv) + kIsException, 1u);
-        return largest;
     }
 
     // What the blocks of a K/V head have found: the largest magnitudes of the columns of Q and of K, whether values make it
@@ -223,25 +292,23 @@ struct SplitInputs {
     }
     // The last block of the head marks it if it is an exception, or if a column may make too large a term of scores.
     __device__ static void mark(const Params& params, int32 head_kv) {
-        __shared__ bool is_last;
         uint32* found = extremes(params, head_kv);
         __threadfence();
-        __syncthreads();
-        if (threadIdx.x == 0) {
-            const uint32 of_queries = params.heads_per_group * params.q_strips * (kWithDout ? 2 : 1);
-            is_last = atomicAdd(found + kNumBlocks, 1u) == of_queries + 2 * params.k_strips - 1;
-        }
-        __syncthreads();
-        if (!is_last) return;
+        __syncwarp();
+        uint32 others = 0;
+        if (threadIdx.x == 0) others = atomicAdd(found + kNumBlocks, 1u);
+        const uint32 of_queries = params.heads_per_group * params.q_strips * (kWithDout ? 2 : 1);
+        if (__shfl_sync(common::kFullWarp, others, 0) != of_queries + 2 * params.k_strips - 1) return;
         __threadfence();
-        for (int32 column = threadIdx.x; column < kColumns<true>; column += kThreads) {
+        bool exception = false;
+        for (int32 column = threadIdx.x; column < kColumnsOf<Spec, true>; column += 32) {
             const float of_query = __uint_as_float(atomicExch(found + column, 0u));
             const float of_key = __uint_as_float(atomicExch(found + kColumns<true> + column, 0u));
-            if (fabsf(params.softmax_scale) * of_query * of_key > kLargestTerm) atomicOr(found + kIsException, 1u);
+            exception |= fabsf(params.softmax_scale) * of_query * of_key > kLargestTerm;
         }
-        __syncthreads();
+        exception = __any_sync(common::kFullWarp, exception);
         if (threadIdx.x != 0) return;
-        params.exceptions[head_kv] = atomicExch(found + kIsException, 0u);
+        params.exceptions[head_kv] = atomicExch(found + kIsException, 0u) | (exception ? 1u : 0u);
         atomicExch(found + kNumBlocks, 0u);
     }
 
