@@ -19,7 +19,7 @@ from common.accuracy import KINDS, MIXTURES, check_promise, data, mixture, order
 from support.fake_cupy import place
 from support.fake_gpu import backward, delta, forward
 from support.feature_cases import extras, gradient_names, numbers, options_of
-from support.float32_parts import split_parts
+from support.float32_parts import columns_of_part, split_parts
 from support.launch_record import Launch
 from support.simulated_problems import HOPPER, draw
 from support.simulator import simulated_gpu
@@ -340,7 +340,9 @@ def left_heads(monkeypatch, inputs: tuple, kernels: Kernels, rows: slice, **opti
 
 
 @pytest.mark.sample(head_dim_v=(72,))
-@pytest.mark.parametrize(("head_dim", "head_dim_v"), ((59, 72), (59, 130), (128, None), (250, None)))
+@pytest.mark.parametrize(
+    ("head_dim", "head_dim_v"), ((59, 72), (59, 130), (128, None), (250, None), (32, None), (8, 19), (32, 40), (1, 256))
+)
 def test_parts_are_scaled_and_lie_as_they_should(monkeypatch, head_dim, head_dim_v):
     """Compares bit for bit, including the zeros beyond the rows and the columns."""
     found = {}
@@ -349,7 +351,8 @@ def test_parts_are_scaled_and_lie_as_they_should(monkeypatch, head_dim, head_dim
         if launch.spec.operation == "split_inputs":
             for name in ("q", "k", "v"):
                 blocks = launch.values["q_strips" if name == "q" else "k_strips"]
-                expected = split_parts(launch.array(name), blocks)
+                x = launch.array(name)
+                expected = split_parts(x, blocks, columns_of_part(launch.spec, x.shape[-1]))
                 for kind, wanted in zip(("parts", "units"), expected, strict=True):
                     found[name, kind] = launch.array(f"{name}_{kind}").copy(), wanted.ravel()
 

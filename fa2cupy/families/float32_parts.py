@@ -9,12 +9,13 @@ from ..problem.strides import AnyStrides
 from .family import Family
 from .records import LENGTHS, PARTS, SCHEDULE, Record
 
-__all__ = ["PARTS_RECORDS", "PRODUCTS_OF_PARTS", "Float32Parts"]
+__all__ = ["PARTS_RECORDS", "PRODUCTS_OF_PARTS", "Float32Parts", "row_bytes_of_parts"]
 
 #: Products of float16 numbers that stand for one of float32 numbers.
 PRODUCTS_OF_PARTS = 3
 
 _SHORTEST = 128  # rows of q and of k
+_PANEL_COLUMNS, _PANEL_ROW_BYTES = 64, 128
 
 _INPUTS = (
     "q_parts:input_parts k_parts:input_parts v_parts:input_parts q_units:input_accum k_units:input_accum "
@@ -34,6 +35,14 @@ PARTS_RECORDS = {
     "backward_dq": _record(f"{_GRADIENT_INPUTS} dq:output", "dq"),
     "backward_dkdv": _record(f"{_GRADIENT_INPUTS} dk:output dv:output", "dk", "dv"),
 }
+
+
+def row_bytes_of_parts(head_dim: int, head_dim_v: int, *, is_forward: bool) -> tuple[int, int]:
+    """The bytes of both parts of a row of q or k, and of v or dout (kernels/float32_parts/parts.cuh)."""
+    if is_forward and 2 * max(head_dim, head_dim_v) <= _PANEL_COLUMNS:  # the parts share a panel
+        return _PANEL_ROW_BYTES, _PANEL_ROW_BYTES
+    row, row_v = (2 * -(-columns // _PANEL_COLUMNS) * _PANEL_ROW_BYTES for columns in (head_dim, head_dim_v))
+    return row, row_v
 
 
 class Float32Parts(Family):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .device import DeviceInfo
 from .family import Kernel, TileRow, register_shortage
-from .float32_parts import PRODUCTS_OF_PARTS, Float32Parts
+from .float32_parts import PRODUCTS_OF_PARTS, Float32Parts, row_bytes_of_parts
 from .tile import TileConfig
 
 __all__ = ["SM80_FLOAT32", "Sm80Float32"]
@@ -60,10 +60,10 @@ class Sm80Float32(Float32Parts):
         return device.float16_rate > PRODUCTS_OF_PARTS
 
     def shared_memory_bytes(self, kernel: Kernel, tile: TileConfig) -> int:
-        # Panels of 64 columns of two parts.
-        row, row_v = (2 * -(-columns // 64) * 128 for columns in (kernel.head_dim, kernel.head_dim_v))
+        is_forward = kernel.operation == "forward"
+        row, row_v = row_bytes_of_parts(kernel.head_dim, kernel.head_dim_v, is_forward=is_forward)
         own, other = (getattr(tile, side) for side in _SIDES[kernel.operation])
-        own_v = 0 if kernel.operation == "forward" else own
+        own_v = 0 if is_forward else own
         statistics = 2 * 2 * 4 * other if kernel.operation == "backward_dkdv" else 0
         return (own + tile.num_stages * other) * row + (own_v + other) * row_v + statistics
 

@@ -8,7 +8,7 @@ from ..problem.attention import AttentionProblem
 from ..problem.features import features_in_registers
 from ..problem.strides import AnyStrides
 from .family import Kernel, TileRow
-from .float32_parts import Float32Parts
+from .float32_parts import Float32Parts, row_bytes_of_parts
 from .records import Record
 from .tile import TileConfig
 
@@ -84,7 +84,7 @@ class Sm90Float32(Float32Parts):
         # stage where that many of the first do not fit.
         operation, _, *columns, _ = kernel
         is_wide = max(columns) > _WIDE
-        row, row_v = (2 * -(-n // 64) * 128 for n in columns)
+        row, row_v = row_bytes_of_parts(*columns, is_forward=operation == "forward")
         of_stage, of_stage_v = (2 * 128, 2 * 128) if is_wide else (row, row_v)
         if _SIDES[operation][0] == "b_c":
             own, others = tile.b_c * (row + row_v), tile.b_r

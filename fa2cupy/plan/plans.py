@@ -9,6 +9,7 @@ from dataclasses import replace
 from ..families.boxes import with_boxes
 from ..families.choice import Choice
 from ..families.device import DeviceInfo
+from ..families.float32_parts import row_bytes_of_parts
 from ..families.kept_bias import with_kept_bias
 from ..families.operations import ONE_TILE_DBIAS, OPERATIONS
 from ..families.records import COLUMN_RISES, EXCEPTIONS, EXTREMES, ROW_RISES, SHARES
@@ -285,19 +286,20 @@ def _with_parts(
     problem, fallback = layout.problem, choice.fallback
     assert fallback is not None, f"{choice.family.name} leaves heads to a fallback"
     sides = {"q": "queries", "k": "keys", "v": "keys", **({"dout": "queries"} if choice.method else {})}
-    columns = {name: -(-problem.columns_of(name) // BOX_COLUMNS) * BOX_COLUMNS for name in sides}
+    row, row_v = row_bytes_of_parts(problem.head_dim, problem.columns_of("v"), is_forward=not choice.method)
     all_blocks, workspaces = 0, []
     values: dict[str, int] = {}
     for name, side in sides.items():
         heads = problem.num_heads if side == "queries" else problem.num_heads_kv
         blocks = problem.batch * heads * layout.num_strips(side)
-        workspaces.append(Workspace(f"{name}_parts", 2 * blocks * PART_ROWS * columns[name] * ITEMSIZE["float16"]))
+        workspaces.append(Workspace(f"{name}_parts", blocks * PART_ROWS * (row if name in ("q", "k") else row_v)))
         workspaces.append(Workspace(f"{name}_units", blocks * ITEMSIZE["float32"]))
         all_blocks += blocks
     # For each K/V head a mark; the largest elements of the columns of q and k, what becomes the mark, and a count.
     marks = problem.batch * problem.num_heads_kv * ITEMSIZE["float32"]
     workspaces.append(Workspace(EXCEPTIONS, marks))
-    workspaces.append(Workspace(EXTREMES, marks * (columns["q"] + columns["k"] + 2), stays_zero=True))
+    columns = -(-problem.head_dim // BOX_COLUMNS) * BOX_COLUMNS
+    workspaces.append(Workspace(EXTREMES, marks * (2 * columns + 2), stays_zero=True))
     if not any(stage.blocks for stage in tiled):
         all_blocks = 0  # nobody reads the parts
     operation = "split_gradients" if choice.method else "split_inputs"

@@ -9,8 +9,9 @@
 //   X Y^T = unit unit' (low high'^T + high low'^T + high high'^T)
 //
 // In memory a head has its high parts, then its low parts, each in panels (common/panel.cuh): [part][panel][row][64].
-// A tile is thus one copy of contiguous bytes for each part and panel, and needs no tensor map. Rows and columns beyond
-// the matrix are zeros.
+// A tile is thus one copy of contiguous bytes for each part and panel, and needs no tensor map. Parts of few columns share
+// a panel in a forward, which memory would bound otherwise: the low ones follow the high ones in each row. Rows and
+// columns beyond the matrix are zeros.
 //
 // The rows of a head form strips of kUnitRows, each with one unit. Packed sequences start with a strip each: sequence n
 // has the strips from first_row / kUnitRows + n on, as tiles do (common/sequence.cuh).
@@ -36,23 +37,30 @@ __device__ __forceinline__ constexpr int part_of_product(int t) {
 }
 inline constexpr int kProducts = 3;
 
+// True if both parts of all operands have room in one panel. Only forwards have them there: the others that own keys
+// multiply whole panels.
+template <class Spec>
+inline constexpr bool kPartsMayShare = max_of(Spec::kHeadDim, Spec::kHeadDimV) <= kPanelColumns / kParts;
+
 // Rows of panels are counted through all heads of an operand. They have 128 bytes each, so that 32 bits count those of
-// all memory that a GPU has.
-template <int kHeadDim>
+// all memory that a GPU has. kShared: the parts share a panel.
+template <int kHeadDim, bool kShared = false>
 struct PartsLayout {
-    static constexpr int kPanels = ceil_div(kHeadDim, kPanelColumns);
+    static constexpr int kColumns = kShared ? kPanelColumns / kParts : common::round_up(kHeadDim, kPanelColumns);
+    static constexpr int kPanels = kParts * kColumns / kPanelColumns;  // of both parts
+    static_assert(kHeadDim <= kColumns);
 
     // Rows from one panel of a head, which has `num_strips` strips, to the next; those of the parts follow each other.
     __device__ __forceinline__ static int32 panel_rows(int32 num_strips) { return num_strips * kUnitRows; }
     // A row in the first panel of a head's high parts.
     __device__ __forceinline__ static int32 row_of(int32 head, int32 num_strips, int32 row) {
-        return head * kParts * kPanels * panel_rows(num_strips) + row;
+        return head * kPanels * panel_rows(num_strips) + row;
     }
     template <class Element>
     __device__ __forceinline__ static Element* address(Element* parts, int32 row) {
         return parts + static_cast<int64>(row) * kPanelColumns;
     }
-    // Offset in elements of a chunk of eight columns in its row.
+    // Offset in elements of a chunk of eight columns in its row. The columns of the low parts follow the high ones'.
     __device__ __forceinline__ static int32 chunk(int32 column, int32 row) {
         return (column % kPanelColumns / 8 ^ row % 8) * 8;
     }

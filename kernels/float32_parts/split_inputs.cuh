@@ -36,7 +36,7 @@ struct SplitInputs {
 
     // kOfScores: the matrix is Q or K.
     template <bool kOfScores>
-    using Layout = PartsLayout<kColumnsOf<Spec, kOfScores>>;
+    using Layout = PartsLayout<kColumnsOf<Spec, kOfScores>, !kWithDout && kPartsMayShare<Spec>>;
     template <bool kOfScores>
     static constexpr int kColumns = common::round_up(kColumnsOf<Spec, kOfScores>, kPanelColumns);
 
@@ -273,10 +273,10 @@ struct SplitInputs {
                 for (int w = 0; w < 4; ++w) word[w] = take_part(value[r][2 * w], value[r][2 * w + 1]);
                 // Beyond the chunks of all lanes there are zeros.
 #pragma unroll
-                for (int32 first = 0; first < kColumns<kOfScores>; first += 8 * kLanes<kOfScores>) {
+                for (int32 first = 0; first < Parts::kColumns; first += 8 * kLanes<kOfScores>) {
                     const int32 column = first + 8 * own_chunk<kOfScores>();
-                    if (column >= kColumns<kOfScores>) break;
-                    store_chunk(part * kColumns<kOfScores> + column, word);
+                    if (column >= Parts::kColumns) break;
+                    store_chunk(part * Parts::kColumns + column, word);
 #pragma unroll
                     for (int w = 0; w < 4; ++w) word[w] = 0;
                 }

@@ -33,9 +33,10 @@ struct Forward {
     static constexpr int kStrips = ceil_div(kBc, kUnitRows), kStripSteps = kBc / kStrips / 16;
     static_assert(kBr == 16 * Spec::kWarps && Spec::kStages == 1);
 
-    using QueryTile = PartsTile<kBr, Spec::kHeadDim>;
-    using KeyTile = PartsTile<kBc, Spec::kHeadDim>;
-    using ValueTile = PartsTile<kBc, Spec::kHeadDimV>;
+    static constexpr bool kShared = kPartsMayShare<Spec>;
+    using QueryTile = PartsTile<kBr, Spec::kHeadDim, kShared>;
+    using KeyTile = PartsTile<kBc, Spec::kHeadDim, kShared>;
+    using ValueTile = PartsTile<kBc, Spec::kHeadDimV, kShared>;
     static constexpr int kQ = 0, kK = QueryTile::kBytes, kV = kK + KeyTile::kBytes;
     static constexpr int kSharedBytes = kV + ValueTile::kBytes;
     static_assert(kSharedBytes == Spec::kSharedBytes);
@@ -55,9 +56,11 @@ struct Forward {
                                                                          common::window_of<Spec>(params));
         const auto mask = common::mask_of<Spec>(params);
         const auto queries =
-            head_parts<Spec, false, true>(params, params.q_parts, params.q_units, where.batch, where.head);
-        const auto keys = head_parts<Spec, true, true>(params, params.k_parts, params.k_units, where.batch, head_kv);
-        const auto values = head_parts<Spec, true, false>(params, params.v_parts, params.v_units, where.batch, head_kv);
+            head_parts<Spec, false, true, kShared>(params, params.q_parts, params.q_units, where.batch, where.head);
+        const auto keys =
+            head_parts<Spec, true, true, kShared>(params, params.k_parts, params.k_units, where.batch, head_kv);
+        const auto values =
+            head_parts<Spec, true, false, kShared>(params, params.v_parts, params.v_units, where.batch, head_kv);
         if (tiles.begin < tiles.end) {
             queries.template load_async<QueryTile, kThreads>(smem + kQ, first_row);
             keys.template load_async<KeyTile, kThreads>(smem + kK, (tiles.end - 1) * kBc);

@@ -11,16 +11,16 @@ using namespace fa2::sm90;
 // True if shared memory has no room for whole tiles of the operands that a kernel loops over: they pass through it in
 // pieces.
 template <class Spec>
-inline constexpr bool kNeedsPieces = PartsLayout<max_of(Spec::kHeadDim, Spec::kHeadDimV)>::kPanels > 2;
+inline constexpr bool kNeedsPieces = max_of(Spec::kHeadDim, Spec::kHeadDimV) > 2 * kPanelColumns;
 
 // Copies the parts of a tile of kRows rows to shared memory, one panel after the other.
-template <int kRows, int kHeadDim>
+template <int kRows, int kHeadDim, bool kShared = false>
 __device__ __forceinline__ void load_rows(const float16* parts, int32 row, int32 num_strips, uint32 smem, uint32 full) {
-    using Layout = PartsLayout<kHeadDim>;
-    constexpr int kBytes = kRows * kPanelRowBytes, kPanels = kParts * Layout::kPanels;
-    mbarrier_arrive_expect(full, kPanels * kBytes);
+    using Layout = PartsLayout<kHeadDim, kShared>;
+    constexpr int kBytes = kRows * kPanelRowBytes;
+    mbarrier_arrive_expect(full, Layout::kPanels * kBytes);
 #pragma unroll
-    for (int i = 0; i < kPanels; ++i) {
+    for (int i = 0; i < Layout::kPanels; ++i) {
         bulk_load(smem + i * kBytes, Layout::address(parts, row), kBytes, full);
         row += Layout::panel_rows(num_strips);
     }

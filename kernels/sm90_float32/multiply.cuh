@@ -6,6 +6,10 @@
 
 namespace fa2::sm90_float32 {
 
+// Bytes from the high parts of a tile to the low ones. kPanels: panels of one part; 0 if both share one.
+template <int kPanels, int kRows>
+inline constexpr int kPartBytes = kPanels > 0 ? kPanels * kRows * kPanelRowBytes : kPanelRowBytes / kParts;
+
 // Issues x (+)= a k-step of product t of the parts of left right^T; the descriptors point to the high parts of its
 // columns. kLeftPart, kRightPart: bytes from the high parts to the low ones. kRowsAreKeys: the left operand is K or V. The
 // order of the products of parts is the same for S and S^T, so that their elements have the same bits. step(x, a, b) is
@@ -17,7 +21,7 @@ __device__ __forceinline__ void issue_part(Scores& x, uint64 left, uint64 right,
 }
 
 // Products left right^T over columns. The operands have panels of kLeftRows and kRightRows rows; the left descriptor
-// points to the warp group's 64 rows. kPanels: panels of one part.
+// points to the warp group's 64 rows.
 template <int kSteps, int kPanels, int kLeftRows, int kRightRows, bool kRowsAreKeys, class Scores>
 struct ColumnProducts {
     // The k-steps of the first of two chains, or of the only one.
@@ -71,14 +75,14 @@ struct ColumnProducts {
     __device__ __forceinline__ static void issue_step(Scores& x, uint64 left, uint64 right, int t, int s,
                                                       bool is_first = false) {
         constexpr int kLeftPanel = kLeftRows * kPanelRowBytes, kRightPanel = kRightRows * kPanelRowBytes;
-        issue_part<kRowsAreKeys, kPanels * kLeftPanel, kPanels * kRightPanel>(x, left + along_columns<kLeftPanel>(s),
-                                                                              right + along_columns<kRightPanel>(s), t,
-                                                                              [&](Scores& y, uint64 a, uint64 b) {
-                                                                                  if (is_first)
-                                                                                      wgmma_first_scores(y, a, b);
-                                                                                  else
-                                                                                      wgmma_scores(y, a, b);
-                                                                              });
+        issue_part<kRowsAreKeys, kPartBytes<kPanels, kLeftRows>, kPartBytes<kPanels, kRightRows>>(
+            x, left + along_columns<kLeftPanel>(s), right + along_columns<kRightPanel>(s), t,
+            [&](Scores& y, uint64 a, uint64 b) {
+                if (is_first)
+                    wgmma_first_scores(y, a, b);
+                else
+                    wgmma_scores(y, a, b);
+            });
     }
 
     Scores first_, second_;
@@ -89,14 +93,14 @@ struct ColumnProducts {
 template <int kPanels, int kRows, class Output, class Operand, class FirstStep>
 __device__ __forceinline__ void multiply_strip(Output& x, const Operand& p, uint64 rows, int strip,
                                                const FirstStep& first_step) {
-    constexpr int kPartBytes = kPanels * kRows * kPanelRowBytes, kSteps = kUnitRows / 16;
+    constexpr int kSteps = kUnitRows / 16;
     wgmma_fence();
 #pragma unroll
     for (int t = 0; t < kProducts; ++t)
 #pragma unroll
         for (int s = strip * kSteps; s < (strip + 1) * kSteps; ++s) {
             const OperandA a = p.k16(part_of_product<true>(t), s);
-            const uint64 b = rows + part_of_product<false>(t) * kPartBytes / 16 + along_rows(s);
+            const uint64 b = rows + part_of_product<false>(t) * (kPartBytes<kPanels, kRows> / 16) + along_rows(s);
             if (t == 0 && s == strip * kSteps)
                 first_step(x, a, b);
             else

@@ -100,7 +100,7 @@ class PieceReader {
 
   private:
     template <int kHeadDim>
-    static constexpr int kPanels = PartsLayout<kHeadDim>::kPanels;
+    static constexpr int kPanels = PartsLayout<kHeadDim>::kPanels / kParts;
 
     // The descriptor of the next piece, when it has arrived. The compiler would keep those of a slot's k-steps in registers
     // for the next piece in it.

@@ -21,12 +21,12 @@ class KeyLoader<Spec, Shape, false> {
     __device__ __forceinline__ void load(int32 row, int32 row_v, int32) {
         const uint32 key = keys_.slot(), value = values_.slot();
         mbarrier_wait(memory_.empty_key(key), keys_.parity() ^ 1);
-        load_rows<Shape::kBc, Spec::kHeadDim>(params_.k_parts, row, params_.k_strips, memory_.key(key),
-                                              memory_.full_key(key));
+        load_rows<Shape::kBc, Spec::kHeadDim, Shape::kShared>(params_.k_parts, row, params_.k_strips, memory_.key(key),
+                                                              memory_.full_key(key));
         keys_.advance();
         mbarrier_wait(memory_.empty_value(value), values_.parity() ^ 1);
-        load_rows<Shape::kBc, Spec::kHeadDimV>(params_.v_parts, row_v, params_.k_strips, memory_.value(value),
-                                               memory_.full_value(value));
+        load_rows<Shape::kBc, Spec::kHeadDimV, Shape::kShared>(params_.v_parts, row_v, params_.k_strips,
+                                                               memory_.value(value), memory_.full_value(value));
         values_.advance();
     }
 
@@ -84,8 +84,8 @@ template <class Spec, class Shape, class Params = fa2::Params>
 class QueryTileProducer {
     using Memory = QueryTileMemory<Shape>;
     using Tile = LoadedTile<Spec>;
-    using Layout = PartsLayout<Spec::kHeadDim>;
-    using LayoutV = PartsLayout<Spec::kHeadDimV>;
+    using Layout = PartsLayout<Spec::kHeadDim, Shape::kShared>;
+    using LayoutV = PartsLayout<Spec::kHeadDimV, Shape::kShared>;
 
   public:
     __device__ QueryTileProducer(const Params& params, const Memory& memory)
@@ -138,8 +138,8 @@ class QueryTileProducer {
         const int32 row = Layout::row_of(head, params_.q_strips, first);
         const int32 row_v = LayoutV::row_of(head, params_.q_strips, first);
         mbarrier_wait(memory_.empty_query(0), queries_.parity() ^ 1);
-        load_rows<Shape::kBr, Spec::kHeadDim>(params_.q_parts, row, params_.q_strips, memory_.query(0),
-                                              memory_.full_query(0));
+        load_rows<Shape::kBr, Spec::kHeadDim, Shape::kShared>(params_.q_parts, row, params_.q_strips, memory_.query(0),
+                                                              memory_.full_query(0));
         if constexpr (Shape::kOperands == 2) {
             mbarrier_wait(memory_.empty_dout(0), queries_.parity() ^ 1);
             load_rows<Shape::kBr, Spec::kHeadDimV>(params_.dout_parts, row_v, params_.q_strips, memory_.dout(0),

@@ -12,15 +12,23 @@ namespace fa2::sm90_float32 {
 template <class Spec, int kOperands>
 inline constexpr int kSharersOfRows = kNeedsPieces<Spec> ? kOperands : 1;
 
+// True if the parts of an operand share a panel.
 template <class Spec, int kOperands>
-struct PartsShape : QueryTileShape<Spec, kOperands, kParts, kSharersOfRows<Spec, kOperands>> {
-    using Base = QueryTileShape<Spec, kOperands, kParts, kSharersOfRows<Spec, kOperands>>;
+inline constexpr bool kSharesPanels = kOperands == 1 && kPartsMayShare<Spec>;
+
+template <class Spec, int kOperands>
+struct PartsShape
+    : QueryTileShape<Spec, kOperands, kSharesPanels<Spec, kOperands> ? 1 : kParts, kSharersOfRows<Spec, kOperands>> {
+    using Base =
+        QueryTileShape<Spec, kOperands, kSharesPanels<Spec, kOperands> ? 1 : kParts, kSharersOfRows<Spec, kOperands>>;
     using Base::kBc, Base::kDoutBytes, Base::kFixedBytes, Base::kQueryBytes, Base::kStages;
 
     // A producer that computes addresses of parts needs more than one that only passes coordinates to TMA.
     static constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
     static_assert(registers_suffice(Base::kAtEntry, Base::kGroups, kProducerRegisters, kConsumerRegisters));
 
+    static constexpr bool kShared = kSharesPanels<Spec, kOperands>;
+    // 0 if the parts share a panel.
     static constexpr int kPanelsOfPart = Base::kPanels / kParts, kPanelsOfPartV = Base::kPanelsV / kParts;
     static constexpr bool kInPieces = kNeedsPieces<Spec>;
     static constexpr int kKeyBytes = kInPieces ? kPieceBytes : Base::kKeyBytes;  // of a stage

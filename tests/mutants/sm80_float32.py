@@ -73,7 +73,7 @@ MUTANTS = (
     Mutant(
         "sm80 parts: high parts of both operands",
         "forward",
-        "part * Tile::kPartBytes",
+        "part * (kOfPart / kBlocks)",
         "0",
         "numbers",
         AMPERE_PARTS,

@@ -33,10 +33,10 @@ RELEASE_DO = "            release_dout();\n"
 #: A kernel, a text, the head_dim of it that is exchanged for another, and what catches the change.
 SWAPPED = (
     ("split_inputs", "constexpr int kHeadDim = kColumnsOf<Spec, kOfScores>", "kOfScores", "true", "numbers"),
-    ("split_inputs", "using Layout = PartsLayout<kColumnsOf<Spec, kOfScores>>", "kOfScores", "true", "uninitialised"),
+    ("split_inputs", "using Layout = PartsLayout<kColumnsOf<Spec, kOfScores>, !", "kOfScores", "true", "uninitialised"),
     ("split_inputs", "kIsException = 2 * kColumns<true>", "true", "false", "bounds"),
-    ("forward", "load_rows<Shape::kBc, Spec::kHeadDimV>(params_.v_parts", "kHeadDimV", "kHeadDim", "uninitialised"),
-    ("forward", "load_rows<Shape::kBc, Spec::kHeadDim>(params_.k_parts", "kHeadDim", "kHeadDimV", "bounds"),
+    ("forward", "Spec::kHeadDimV, Shape::kShared>(params_.v_parts", "kHeadDimV", "kHeadDim", "uninitialised"),
+    ("forward", "Spec::kHeadDim, Shape::kShared>(params_.k_parts", "kHeadDim", "kHeadDimV", "bounds"),
     ("forward", "LayoutV::row_of(head, params_.k_strips, row)", "LayoutV", "Layout", "numbers"),
     ("backward_dq", "values_.slot() * (Shape::kValueBytes / 16)", "kValueBytes", "kKeyBytes", "race"),
     ("forward", "key(kStages) + stage * Shape::kValueBytes", "kValueBytes", "kKeyBytes", "race"),
@@ -131,6 +131,22 @@ MUTANTS = (
         "!= 0",
         "blocks",
         PARTS,
+    ),
+    Mutant(
+        "parts: the zeros of a shared panel are not stored",
+        "split_inputs",
+        "if (column >= Parts::kColumns) break;",
+        "if (column >= 8 * kLanes<kOfScores>) break;",
+        "uninitialised",
+        dataclasses.replace(PARTS, head_dim=16),
+    ),
+    Mutant(
+        "parts: the low parts of a shared panel are the high ones",
+        "forward",
+        "kPanelRowBytes / kParts;",
+        "0;",
+        "numbers",
+        dataclasses.replace(PARTS, head_dim=32),
     ),
     Mutant(
         "parts: delta of rows that are not there",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
-from support.float32_parts import split_parts
+from support.float32_parts import columns_of_part, split_parts
 from support.launch_record import ADDED, Launch
 
 from fa2cupy import reference
@@ -46,7 +46,8 @@ class _Formulas:
     def _split_inputs(self, names: tuple[str, ...] = ("q", "k", "v")) -> None:
         for name in names:
             blocks = self.launch.values["k_strips" if name in ("k", "v") else "q_strips"]
-            parts, units = split_parts(self.launch.array(name), blocks)
+            x = self.launch.array(name)
+            parts, units = split_parts(x, blocks, columns_of_part(self.spec, x.shape[-1]))
             self.launch.array(f"{name}_parts")[...] = parts.ravel()
             self.launch.array(f"{name}_units")[...] = units.ravel()
 

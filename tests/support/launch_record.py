@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import ml_dtypes
 import numpy as np
 from ptxsim.tensor_map import TensorMap, driver_tensor_map
-from support.float32_parts import joined_parts
+from support.float32_parts import columns_of_part, joined_parts
 
 from fa2cupy.families.records import COLUMN_RISES, EXCEPTIONS, EXTREMES, PARTIALS, ROW_RISES, SHARES
 from fa2cupy.gpu.tensor_maps import encode_arguments
@@ -240,7 +240,8 @@ class Launch:
         assert not self.packed
         heads = self.values["num_heads"] // (self.values["heads_per_group"] if side == "k" else 1)
         shape = (self.batch, self.values[f"seqlen_{side}"], heads, self.columns_of(name))
-        return joined_parts(self.array(f"{name}_parts"), self.array(f"{name}_units"), shape)
+        of_part = columns_of_part(self.spec, shape[-1])
+        return joined_parts(self.array(f"{name}_parts"), self.array(f"{name}_units"), shape, of_part)
 
 
 def leading_axes(batch: int, terms: Sequence[int]) -> tuple[list[int], list[int]]:
