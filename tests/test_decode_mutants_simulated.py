@@ -107,7 +107,7 @@ MUTANTS = (
     Mutant("rows of the first page behind it", "row = begin[i] + (key - i * kRowsTogether) * stride;",
            "row = begin[0] + key * stride;", "uninitialised",
            MANY_SEQUENCES),
-    Mutant("rows counted through all pages", "key - index * params.page_size}", "key}", "uninitialised", PAGED),
+    Mutant("rows counted through all pages", "key - index * params.page_size}", "key}", "bounds", PAGED),
     Mutant("pages that do not exist", "min_of(max_of(page, 0), params.num_pages - 1)", "page", "bounds",
            dataclasses.replace(PAGED, num_new=0), table=1000),
     Mutant("pages below the first", "min_of(max_of(page, 0), ", "min_of(page, ", "below",

@@ -7,12 +7,12 @@
 
 namespace fa2::decode {
 
-// A row of a page.
+// A row of a page. The page is clamped where its rows are copied: who reads its number ahead does not wait for it.
 struct Place {
     int32 page, row;
 
-    __device__ __forceinline__ int64 offset(const Strides& strides, int32 head) const {
-        return strides.offset(page, row, head);
+    __device__ __forceinline__ int64 offset(const Params& params, const Strides& strides, int32 head) const {
+        return strides.offset(min_of(max_of(page, 0), params.num_pages - 1), row, head);
     }
 };
 
@@ -24,7 +24,7 @@ __device__ __forceinline__ Place place_of(const Params& params, int32 batch, int
     if (params.block_table == nullptr) return {batch, key};
     const int32 index = key / params.page_size;
     const int32 page = params.block_table[static_cast<int64>(batch) * params.pages_per_sequence + index];
-    return {min_of(max_of(page, 0), params.num_pages - 1), key - index * params.page_size};
+    return {page, key - index * params.page_size};
 }
 
 // Writes the new rows of a K/V head to their places in the cache; all threads of a block take part. Nobody reads them
@@ -41,7 +41,7 @@ __device__ __forceinline__ void append_rows(const Params& params, const Job& job
         const Place place = place_of(params, job.batch, job.cached + row);
         const auto copy = [&](Element* to, const Strides& to_strides, const Element* from,
                               const Strides& from_strides) {
-            *reinterpret_cast<Copied*>(to + place.offset(to_strides, job.head_kv) + column) =
+            *reinterpret_cast<Copied*>(to + place.offset(params, to_strides, job.head_kv) + column) =
                 *reinterpret_cast<const Copied*>(from + from_strides.offset(job.batch, row, job.head_kv) + column);
         };
         if (Spec::kHeadDim == kWidest || column < Spec::kHeadDim)

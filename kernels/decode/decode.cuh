@@ -194,7 +194,8 @@ struct Decode {
                 }
             } rows;
 #pragma unroll
-            for (int i = 0; i < kKeys / kRowsTogether; ++i) rows.begin[i] = cache + ahead[i].offset(strides, head);
+            for (int i = 0; i < kKeys / kRowsTogether; ++i)
+                rows.begin[i] = cache + ahead[i].offset(params, strides, head);
             rows.stride = strides.row;
             return rows;
         }
