@@ -9,10 +9,12 @@
 // cut into one stretch for each working block:
 //
 //   sequences of one length   each job into as many stretches; or, with more jobs than blocks, stretches are whole jobs
+//   fewer jobs than blocks    each job into stretches of nearly one length, the least for which there are blocks
 //   others                    the line into stretches of one length: the end of a job, whole jobs, the beginning of one
 //
 // Cuts between jobs cost nothing. A block that ends one job within its stretch and begins another exchanges results
-// twice, and the partial results of a job have to be merged.
+// twice, and the partial results of a job have to be merged: blocks that wait for that read nothing meanwhile, while
+// those with a longer stretch than others have all of the memory's speed in the end.
 //
 // The cuts depend on the lengths and on the grid alone, so that results are bit-reproducible.
 #pragma once
@@ -150,6 +152,10 @@ class WorkLine : public Work<Spec> {
             total_ = common::row_sum<32>(sum) * jobs_of_sequence();
             span_ = total_;
             stretches_ = workers_ = min_of<int32>(grid, total_);
+            // A job has half a step less than a whole number of longest stretches on average.
+            if (2 * jobs <= grid && params.arrivals != nullptr)
+                for (longest_ = ceil_div(total_, grid - jobs / 2);; ++longest_)
+                    if ((workers_ = stretches_of_all()) <= grid) break;
         }
         stretch_ = quotient(span_, stretches_);
         longer_ = span_ - stretch_ * stretches_;
@@ -160,6 +166,7 @@ class WorkLine : public Work<Spec> {
     // The blocks whose stretches have steps of a job, if jobs are cut.
     __device__ __forceinline__ Contributors blocks_of(const Job& job) const {
         if (is_even_) return {first_of_span_, stretches_};  // the span is the job
+        if (longest_ != 0) return {job.start, ceil_div(job.steps, longest_)};
         const int32 first = worker_of(job.start);
         return {first, worker_of(job.start + job.steps - 1) - first + 1};
     }
@@ -167,6 +174,14 @@ class WorkLine : public Work<Spec> {
     // The first segment of a block's stretch, and the one after a segment; without a step if there is none. If jobs are
     // not cut, a block has those that begin in its stretch. All lanes of a warp call these together.
     __device__ __forceinline__ Segment first(int32 worker, bool cuts_jobs) {
+        if (longest_ != 0) {
+            stretch_end_ = 0;
+            const Job job = job_at(worker);
+            const int32 count = ceil_div(job.steps, longest_), index = worker - job.start;
+            const int32 stretch = quotient(job.steps, count), longer = job.steps - stretch * count;
+            const int32 begin = index * stretch + min_of(index, longer);
+            return {job, begin, begin + stretch + (index < longer)};
+        }
         const int32 span = quotient(worker, stretches_);
         first_of_span_ = span * stretches_;
         const int32 index = worker - first_of_span_;
@@ -208,7 +223,17 @@ class WorkLine : public Work<Spec> {
         return batch < params_.batch ? tiles_of(length_of(batch)).steps : 0;
     }
 
-    // The job that has a step of the line.
+    // The stretches of each job of the sequence that belongs to this lane, and of all jobs, of which none is cut.
+    __device__ __forceinline__ int32 stretches_of_lane(int32 first) const {
+        return longest_ == 0 ? steps_of_lane(first) : ceil_div(steps_of_lane(first), longest_);
+    }
+    __device__ __forceinline__ int32 stretches_of_all() const {
+        int32 sum = 0;
+        for (int32 first = 0; first < params_.batch; first += 32) sum += stretches_of_lane(first);
+        return common::row_sum<32>(sum) * jobs_of_sequence();
+    }
+
+    // The job that has a step of the line, or a stretch: the job then starts at the first of its stretches.
     __device__ __forceinline__ Job job_at(int32 position) const {
         if (is_even_) {
             const int32 number = quotient(position, steps_), batch = quotient(number, jobs_of_sequence());
@@ -217,7 +242,7 @@ class WorkLine : public Work<Spec> {
         const int32 lane = threadIdx.x % 32;
         int32 start = 0;  // of the first of 32 sequences
         for (int32 first = 0;; first += 32) {
-            const int32 steps = steps_of_lane(first), own = steps * jobs_of_sequence();
+            const int32 steps = stretches_of_lane(first), own = steps * jobs_of_sequence();
             int32 sum = own;
 #pragma unroll
             for (int distance = 1; distance < 32; distance *= 2) {
@@ -253,6 +278,7 @@ class WorkLine : public Work<Spec> {
     // The line has spans of `span_` steps (the last may have fewer), and each span `stretches_` stretches: the first
     // `longer_` of them have `stretch_` + 1 steps, the others `stretch_`.
     int32 total_, workers_, span_, stretches_, stretch_, longer_, stretch_end_;
+    int32 longest_ = 0;  // steps of a stretch, if each job has stretches of its own whose number differs
 };
 
 }  // namespace fa2::decode
