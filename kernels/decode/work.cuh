@@ -119,6 +119,7 @@ class Work {
 template <class Spec>
 class WorkLine : public Work<Spec> {
     using Base = Work<Spec>;
+    static constexpr int kReadAtOnce = 4;  // lengths of sequences, by each lane
     using Base::params_, Base::rows_, Base::row_tiles_, Base::jobs_of_sequence, Base::tiles_of, Base::length_of,
         Base::make_job;
 
@@ -127,13 +128,18 @@ class WorkLine : public Work<Spec> {
     __device__ __forceinline__ explicit WorkLine(const Params& params) : Work<Spec>(params) {
         const int32 jobs = params.batch * jobs_of_sequence(), grid = gridDim.x;
         const int32 blocks_of_job = quotient(grid, max_of(jobs, 1));
-        int32 sum = steps_of_lane(0);
-        const int32 steps_of_first = steps_ = __shfl_sync(common::kFullWarp, sum, 0);
-        is_even_ = sum == steps_of_first || sum == 0;  // all sequences have as many steps as the first
-        for (int32 first = 32; first < params.batch; first += 32) {
-            const int32 own = steps_of_lane(first);
-            sum += own;
-            is_even_ &= own == steps_of_first || own == 0;
+        int32 sum = 0, steps_of_first = 0;
+        is_even_ = true;  // all sequences have as many steps as the first
+        for (int32 first = 0; first < params.batch; first += 32 * kReadAtOnce) {
+            int32 own[kReadAtOnce];
+#pragma unroll
+            for (int i = 0; i < kReadAtOnce; ++i) own[i] = steps_of_lane(first + 32 * i);
+            if (first == 0) steps_of_first = steps_ = __shfl_sync(common::kFullWarp, own[0], 0);
+#pragma unroll
+            for (int i = 0; i < kReadAtOnce; ++i) {
+                sum += own[i];
+                is_even_ &= own[i] == steps_of_first || own[i] == 0;
+            }
         }
         is_even_ = __all_sync(common::kFullWarp, is_even_);
         if (is_even_) {
@@ -220,7 +226,9 @@ class WorkLine : public Work<Spec> {
     // The steps of each job of the sequence that belongs to this lane, of 32 sequences.
     __device__ __forceinline__ int32 steps_of_lane(int32 first) const {
         const int32 batch = first + static_cast<int32>(threadIdx.x) % 32;
-        return batch < params_.batch ? tiles_of(length_of(batch)).steps : 0;
+        // Without a branch, so that several lengths are read at once.
+        const int32 steps = tiles_of(length_of(min_of(batch, params_.batch - 1))).steps;
+        return batch < params_.batch ? steps : 0;
     }
 
     // The stretches of each job of the sequence that belongs to this lane, and of all jobs, of which none is cut.
