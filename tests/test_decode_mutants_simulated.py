@@ -33,6 +33,8 @@ CATCHES = mutant.CATCHES | {
 FEW = dataclasses.replace(DeviceInfo.named("sm_90"), multiprocessors=2)
 MANY = dataclasses.replace(DeviceInfo.named("sm_80"), multiprocessors=23)
 AMPERE = dataclasses.replace(DeviceInfo.named("sm_80"), multiprocessors=2)
+#: One with a block for each of five stretches of two jobs.
+FIVE = dataclasses.replace(FEW, multiprocessors=5)
 #: One with three clusters for a job.
 CLUSTERS = dataclasses.replace(FEW, multiprocessors=34)
 
@@ -41,6 +43,7 @@ MANY_SEQUENCES = Case("float16", (40, 90, 17, 33), page_size=16)  # a warp has 3
 DENSE = Case("float16", (200, 90), num_new=1)
 LONG = Case("float16", (22 * 128 - 3,), heads=(2, 1), head_dim=128)
 TWO_JOBS = Case("float32", (41 * 32 - 3, 4 * 32 - 5), heads=(1, 1), head_dim=160)
+FEW_JOBS = Case("float16", (3333, 40), heads=(2, 1))
 SIXTEEN = Case("float16", (70,), heads=(16, 1))
 ONE_CLUSTER = Case("float16", (700,), heads=(8, 1), head_dim=16, num_new=1)
 TWO_CLUSTERS = dataclasses.replace(ONE_CLUSTER, lengths=(2000,))
@@ -231,6 +234,10 @@ MUTANTS = (
            ONE_CLUSTER, device=CLUSTERS),
     Mutant("statistics of all blocks in one place", "rank * Spec::kBr + row", "row", "race",
            ONE_CLUSTER, device=CLUSTERS),
+    Mutant("the last steps of few jobs", "begin + stretch + (index < longer)}", "begin + stretch}", "numbers",
+           FEW_JOBS, device=FIVE),
+    Mutant("few jobs begin at their first steps", "begin = index * stretch + min_of(index, longer)", "begin = 0",
+           "numbers", FEW_JOBS, device=FIVE),
     Mutant("one block's steps for all", "begin = block * stretch + min_of(block, longer)",
            "begin = min_of(block, longer)", "numbers", dataclasses.replace(TWO_CLUSTERS, num_new=0), device=CLUSTERS),
     Mutant("new rows by blocks without steps", "segment.begin < segment.end && segment.end == job.steps",

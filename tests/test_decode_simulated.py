@@ -283,6 +283,20 @@ def test_a_block_ends_the_last_group_of_a_job_and_begins_the_next_job(monkeypatc
         assert [stage.blocks for stage in launched] == [24]
 
 
+@pytest.mark.sample(case=[0])
+@pytest.mark.parametrize("case", range(4))
+def test_few_jobs_of_several_lengths_have_stretches_of_their_own(monkeypatch, case):
+    """At most half as many jobs as blocks, cut where a longest stretch fits, of lengths with and without remainders."""
+    cases = (
+        (Case("float16", (700, 0, 41, 1029), heads=(4, 2), num_new=2), {}),
+        (Case("float16", (1, 2500, 3), heads=(8, 1), head_dim=64, page_size=16), {}),
+        (Case("bfloat16", (900, 300), heads=(6, 2), seqlen_q=7, head_dim=128), {"causal": True, "window": (400, 0)}),
+        (Case("float32", tuple(range(5, 3000, 700)), heads=(2, 1)), {"sink": True}),
+    )
+    with simulated_gpu(monkeypatch, MANY, seed=1):
+        check(on_device, cases[case][0], **cases[case][1])
+
+
 @pytest.mark.matrix
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_many_jobs_have_small_blocks(launched, head_dim):
