@@ -76,8 +76,9 @@ def pytest_configure(config: pytest.Config) -> None:
     folder = config.stash[_SESSION_FOLDER] = tempfile.TemporaryDirectory(prefix="fa2cupy-tests-")
     os.environ.setdefault("FA2CUPY_CACHE_DIR", os.path.join(folder.name, "cache"))
     os.environ["XDG_CONFIG_HOME"] = os.path.join(folder.name, "config")
-    for variable in ("FA2CUPY_CACHE_LIMIT", "FA2CUPY_CACHE_PATH", "FA2CUPY_DUMP_DIR", "FA2CUPY_LOG"):
+    for variable in ("FA2CUPY_CACHE_PATH", "FA2CUPY_DUMP_DIR", "FA2CUPY_LOG"):
         os.environ.pop(variable, None)
+    os.environ["FA2CUPY_CACHE_LIMIT"] = "65536"  # MiB: a suite on a GPU has more kernels than fit in the default
     # Workers, and the processes that tests start, would each compile the whole package and rewrite all assertions.
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     if getattr(config.option, "numprocesses", None):  # workers share the cores and have not loaded NumPy yet

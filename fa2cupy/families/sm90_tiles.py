@@ -174,9 +174,9 @@ COSTS = Costs(
     add_rows=8.87,
     copy=10.32,
     copy_rows=2.989,
-    # The kernel of dbias and atomics: an H200, 2026-11-28, 4 heads of 32 with 256 to 768 rows, 12 of 64 with 1024,
-    # and 257 rows for additions one by one. Those beyond head_dim 64 are predicted.
-    dbias={32: 1.66, 64: 0.8, 128: 1.33, 256: 2.5},
+    # The kernel of dbias and atomics: an H200, 4 heads of 32 with 256 to 768 rows (the kernel: 2026-11-29), 12 of 64
+    # with 1024, and 257 rows for additions one by one (2026-11-28). Those beyond head_dim 64 are predicted.
+    dbias={32: 0.56, 64: 0.8, 128: 1.33, 256: 2.5},
     dbias_step=0.9,
     add_dbias=0.76,
     add_dbias_singly=3.7,

@@ -146,7 +146,9 @@ class StageLayout:
             "scheduled_heads": heads,
             "heads_per_section": max(1, section),
         }
+        is_narrow = False
         if "kept_bias" in self.used_features:
+            is_narrow = self.family.has_narrow_panels(kernel, tile)
             at_a_time = self.family.sequences_of_tile(kernel, tile)
             shared = sharers(self.strides["bias"], problem.batch)
             values |= series_values(problem, self.device, tile, num_tiles, shared, at_a_time)
@@ -157,7 +159,6 @@ class StageLayout:
             blocks = min(blocks, self.device.multiprocessors * tile.blocks_per_sm // of_tile)
         blocks *= of_tile
         b_r, b_c = (tile.b_r // of_tile, tile.b_c) if side == "queries" else (tile.b_r, tile.b_c // of_tile)
-        is_narrow = self.family.has_narrow_panels(kernel, tile)
         maps = tuple(self._map(name, b_r, b_c, is_narrow=is_narrow) for name in record.maps)
         if is_split:
             values["num_splits"] = num_splits
