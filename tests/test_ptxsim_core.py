@@ -98,6 +98,13 @@ def test_integer_arithmetic_wraps_at_its_width(name, ty):
     assert applied(f"{name}.{ty} %v0, %v1, %v2;", ty, f"{ty} {ty}", a, b) == expected
 
 
+@pytest.mark.parametrize("choose", [min, max])
+def test_relu_makes_negative_results_of_min_and_max_zero(choose):
+    a, b = pairs(32, True)
+    expected = [max(choose(x, y), 0) for x, y in zip(a, b, strict=True)]
+    assert applied(f"{choose.__name__}.relu.s32 %v0, %v1, %v2;", "s32", "s32 s32", a, b) == expected
+
+
 #: Operations on two words of 64 bits each, t1 and t2, t3 and t4, that make the words t5 and t6 with a carry between.
 WORDS = {
     "sum": ("add.cc{ty} t5, t1, t3; addc{ty} t6, t2, t4;", lambda a, b, w: a + b),

@@ -93,10 +93,13 @@ def _subtract(machine: Machine, inst: Inst) -> Plain:
     return _sum_or_product(machine, inst, np.subtract)
 
 
-@plain("min", "max", allow="ftz NaN")
+@plain("min", "max", allow="ftz NaN relu")
 def _minimum_maximum(machine: Machine, inst: Inst) -> Plain:
     propagating, ignoring = (np.minimum, np.fmin) if inst.op == "min" else (np.maximum, np.fmax)
-    return binary(machine, inst, ignoring if is_float(inst.type) and "NaN" not in inst.parts else propagating)
+    chosen = ignoring if is_float(inst.type) and "NaN" not in inst.parts else propagating
+    if "relu" not in inst.parts:
+        return binary(machine, inst, chosen)
+    return binary(machine, inst, lambda a, b: np.maximum(chosen(a, b), 0))
 
 
 @plain("abs", allow="ftz")
