@@ -151,8 +151,12 @@ def _check(options: argparse.Namespace, gpu: Gpu) -> int:
     for name in own:
         note_steps(path, STEPS, {name: "not finished"})
         with tempfile.TemporaryDirectory(prefix="fa2cupy-kernels-") as notes:
-            results[name] = found = steps[name](folder, Path(notes))
-            about = code if name in SUITES else kernels_of(path, name, Path(notes))
+            found, about = steps[name](folder, Path(notes)), code
+            if name not in SUITES:
+                about = kernels_of(path, name, Path(notes))
+            elif code_digest(ROOT) != code["code"]:
+                found, about = "not finished: fa2cupy/ or kernels/ changed meanwhile", {}
+            results[name] = found
         step = {"found": found, "date": datetime.date.today().isoformat()}
         step |= {one: versions[one] for one in ("device", "driver", "nvrtc", "cupy", "python")}
         note_steps(path, STEPS, {name: step | about if about else found})

@@ -146,6 +146,14 @@ def test_short_runs_of_gpu_check_make_one_receipt(monkeypatch, tmp_path):
     assert told("sanitizers") == [{"memcheck": "0 errors in the second run"}]
     assert noted()["sanitizers"]["kernels"] != first["kernels"]
 
+    def while_code_changes(folder, notes, suite, processes):
+        monkeypatch.setattr(gpu_check, "code_digest", lambda root, *more: "newer code")
+        return suites(suite)(folder, notes, suite, processes)
+
+    monkeypatch.setattr(gpu_check, "_run_tests", while_code_changes)
+    assert check("large") == 1
+    assert told("large") == ["not finished: fa2cupy/ or kernels/ changed meanwhile"]
+
 
 @pytest.mark.sample(workers=(0,))
 @pytest.mark.parametrize("workers", [0, 2])
