@@ -42,7 +42,8 @@ PAGED = Case("float16", (40, 90, 17), page_size=16, num_new=1)
 MANY_SEQUENCES = Case("float16", (40, 90, 17, 33), page_size=16)  # a warp has 32 of its keys
 DENSE = Case("float16", (200, 90), num_new=1)
 LONG = Case("float16", (22 * 128 - 3,), heads=(2, 1), head_dim=128)
-TWO_JOBS = Case("float32", (41 * 32 - 3, 4 * 32 - 5), heads=(1, 1), head_dim=160)
+#: The long job has 21 of 24 blocks, the last of which begins the next job, too.
+LONG_AND_SHORT = Case("float32", (83 * 32 - 3, 2 * 32 - 5, *11 * (5,)), heads=(1, 1), head_dim=160)
 FEW_JOBS = Case("float16", (3333, 40), heads=(2, 1))
 SIXTEEN = Case("float16", (70,), heads=(16, 1))
 ONE_CLUSTER = Case("float16", (700,), heads=(8, 1), head_dim=16, num_new=1)
@@ -110,7 +111,7 @@ MUTANTS = (
     Mutant("rows of the first page behind it", "row = begin[i] + (key - i * kRowsTogether) * stride;",
            "row = begin[0] + key * stride;", "uninitialised",
            MANY_SEQUENCES),
-    Mutant("rows counted through all pages", "key - index * params.page_size}", "key}", "bounds", PAGED),
+    Mutant("rows counted through all pages", "key - index * params.page_size}", "key}", "uninitialised", PAGED),
     Mutant("pages that do not exist", "min_of(max_of(page, 0), params.num_pages - 1)", "page", "bounds",
            dataclasses.replace(PAGED, num_new=0), table=1000),
     Mutant("pages below the first", "min_of(max_of(page, 0), ", "min_of(page, ", "below",
@@ -148,8 +149,8 @@ MUTANTS = (
     Mutant("no merge at all", "arrive(counter) == expected - 1;", "arrive(counter) == expected;", "unwritten"),
     Mutant("groups of other sizes", "(of_groups ? 3 * size : 3) * kPartialElements", "3 * kPartialElements",
            "uninitialised", LONG, device=MANY),
-    Mutant("a group of one block", "return (count - 1) % size == 0 ? size + 1 : size;", "return size;", "unwritten",
-           TWO_JOBS, device=dataclasses.replace(FEW, multiprocessors=24)),
+    Mutant("a group of one block", "return (count - 1) % size == 0 ? size + 1 : size;", "return size;", "blocks",
+           LONG_AND_SHORT, device=dataclasses.replace(FEW, multiprocessors=24)),
     Mutant("queries before they are there", "__syncthreads();  // all of Q is there", "__syncwarp();  //", "race"),
     Mutant("keys before they are there", "kStages - 2>();\n            Warp::sync();", "kStages - 1>();", "race",
            dataclasses.replace(DENSE, lengths=(900, 90))),
