@@ -104,7 +104,10 @@ OF_PARTS = (
 )
 OF_DECODE_ROWS = "what spills is loop invariants, which are read back outside the loop over keys"
 OF_TWO_BLOCKS = "by 6 % faster on the H200 than the largest tile that spills nothing, of one block on a multiprocessor"
-OF_SEVERAL = "by 6 to 12 % faster on the H200 than several sequences with smaller tiles, which spill nothing"
+OF_STATISTICS = (
+    "what spills is two registers of the producer's warp of statistics, which runs ahead: it reads those of a step "
+    "before it stores those of the one before, and with that the kernel takes 0.70 to 0.74 of the time on the H200"
+)
 OF_TWO_SUMS = "two sums of 256 columns take half of the registers, and there is no smaller tile; not yet measured"
 OF_MMA_PARTS = "what spills is loop invariants: dK and dV take half of the registers; not yet measured on such a GPU"
 
@@ -140,7 +143,9 @@ EXEMPTIONS = (
     Exemption("backward_dkdv", 64, TileConfig(64, 64, 4, 2, 3), 184, MEASURED),
     Exemption("backward_dkdv", 128, TileConfig(64, 128, 8, 2), 212, MEASURED),
     Exemption("decode", 64, TileConfig(32, 128, 4, 2, 3), 20, OF_DECODE_ROWS),
-    Exemption("forward", 32, TileConfig(64, 128, 16, 2), 36, OF_SEVERAL),
+    Exemption("dbias", 32, TileConfig(128, 128, 12, 4), 8, OF_STATISTICS),
+    Exemption("dbias", 64, TileConfig(128, 128, 12, 2), 8, OF_STATISTICS),
+    Exemption("dbias", 128, TileConfig(128, 64, 12, 2), 8, OF_STATISTICS),
     # sm90, float32
     Exemption("backward", 128, TileConfig(64, 128, 12, 1), 68, OF_PARTS),
     Exemption("backward_dkdv", 128, TileConfig(64, 128, 12, 2), 104, OF_PARTS),

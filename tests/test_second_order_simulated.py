@@ -411,7 +411,7 @@ def test_columns_that_warps_of_float64_do_not_hold_are_left_to_cuda_cores(pair, 
 @pytest.mark.parametrize("mutant", second_order.MUTANTS, ids=lambda mutant: mutant.name)
 def test_a_broken_kernel_is_caught(mutant):
     second_order.check_unbroken(mutant.family, mutant.call, mutant.check)
-    of_numbers = {"numbers": (AssertionError, "Not equal to tolerance|exceeds the bound of|% of the allowed")}
+    of_numbers = {"numbers": (AssertionError, "Not equal to tolerance|exceed the bounds of|% of the allowed")}
     exception, text = (CATCHES | of_numbers)[mutant.caught_by]
     with pytest.raises(exception, match=text):
         second_order.run(mutant.family, mutant.call, mutant.check, mutant)
