@@ -102,7 +102,10 @@ OF_PARTS = (
     "what spills is loop invariants of the consumers, at head_dim 128, and addresses of the producer, which has 24 "
     "registers and waits most of the time"
 )
-OF_DECODE_ROWS = "what spills is loop invariants, which are read back outside the loop over keys"
+OF_DECODE_ROWS = (
+    "three blocks on a multiprocessor are 5 to 7 % faster with ragged lengths than tiles that spill nothing (H200); "
+    "with stretches of a job's own 48 bytes spill, not 20, and calls take 0.99 to 1.02 of the time"
+)
 OF_TWO_BLOCKS = "by 6 % faster on the H200 than the largest tile that spills nothing, of one block on a multiprocessor"
 OF_STATISTICS = (
     "what spills is two registers of the producer's warp of statistics, which runs ahead: it reads those of a step "
@@ -142,7 +145,8 @@ EXEMPTIONS = (
     Exemption("backward_dkdv", 160, TileConfig(32, 64, 4, 2, 2), 136, MEASURED),
     Exemption("backward_dkdv", 64, TileConfig(64, 64, 4, 2, 3), 184, MEASURED),
     Exemption("backward_dkdv", 128, TileConfig(64, 128, 8, 2), 212, MEASURED),
-    Exemption("decode", 64, TileConfig(32, 128, 4, 2, 3), 20, OF_DECODE_ROWS),
+    Exemption("decode", 64, TileConfig(16, 128, 4, 2, 3), 48, OF_DECODE_ROWS),
+    Exemption("decode", 64, TileConfig(32, 128, 4, 2, 3), 48, OF_DECODE_ROWS),
     Exemption("dbias", 32, TileConfig(128, 128, 12, 4), 8, OF_STATISTICS),
     Exemption("dbias", 64, TileConfig(128, 128, 12, 2), 8, OF_STATISTICS),
     Exemption("dbias", 128, TileConfig(128, 64, 12, 2), 8, OF_STATISTICS),
