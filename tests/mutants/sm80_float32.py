@@ -65,8 +65,8 @@ MUTANTS = (
     Mutant(
         "sm80 parts: the first panel for all",
         "forward",
-        " + c16 / kBlocks * Tile::Panel::kBytes",
-        "",
+        " + c16 / kBlocks) * Tile::Panel::kBytes",
+        ") * Tile::Panel::kBytes",
         "numbers",
         AMPERE_WIDE_PARTS,
     ),
