@@ -40,10 +40,7 @@ class ClusterWork : public Work<Spec> {
         number_ = cluster - index * clusters_;
         working_ = min_of(clusters_, ceil_div(job.steps, kCluster));
         if (number_ >= working_) return {job, 0, 0};
-        const int32 blocks = working_ * kCluster, block = worker - index * clusters_ * kCluster;
-        const int32 stretch = quotient(job.steps, blocks), longer = job.steps - stretch * blocks;
-        const int32 begin = block * stretch + min_of(block, longer);
-        return {job, begin, begin + stretch + (block < longer)};
+        return stretch_of(job, worker - index * clusters_ * kCluster, working_ * kCluster);
     }
     __device__ __forceinline__ Segment after(const Segment& segment, bool) const { return {segment.job, 0, 0}; }
 

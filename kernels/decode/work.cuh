@@ -49,6 +49,13 @@ struct Segment {
     __device__ __forceinline__ bool is_whole() const { return begin == 0 && end == job.steps; }
 };
 
+// One of `count` stretches of a job, the first of which have one step more than the others.
+__device__ __forceinline__ Segment stretch_of(const Job& job, int32 index, int32 count) {
+    const int32 stretch = quotient(job.steps, count), longer = job.steps - stretch * count;
+    const int32 begin = index * stretch + min_of(index, longer);
+    return {job, begin, begin + stretch + (index < longer)};
+}
+
 // The most partials of a job that are merged in one level. A thread reads as many of those of blocks at once.
 inline constexpr int kPartialsOfOneLevel = 16;
 
@@ -183,10 +190,7 @@ class WorkLine : public Work<Spec> {
         if (longest_ != 0) {
             stretch_end_ = 0;
             const Job job = job_at(worker);
-            const int32 count = ceil_div(job.steps, longest_), index = worker - job.start;
-            const int32 stretch = quotient(job.steps, count), longer = job.steps - stretch * count;
-            const int32 begin = index * stretch + min_of(index, longer);
-            return {job, begin, begin + stretch + (index < longer)};
+            return stretch_of(job, worker - job.start, ceil_div(job.steps, longest_));
         }
         const int32 span = quotient(worker, stretches_);
         first_of_span_ = span * stretches_;
