@@ -9,10 +9,9 @@ from dataclasses import replace
 from ..families.boxes import with_boxes
 from ..families.choice import Choice
 from ..families.device import DeviceInfo
-from ..families.float32_parts import row_bytes_of_parts
 from ..families.kept_bias import with_kept_bias
 from ..families.operations import ONE_TILE_DBIAS, OPERATIONS
-from ..families.records import COLUMN_RISES, EXCEPTIONS, EXTREMES, ROW_RISES, SHARES
+from ..families.records import COLUMN_RISES, ROW_RISES, SHARES
 from ..families.tile import TileConfig
 from ..jit.params import gradient_arrays
 from ..problem.attention import AttentionProblem
@@ -21,10 +20,10 @@ from ..problem.dtypes import ITEMSIZE
 from ..problem.strides import AnyStrides
 from .dbias import one_tile_dbias, with_dbias
 from .decode import plan_few_queries
-from .layout import PART_ROWS, StageLayout
+from .float32_parts import with_parts
+from .layout import StageLayout
 from .own_lse import OWN_LSE, with_given_lse, with_own_lse
 from .stages import Plan, Stage, Workspace
-from .tensor_maps import BOX_COLUMNS
 
 __all__ = [
     "plan_backward",
@@ -36,8 +35,6 @@ __all__ = [
     "plan_output_jvp",
     "plan_tile_states",
 ]
-
-_ROWS_OF_THREAD = 4  # in kernels that make parts
 
 #: The workspaces that the kernel of delta can clear. They have no bytes in calls that do not need them.
 _CLEARED_BY_DELTA = (Workspace("dq_accum", 0), Workspace(SHARES, 0))
@@ -57,7 +54,7 @@ def plan_forward(
     lists, of_lists = layout.lists(choice.tiles)
     stages = [*_clear_unused(layout, "clear_forward"), *lists, layout.tiled("forward", tile, num_splits)]
     if choice.family.multiplies_parts:
-        split, stages, workspaces = _with_parts(layout, stages, choice)
+        split, stages, workspaces = with_parts(layout, stages, choice)
         return _plan([split, *stages], workspaces)
     if num_splits == 1:
         return _plan(stages, of_lists)
@@ -218,7 +215,7 @@ def plan_backward(
     stages: list[Stage] = []
     if choice.family.multiplies_parts:
         is_computed = with_delta and not problem.is_packed  # whose rows between sequences are no block's
-        split, tiled, of_parts = _with_parts(layout, tiled, choice, added, with_delta=is_computed)
+        split, tiled, of_parts = with_parts(layout, tiled, choice, added, with_delta=is_computed)
         stages, added, with_delta = [split], [], with_delta and not is_computed
         workspaces += of_parts
     if choice.method == "one_tile":
@@ -269,55 +266,6 @@ def _cleared_dbias(problem: AttentionProblem) -> list[str]:
     # are tiles that a sparse map leaves out.
     is_partial = problem.is_packed or settings.block_mask is not None
     return ["dbias"] if settings.dbias and (not settings.full_dbias or is_partial) else []
-
-
-def _with_parts(
-    layout: StageLayout,
-    tiled: Sequence[Stage],
-    choice: Choice,
-    added: Sequence[Workspace] = (),
-    *,
-    with_delta: bool = False,
-) -> tuple[Stage, list[Stage], list[Workspace]]:
-    """The stage that makes parts, those that multiply them and the fallback behind them, and their workspaces.
-
-    The first stage also clears the workspace in `added`, to which others add, and computes delta if asked to.
-    """
-    problem, fallback = layout.problem, choice.fallback
-    assert fallback is not None, f"{choice.family.name} leaves heads to a fallback"
-    sides = {"q": "queries", "k": "keys", "v": "keys", **({"dout": "queries"} if choice.method else {})}
-    row, row_v = row_bytes_of_parts(problem.head_dim, problem.columns_of("v"), is_forward=not choice.method)
-    all_blocks, workspaces = 0, []
-    values: dict[str, int] = {}
-    for name, side in sides.items():
-        heads = problem.num_heads if side == "queries" else problem.num_heads_kv
-        blocks = problem.batch * heads * layout.num_strips(side)
-        workspaces.append(Workspace(f"{name}_parts", blocks * PART_ROWS * (row if name in ("q", "k") else row_v)))
-        workspaces.append(Workspace(f"{name}_units", blocks * ITEMSIZE["float32"]))
-        all_blocks += blocks
-    # For each K/V head a mark; the largest elements of the columns of q and k, what becomes the mark, and a count.
-    marks = problem.batch * problem.num_heads_kv * ITEMSIZE["float32"]
-    workspaces.append(Workspace(EXCEPTIONS, marks))
-    columns = -(-problem.head_dim // BOX_COLUMNS) * BOX_COLUMNS
-    workspaces.append(Workspace(EXTREMES, marks * (2 * columns + 2), stays_zero=True))
-    if not any(stage.blocks for stage in tiled):
-        all_blocks = 0  # nobody reads the parts
-    operation = "split_gradients" if choice.method else "split_inputs"
-    if choice.method:
-        (cleared,) = added or [Workspace("dq_accum", 0)]
-        values["dq_accum_bytes"] = cleared.nbytes
-        workspaces += [] if added else [cleared]
-        workspaces += [Workspace("delta", problem.statistics_bytes)] if with_delta else []
-    split = layout.stage(operation, _tile_of_parts(problem), all_blocks, (), is_split=False, **values)
-    if choice.method and not with_delta:
-        split = replace(split, renamed={"o": None, "delta": None})
-    of_others = with_given_lse(problem) if choice.method else problem
-    others = StageLayout(of_others, layout.device, fallback.family, layout.strides, is_fallback=True)
-    left = [others.tiled(operation, tile) for operation, tile in fallback.tiles.items()]
-    if choice.method:
-        left = with_own_lse(left)
-        workspaces.append(Workspace(OWN_LSE, problem.statistics_bytes))
-    return split, [*tiled, *left], workspaces
 
 
 def _delta(layout: StageLayout, cleared: Sequence[Workspace] = ()) -> Stage:
@@ -417,13 +365,6 @@ def _lanes_of_row(problem: AttentionProblem) -> int:
 def _tile_of(operation: str, b_r: int = 1, b_c: int = 1) -> TileConfig:
     """The tile of a kernel whose number of warps is fixed."""
     return TileConfig(b_r, b_c, _num_warps(operation))
-
-
-def _tile_of_parts(problem: AttentionProblem) -> TileConfig:
-    """The tile of kernels that make parts: so many warps that a thread has eight columns of `_ROWS_OF_THREAD` rows."""
-    columns = max(problem.columns_of("q"), problem.columns_of("v"))
-    lanes = 1 << (-(-columns // 8) - 1).bit_length()  # that share a row
-    return TileConfig(PART_ROWS, PART_ROWS, max(1, PART_ROWS * lanes // 32 // _ROWS_OF_THREAD))
 
 
 def _num_warps(operation: str) -> int:
