@@ -16,12 +16,11 @@ from .operations import METHODS, OF_DIRECTION, ONE_TILE, OPERATIONS
 from .records import Record
 from .sm80 import SM80
 from .sm90_records import MAPPED, RECORDS
-from .sm90_tiles import BOXES, COSTS, OF_JVP, OF_WIDER, TILES
+from .sm90_tiles import BOXES, COSTS, OF_JVP, OF_WIDER, SHARED_BYTES, TILES
 from .tile import TileConfig
 
 __all__ = ["SM90", "Sm90"]
 
-_SHARED_BYTES = 227 * 1024  # the most that a block can have
 _NARROW = 32  # columns of the panels of several sequences, and of the kernel of dbias
 _LEAST_WARPS = 12  # of a multiprocessor: with fewer, threads would start with more registers than they have later
 _WIDE = 128  # for a larger head_dim, a warp group's registers hold only one of dK and dV
@@ -224,7 +223,7 @@ def _row_bytes(head_dim: int, head_dim_v: int) -> tuple[int, int]:
 def _forward_bytes(kernel: Kernel, tile: TileConfig, array: str | None) -> int:
     """Dynamic shared memory of the forward."""
     # The same as in kernels/sm90/forward_shape.cuh: O has a buffer, or two panels, and Q a second one, if they fit.
-    most = (_SHARED_BYTES + 1024) // tile.blocks_per_sm - 1024
+    most = (SHARED_BYTES + 1024) // tile.blocks_per_sm - 1024
     _, _, head_dim, head_dim_v, kept_keys = kernel
     sequences = _sequences(kernel, tile)
     row_of_panel = 128 if sequences == 1 else sequences * 2 * _NARROW
@@ -264,7 +263,7 @@ def _jvp_bytes(operation: str, head_dim: int, head_dim_v: int, tile: TileConfig,
     queries, results, panel = tile.b_r * q, tile.b_r * row_v * (2 if operation == "jvp" else 1), tile.b_r * 128
     barriers = 8 * (4 + 4 * tile.num_stages + 2 * 4) + 4 * 32 + 4 * tile.num_threads
     needed = 1024 + tile.num_stages * tile.b_c * (k + v) + barriers + queries
-    free = max(0, (_SHARED_BYTES + 1024) // tile.blocks_per_sm - 1024 - needed)
+    free = max(0, (SHARED_BYTES + 1024) // tile.blocks_per_sm - 1024 - needed)
     if free >= results + queries:
         return needed + results + queries
     pieces = max(free // (panel * dividers), dividers - 1) * panel * dividers
@@ -293,7 +292,7 @@ def _dq_bytes(
     q, k, v, dout = (n * (1 + moves) for n, moves in zip((row, row, row_v, row_v), moved, strict=True))
     output, queries, panel = tile.b_r * row, tile.b_r * (q + dout), tile.b_r * 128
     fixed = 1024 + 8 * (8 + 4 * tile.num_stages + 2 * 4) + 4 * 32 + queries
-    most = (_SHARED_BYTES + 1024) // tile.blocks_per_sm - 1024
+    most = (SHARED_BYTES + 1024) // tile.blocks_per_sm - 1024
     two_and_two = tile.num_stages == 2 and fixed + 2 * tile.b_c * (k + v) <= most
     fixed += tile.b_c * (tile.num_stages * k + (2 if two_and_two else tile.num_stages - 1) * v)
     held = _held_bytes(array, tile.b_r, tile.b_c)
@@ -379,7 +378,7 @@ def _registers(tile: TileConfig, groups: int) -> tuple[int, int]:
 def _dbias_bytes(head_dim: int, head_dim_v: int, tile: TileConfig, *, keeps_bias: bool) -> int:
     """Dynamic shared memory of the kernel that owns tiles of a bias, which keeps its tile if that fits."""
     # The same as in kernels/sm90/dbias_shape.cuh.
-    most = (_SHARED_BYTES + 1024) // tile.blocks_per_sm - 1024
+    most = (SHARED_BYTES + 1024) // tile.blocks_per_sm - 1024
     rows = sum(_row_bytes(head_dim, head_dim_v)) if max(head_dim, head_dim_v) > _NARROW else 2 * 2 * _NARROW
     stage = (tile.b_r + tile.b_c) * rows + 8 * tile.b_r + 32 + 2 * 8
     needed, held = 1024 + tile.num_stages * stage, _held_bytes("bias", tile.b_r, tile.b_c)
@@ -407,7 +406,7 @@ def _backward_bytes(head_dim: int, head_dim_v: int, tile: TileConfig, array: str
         held = keys // 64 * (_held_bytes(array, tile.b_r, 64) + 16)
     else:
         held = keys // 16 * _held_bytes(array, tile.b_r, 16)  # a warp's tile has 16 keys
-    return needed + held if needed + held <= _SHARED_BYTES else needed
+    return needed + held if needed + held <= SHARED_BYTES else needed
 
 
 def _is_pair(head_dim: int, head_dim_v: int, tile: TileConfig) -> bool:

@@ -10,12 +10,12 @@ from ..problem.strides import AnyStrides
 from .family import Kernel, TileRow
 from .float32_parts import Float32Parts, row_bytes_of_parts
 from .records import Record
+from .sm90_tiles import SHARED_BYTES
 from .tile import TileConfig
 
 __all__ = ["SM90_FLOAT32", "Sm90Float32"]
 
 _WIDE = 128  # for more columns of q or v, operands pass through shared memory in pieces of 64 columns
-_SHARED_BYTES = 227 * 1024  # the most that a block can have
 
 #: For each kernel, the side whose rows its warp groups own, and the other side.
 _SIDES = {
@@ -98,7 +98,7 @@ class Sm90Float32(Float32Parts):
             fixed = 8 * (4 * operands + 4 * tile.num_stages + 2 * 4) + 4 * 32
         first = 1024 + own + tile.num_stages * others * of_stage + fixed
         both = first + tile.num_stages * others * of_stage_v
-        return both if both <= _SHARED_BYTES or is_wide else first + others * of_stage_v
+        return both if both <= SHARED_BYTES or is_wide else first + others * of_stage_v
 
     def why_not_shape(self, kernel: Kernel, tile: TileConfig) -> str | None:
         operation, _, *columns, _ = kernel

@@ -6,11 +6,10 @@ Each has half of the columns of O or of a gradient. Calls import this module onl
 from __future__ import annotations
 
 from .family import Kernel
+from .sm90_tiles import SHARED_BYTES
 from .tile import TileConfig
 
 __all__ = ["shared_bytes", "why_not_shape"]
-
-_SHARED_BYTES = 227 * 1024  # the most that a block can have
 
 
 def shared_bytes(kernel: Kernel, tile: TileConfig) -> int:
@@ -23,7 +22,7 @@ def shared_bytes(kernel: Kernel, tile: TileConfig) -> int:
     exchanged = 2 * 64 * tile.b_c + 8 * 128 + 4 * 64
     barriers = 8 * (2 + 2 * tile.num_stages + 4 * 2 + 2 * 4 + 4) + 4 * 32
     needed = 1024 + 64 * max(row, row_v) + tile.num_stages * tile.b_c * row + exchanged + barriers
-    return needed + max(1, min(2, (_SHARED_BYTES - needed) // (tile.b_c * row_v))) * tile.b_c * row_v
+    return needed + max(1, min(2, (SHARED_BYTES - needed) // (tile.b_c * row_v))) * tile.b_c * row_v
 
 
 def _gradient_bytes(kernel: Kernel, tile: TileConfig) -> int:
@@ -39,7 +38,7 @@ def _gradient_bytes(kernel: Kernel, tile: TileConfig) -> int:
     def data(own: int, kept: int, passing: int, least: int) -> int:
         """Bytes with so many panels: of the block's rows, and of the kept and of the passing operand of a tile."""
         needed = own * 64 * 128 + tile.num_stages * kept * rows * 128 + statistics
-        most = (_SHARED_BYTES - fixed - needed) // (rows * 128)
+        most = (SHARED_BYTES - fixed - needed) // (rows * 128)
         return needed + max(least, min(2 * passing, most)) * rows * 128
 
     even, even_v = panels + panels % 2, panels_v + panels_v % 2  # each group has half of the panels of a gradient

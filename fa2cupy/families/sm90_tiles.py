@@ -9,7 +9,9 @@ from .family import BoxRow, TileRow
 from .sm80 import ONE_TILE_COSTS, ONE_TILE_ROWS
 from .tile import TileConfig
 
-__all__ = ["BOXES", "COSTS", "OF_JVP", "OF_WIDER", "TILES"]
+__all__ = ["BOXES", "COSTS", "OF_JVP", "OF_WIDER", "SHARED_BYTES", "TILES"]
+
+SHARED_BYTES = 227 * 1024  # the most that a block can have
 
 _H100, _H100_LATER = "NVIDIA H100 80GB HBM3, 2026-11-21", "NVIDIA H100 80GB HBM3, 2026-11-22"
 _H100_LAST, _H200 = "NVIDIA H100 80GB HBM3, 2026-11-27", "NVIDIA H200, 2026-11-27"
