@@ -17,10 +17,12 @@ template <class Spec, int kOperands>
 inline constexpr bool kSharesPanels = kOperands == 1 && kPartsMayShare<Spec>;
 
 template <class Spec, int kOperands>
-struct PartsShape
-    : QueryTileShape<Spec, kOperands, kSharesPanels<Spec, kOperands> ? 1 : kParts, kSharersOfRows<Spec, kOperands>> {
-    using Base =
-        QueryTileShape<Spec, kOperands, kSharesPanels<Spec, kOperands> ? 1 : kParts, kSharersOfRows<Spec, kOperands>>;
+using TileShape =
+    QueryTileShape<Spec, kOperands, kSharesPanels<Spec, kOperands> ? 1 : kParts, kSharersOfRows<Spec, kOperands>>;
+
+template <class Spec, int kOperands>
+struct PartsShape : TileShape<Spec, kOperands> {
+    using Base = TileShape<Spec, kOperands>;
     using Base::kBc, Base::kDoutBytes, Base::kFixedBytes, Base::kQueryBytes, Base::kStages;
 
     // A producer that computes addresses of parts needs more than one that only passes coordinates to TMA.
