@@ -457,6 +457,14 @@ MUTANTS = {
     "sm90: statistics of the next step": (
         "sm90", "qk", {}, "lse[i] = next_lse[i];\n", "lse[i] = 0.0f;\n", "numbers",
     ),
+    "sm90: keys of the padding": ("sm90", "qk", {"padded": True}, "padding.clear(scores);", "", "numbers"),
+    "sm90: the padding of the next step": (
+        "sm90", "qk", {"padded": True}, "padding.put(memory_", "next_padding.put(memory_", "numbers",
+    ),
+    "sm90: the padding of another stage": (
+        "sm90", "qk", {"padded": True}, "return step(slot) + Shape::kPaddingAt", "return step(0) + Shape::kPaddingAt",
+        "race",
+    ),
     "sm90: a stage before its statistics": (
         "sm90", "qk", {}, "mbarrier_init(full(slot), 2);", "mbarrier_init(full(slot), 1);", "uninitialised",
     ),
@@ -480,6 +488,8 @@ def run_mutant(name: str, axes: str, options: tuple, change: tuple[str, str] | N
         own["block_mask"] = map_of(name)
     if own.pop("masked", False):
         own["mask"] = booleans((1, 1, *CASES[name][2]))
+    if own.pop("padded", False):
+        own["key_padding_mask"] = booleans((BATCH, CASES[name][2][1]))
     inputs = inputs_of(name)
     if own.pop("unseen", False):
         own["mask"] = np.arange(CASES[name][2][0])[:, None] % 7 != np.full(CASES[name][2][1], 2)

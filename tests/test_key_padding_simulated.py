@@ -109,8 +109,8 @@ def test_tiles_of_more_than_128_keys(monkeypatch):
 
 
 MUTANTS = {
-    "lanes have the bits of others": ("lane_ % 2 ? byte[2 + e] : byte[e]", "byte[e]", "numbers"),
-    "a lane's second pair": (">> (lane_ % 4 / 2)", ">> 0", "numbers"),
+    "lanes have the bits of others": ("lane % 2 ? ballot[2 + e] : ballot[e]", "ballot[e]", "numbers"),
+    "a lane's second pair": (">> (lane % 4 / 2)", ">> 0", "numbers"),
     "columns": ("n8 % 16 * 2", "n8 % 16", "numbers"),
     "keys past the end": ("keys[min_of(key + b, last_key_of<Spec>(params))", "keys[(key + b)", "bounds"),
     "fours past the end": ("&& key + 4 <= params.seqlen_k", "", "bounds"),

@@ -380,7 +380,7 @@ def _dbias_bytes(head_dim: int, head_dim_v: int, tile: TileConfig, *, keeps_bias
     # The same as in kernels/sm90/dbias_shape.cuh.
     most = (SHARED_BYTES + 1024) // tile.blocks_per_sm - 1024
     rows = sum(_row_bytes(head_dim, head_dim_v)) if max(head_dim, head_dim_v) > _NARROW else 2 * 2 * _NARROW
-    stage = (tile.b_r + tile.b_c) * rows + 8 * tile.b_r + 32 + 2 * 8
+    stage = (tile.b_r + tile.b_c) * rows + 8 * tile.b_r + 32 + 16 * -(-tile.b_c // 128) + 2 * 8
     needed, held = 1024 + tile.num_stages * stage, _held_bytes("bias", tile.b_r, tile.b_c)
     return needed + held if keeps_bias and needed + held <= most else needed
 

@@ -22,6 +22,13 @@ template <int kWords>
 struct VisibleColumns {
     uint32 bits[kWords][2];  // of columns e of 16 accumulators, each in the lower one of two bits
 
+    // Takes the ballots of 128 keys: bit i of ballot b is of key 4 i + b. Column 8 n + 2 c + e of lane c is in ballot
+    // (2 c + e) % 4, in bit 2 n + c / 2.
+    __device__ __forceinline__ void set(int w, const uint32 (&ballot)[4], int32 lane) {
+#pragma unroll
+        for (int e = 0; e < 2; ++e) bits[w][e] = (lane % 2 ? ballot[2 + e] : ballot[e]) >> (lane % 4 / 2);
+    }
+
     __device__ __forceinline__ bool at(int n8, int, int e) const { return bits[n8 / 16][e] >> (n8 % 16 * 2) & 1; }
 };
 
@@ -33,6 +40,41 @@ class KeyPadding {
     __device__ __forceinline__ KeyPadding(const Record&, const ScoreTile&) {}
     __device__ __forceinline__ static AllVisible visible() { return {}; }
     __device__ __forceinline__ static void hide(QuadFragment<kN8>&) {}
+    __device__ __forceinline__ static void put(uint32) {}
+};
+
+// What a warp has `put` in shared memory, for others.
+template <int kN8, bool kHides>
+struct SharedKeyPadding {
+    static constexpr int kWords = ceil_div(kN8, 16);
+
+    __device__ __forceinline__ SharedKeyPadding(uint32 smem, int32 lane) {
+#pragma unroll
+        for (int w = 0; w < kWords; ++w) {
+            const OperandA ballots = load_shared_operand(smem + 16 * w);
+            const auto& of = ballots.reg;
+            all_ = all_ && (of[0] & of[1] & of[2] & of[3]) == kFullWarp;
+            visible_.set(w, of, lane);
+        }
+    }
+    // Writes zeros over the weights of hidden keys.
+    __device__ __forceinline__ void clear(QuadFragment<kN8>& weights) const {
+        if (all_) return;
+#pragma unroll
+        for (int n = 0; n < kN8; ++n)
+#pragma unroll
+            for (int e = 0; e < 4; ++e)
+                if (!visible_.at(n, e / 2, e % 2)) weights.value[n][e] = 0.0f;
+    }
+
+  private:
+    bool all_ = true;
+    VisibleColumns<kWords> visible_;
+};
+template <int kN8>
+struct SharedKeyPadding<kN8, false> {
+    __device__ __forceinline__ SharedKeyPadding(uint32, int32) {}
+    __device__ __forceinline__ static void clear(QuadFragment<kN8>&) {}
 };
 
 // That of S^T, if kHides, or else one that hides nothing.
@@ -100,19 +142,24 @@ class KeyPadding<Spec, kN8, false, true> {
         }
     }
 
-    // Column 8 n + 2 c + e of lane c is byte (2 c + e) % 4 of the four keys that lane 2 n + c / 2 has loaded.
     __device__ __forceinline__ VisibleColumns<kWords> visible() const {
         VisibleColumns<kWords> visible;
 #pragma unroll
         for (int w = 0; w < kWords; ++w) {
-            const uint32 top = top_bits(w);
-            uint32 byte[4];
-#pragma unroll
-            for (int b = 0; b < 4; ++b) byte[b] = __ballot_sync(kFullWarp, top >> (8 * b + 7) & 1);
-#pragma unroll
-            for (int e = 0; e < 2; ++e) visible.bits[w][e] = (lane_ % 2 ? byte[2 + e] : byte[e]) >> (lane_ % 4 / 2);
+            uint32 ballot[4];
+            take_ballots(w, ballot);
+            visible.set(w, ballot, lane_);
         }
         return visible;
+    }
+    // Leaves the ballots in shared memory, for SharedKeyPadding.
+    __device__ __forceinline__ void put(uint32 smem) const {
+#pragma unroll
+        for (int w = 0; w < kWords; ++w) {
+            uint32 ballot[4];
+            take_ballots(w, ballot);
+            if (lane_ == 0) store_shared(smem + 16 * w, OperandA{ballot[0], ballot[1], ballot[2], ballot[3]});
+        }
     }
 
     // Writes -infinity over the scores of hidden keys.
@@ -130,6 +177,11 @@ class KeyPadding<Spec, kN8, false, true> {
     }
 
   private:
+    __device__ __forceinline__ void take_ballots(int w, uint32 (&ballot)[4]) const {
+        const uint32 top = top_bits(w);
+#pragma unroll
+        for (int b = 0; b < 4; ++b) ballot[b] = __ballot_sync(kFullWarp, top >> (8 * b + 7) & 1);
+    }
     // The top bit of each byte that is not zero.
     __device__ __forceinline__ uint32 top_bits(int w) const { return tops_of_nonzero_bytes(visible_[w]); }
 

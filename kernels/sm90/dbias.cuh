@@ -13,7 +13,7 @@
 // columns with the 128-byte swizzle that TMA writes and wgmma reads, or of 32 with that of 64 bytes:
 //
 //   (Q [kBr][D] | dO [kBr][Dv] | K [kBc][D] | V [kBc][Dv]) [kStages] | bias, 16 rows for each warp |
-//   (lse, delta) [kStages][kBr] | steps [kStages] | barriers
+//   (lse, delta) [kStages][kBr] | steps, and the keys that the padding leaves [kStages] | barriers
 //
 // At the end, sums over queries pass through the first stage.
 //

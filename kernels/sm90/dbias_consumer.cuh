@@ -72,6 +72,7 @@ class DbiasConsumer {
             lse[i] = row[0];
             delta[i] = row[1];
         }
+        const common::SharedKeyPadding<Shape::kBc / 8, Spec::kKeyPadding> padding(memory_.padding(slot), lane_);
         wgmma_wait<1>();
         pin(scores);
         const auto& own = common::record_of_sequence<Spec>(params_, tile.batch);
@@ -79,6 +80,7 @@ class DbiasConsumer {
             take_weights<true>(scores, own, tile, lse);
         else
             take_weights<false>(scores, own, tile, lse);
+        padding.clear(scores);
         wgmma_wait<0>();
         pin(dp);
         __syncwarp();  // all lanes have read the statistics

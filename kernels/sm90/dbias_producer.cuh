@@ -26,6 +26,7 @@ class DbiasProducer {
 
   private:
     using Owner = common::BiasOwner<Spec, Params>;
+    using Padding = common::KeyPadding<Spec, Shape::kBc / 8, false>;
 
     __device__ __forceinline__ void load() {
         for (Owner owner(params_); owner.has_step(); owner.advance()) {
@@ -48,16 +49,19 @@ class DbiasProducer {
     __device__ __forceinline__ void prepare() {
         Owner owner(params_);
         float lse[kLaneRows], delta[kLaneRows], next_lse[kLaneRows], next_delta[kLaneRows];
-        if (owner.has_step()) load_statistics(owner.step(), next_lse, next_delta);
+        Padding padding, next_padding;
+        if (owner.has_step()) load_statistics(owner.step(), next_lse, next_delta, next_padding);
         while (owner.has_step()) {
+            padding = next_padding;
 #pragma unroll
             for (int i = 0; i < kLaneRows; ++i) {
                 lse[i] = next_lse[i];
                 delta[i] = next_delta[i];
             }
             owner.advance();
-            if (owner.has_step()) load_statistics(owner.step(), next_lse, next_delta);
+            if (owner.has_step()) load_statistics(owner.step(), next_lse, next_delta, next_padding);
             await_stage();
+            padding.put(memory_.padding(stages_.slot()));
 #pragma unroll
             for (int i = 0; i < kLaneRows; ++i) {
                 const bool hidden = lse[i] == -common::infinity<float>();  // delta may be NaN then
@@ -85,8 +89,10 @@ class DbiasProducer {
 
     // An lse of +inf makes P zero in rows past the end and in rows without a visible key: they have -inf here.
     __device__ __forceinline__ void load_statistics(const common::BiasStep& step, float (&lse)[kLaneRows],
-                                                    float (&delta)[kLaneRows]) const {
+                                                    float (&delta)[kLaneRows], Padding& padding) const {
         const auto& own = common::record_of_sequence<Spec>(params_, step.batch);
+        const common::ScoreTile tile{step.batch, step.head, {step.query_tile * kBr, step.key_tile * Shape::kBc, lane_}};
+        padding = Padding(own, tile);
         const int64 first = common::first_statistic<Spec>(own, step.batch, step.head);
 #pragma unroll
         for (int i = 0; i < kLaneRows; ++i) {

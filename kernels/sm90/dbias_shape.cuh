@@ -1,6 +1,7 @@
 // Sizes, shared-memory map and barriers of the kernel of dbias, which producer and consumers share.
 #pragma once
 #include "common/held_array.cuh"
+#include "common/key_padding.cuh"
 #include "common/score_arrays.cuh"
 #include "sm90/layout.cuh"
 
@@ -24,7 +25,7 @@ struct DbiasShape {
     static constexpr int kDout = kPanels * kQueryPanelBytes, kKey = kDout + kPanelsV * kQueryPanelBytes,
                          kValue = kKey + kPanels * kKeyPanelBytes;
     static constexpr int kStageBytes = kValue + kPanelsV * kKeyPanelBytes;
-    static constexpr int kRowBytes = 8 * kBr, kStepBytes = 32;
+    static constexpr int kRowBytes = 8 * kBr, kPaddingAt = 32, kStepBytes = kPaddingAt + 16 * ceil_div(kBc, 128);
     static constexpr int kWithoutBias = kAlignment + kStages * (kStageBytes + kRowBytes + kStepBytes + 2 * 8);
     static constexpr int kMostBytes = (kMaxSharedBytes + 1024) / Spec::kBlocksPerSm - 1024;  // as in forward_shape.cuh
     static constexpr int kOwnBytes = kBr / 16 * Bias::Tile::kBytes;
@@ -35,15 +36,16 @@ struct DbiasShape {
 
     // As in query_tile_shape.cuh.
     static constexpr int kAtEntry = registers_at_entry(Spec::kWarps * Spec::kResidentBlocks);
-    static constexpr int kProducerRegisters = 40;
+    static constexpr int kProducerRegisters = Spec::kKeyPadding ? 56 : 40;
     static constexpr int kConsumerRegisters =
         min_of(240, (kAtEntry * (kGroups + 1) - kProducerRegisters) / kGroups / 8 * 8);
     static_assert(registers_suffice(kAtEntry, kGroups, kProducerRegisters, kConsumerRegisters));
 };
 
-// The specialisation as functions of scores see it.
+// The specialisation as functions of scores see it: the key padding mask is applied to weights.
 template <class Spec>
 struct WithOwnedBias : Spec {
+    static constexpr bool kKeyPadding = false;
     static constexpr bool kKeepsBias = DbiasShape<Spec>::kKeepsBias;
 };
 
@@ -64,6 +66,8 @@ struct DbiasMemory {
     }
     // The BiasStep of a stage; a batch of -1 ends the work.
     __device__ uint32 step(uint32 slot) const { return row(Shape::kStages, 0) + slot * Shape::kStepBytes; }
+    // The ballots of its keys that the padding leaves.
+    __device__ uint32 padding(uint32 slot) const { return step(slot) + Shape::kPaddingAt; }
     // Full: the step, the statistics and the data are there. Empty: all consumer warps have finished reading them.
     __device__ uint32 full(uint32 slot) const { return step(Shape::kStages) + 8 * slot; }
     __device__ uint32 empty(uint32 slot) const { return full(Shape::kStages + slot); }
