@@ -457,9 +457,9 @@ WRONG_SHARES = (
     ("forward", "kGroups > 2 ? 32 : 24;", "kGroups > 2 ? 16 : 16;"),
     ("backward_dq", "min_of(240, (kAtEntry", "max_of(240, (kAtEntry"),
     ("backward_dq", "kGroups > 2 ? 32 : 24;", "kGroups > 2 ? 30 : 22;"),
-    ("backward", "? 232 : 240;", "? 232 : 248;"),
-    ("backward", "? 40 : 24,", "? 40 : 32,"),
-    ("backward_dkdv", "? 232 : 240;", "? 232 : 160;"),
+    ("backward", "kGroups / 8 * 8;", "kGroups / 8 * 8 + 8;"),
+    ("backward", "? 40 : 24,", "? 40 : 30,"),
+    ("backward_dkdv", "- kProducerRegisters) / kGroups", ") / kGroups"),
 )
 
 

@@ -23,6 +23,7 @@ from support.simulator import simulated_gpu
 from support.strided_arrays import gapped, reversed_columns, shifted
 
 from fa2cupy import TileConfig, reference
+from fa2cupy.families.operations import METHODS as OPERATIONS_OF
 from fa2cupy.families.operations import TILED
 from fa2cupy.gpu import signatures
 from fa2cupy.problem import (
@@ -48,6 +49,16 @@ FAMILIES = {
             "forward": TileConfig(128, 32, 12, 2),
             "backward_dq": TileConfig(128, 32, 12, 2),
             "backward_dkdv": TileConfig(32, 128, 12, 2),
+        },
+    ),
+    "sm90 narrow": (
+        "bfloat16",
+        24,
+        {
+            "forward": TileConfig(128, 32, 12, 2),
+            "backward": TileConfig(64, 128, 12, 2, 2),
+            "backward_dq": TileConfig(128, 32, 12, 2),
+            "backward_dkdv": TileConfig(64, 128, 12, 4, 2),
         },
     ),
     "sm90 middle": ("bfloat16", 96, {"forward": TileConfig(128, 48, 12, 2), "backward_dq": TileConfig(128, 48, 12, 3)}),
@@ -178,12 +189,13 @@ def several_scores() -> list:
     arrays = ("softcap", "bias of heads", "mask of rows", "sink")
     cases = [(rows, name) for name in ("simt", "sm80") for rows in (pair, windowed, arrays, EVERY_FEATURE)]
     cases += [(windowed, "simt double"), (EVERY_FEATURE, "simt double"), (arrays, "sm80 wide")]
-    cases += [(EVERY_FEATURE, "sm80 wide"), (pair, "sm90 wide"), (EVERY_FEATURE, "sm90")]
+    cases += [(EVERY_FEATURE, "sm80 wide"), (pair, "sm90 wide"), (EVERY_FEATURE, "sm90"), (arrays, "sm90 narrow")]
     return [pytest.param(*case, id=f"{'+'.join(case[0])}-{case[1]}") for case in cases]
 
 
 def each_score() -> list[tuple[str, str]]:
-    skipped = {"sm90": set(SCORES) - set(ON_HOPPER), "sm90 wide": set(SCORES) - set(OF_BOTH_ON_HOPPER)}
+    skipped = dict.fromkeys(("sm90", "sm90 narrow"), set(SCORES) - set(ON_HOPPER))
+    skipped["sm90 wide"] = set(SCORES) - set(OF_BOTH_ON_HOPPER)
     skipped |= dict.fromkeys(("simt double", "sm80 wide"), set(SCORES) - set(OF_OTHER_TYPES))
     return [(row, name) for row in SCORES for name in WITH_OWN_SCORES if row not in skipped.get(name, ())]
 
@@ -449,6 +461,26 @@ class TestArraysInSharedMemory:
         method = "single_pass" if operation == "single_pass" else "two_pass"
         (*gradients,) = backward(*inputs[:3], o, lse, inputs[3], family="sm90", method=method, config=config, **options)
         expected.check(spec=operation, **dict(zip(("dq", "dk", "dv"), gradients, strict=True)))
+
+    @pytest.mark.sample(causal=(True,), method=("single_pass",))
+    @pytest.mark.parametrize("causal", (True, False))
+    @pytest.mark.parametrize("method", METHODS)
+    def test_two_blocks_of_a_multiprocessor(self, monkeypatch, method, causal):
+        """They copy a bias for both parts of a tile's queries."""
+        rows, keys = 330, 176
+        inputs = draw("sm90 narrow", (rows, keys), num_heads=4, num_heads_kv=2)
+        padding = {} if causal else {"key_padding_mask": place(booleans((1, keys)))}
+        options = {"bias": place(numbers((1, 4, rows, keys), "bfloat16")), "causal": causal, **padding}
+        with simulated_gpu(monkeypatch) as launched:
+            o, lse = reference.forward(*inputs[:3], **options)
+            o, lse = place(o.astype("bfloat16")), place(lse.astype("float32"))
+            config = {name: FAMILIES["sm90 narrow"][2][name] for name in OPERATIONS_OF[method]}
+            own = {"family": "sm90", "method": method, "config": config}
+            (*gradients,) = backward(*inputs[:3], o, lse, inputs[3], **own, **options)
+        Expectation(*inputs, **options).check(**dict(zip(("dq", "dk", "dv"), gradients, strict=True)))
+        (spec,) = {stage.spec for stage in launched if stage.spec.tile.blocks_per_sm == 2}
+        without = dataclasses.replace(spec, features=tuple(name for name in spec.features if name != "bias"))
+        assert spec.shared_memory_bytes > without.shared_memory_bytes
 
     @pytest.mark.matrix
     @pytest.mark.parametrize("array", ("bias", "mask"))

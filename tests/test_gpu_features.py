@@ -274,6 +274,25 @@ def test_offsets_that_lie_do_not_stop_the_device(wrong):
     cp.cuda.Device().synchronize()
 
 
+@pytest.mark.parametrize("name", ROWS)
+def test_each_feature_of_few_columns(name):
+    """On Hopper, two blocks of a multiprocessor own key tiles if sequences are short."""
+    turn = ROWS.index(name)
+    lengths, dtype, head_dim = LENGTHS[turn % len(LENGTHS)], HALF[turn % 2], (24, 32)[turn // 2 % 2]
+    sizes = {"batch": 2, "num_heads": 4, "seqlen_q": lengths[0], "seqlen_k": lengths[1]}
+    dlse = cp.asarray(numbers((2, 4, lengths[0]), "float32")) if name == "bias of queries" else None
+    check(draw(dtype, lengths, head_dim), [None], dlse=dlse, **on_device(options_of(name, dtype, sizes)))
+
+
+@pytest.mark.parametrize("head_dim", (8, 32))
+def test_a_bias_of_few_columns_that_begins_on_16_bytes(head_dim):
+    """Its tiles are copied to shared memory. Steps are so many that each buffer is used several times."""
+    padding = cp.arange(520) < cp.asarray([[517], [40]])
+    for options in ({}, {"causal": True}, {"key_padding_mask": padding}):
+        bias = cp.asarray(numbers((4, 700, 520), "bfloat16"))
+        check(draw("bfloat16", (700, 520), head_dim), [None], bias=bias, **options)
+
+
 @pytest.mark.parametrize("seqlen", (1, 49, 64, 256, 257, 384, 512, 768, 1000))
 @pytest.mark.parametrize(("dtype", "head_dim"), [*((one, 32) for one in HALF), ("bfloat16", 64)])
 def test_a_bias_that_many_sequences_share(dtype, head_dim, seqlen):

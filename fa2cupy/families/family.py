@@ -83,6 +83,8 @@ class TileRow:
         many keys.
     most_rows : float
         The row applies only to calls of ``decode`` with at most so many rows, queries of the heads that share keys.
+    most_seqlen_k : float
+        The row applies only to calls with at most so many keys, and to no packed one unless it is infinite.
     head_dim_v : int or None
         The largest of v, padded; None is that of q. Rows that have one stand behind those that serve equal head
         dimensions up to it.
@@ -99,6 +101,7 @@ class TileRow:
     most_jobs: float = math.inf
     most_keys: float = math.inf
     most_rows: float = math.inf
+    most_seqlen_k: float = math.inf
 
 
 class BoxRow(NamedTuple):

@@ -131,6 +131,8 @@ class Sm90(Family):
     def has_narrow_panels(self, kernel: Kernel, tile: TileConfig) -> bool:
         if kernel.operation == "dbias":
             return max(kernel.head_dim, kernel.head_dim_v) <= _NARROW
+        if kernel.operation in ("backward", "backward_dkdv"):
+            return _has_resident_pair(tile)
         return kernel.operation == "forward" and _sequences(kernel, tile) > 1
 
     def why_not_shape(self, kernel: Kernel, tile: TileConfig) -> str | None:
@@ -391,7 +393,8 @@ def _dbias_bytes(head_dim: int, head_dim_v: int, tile: TileConfig, *, keeps_bias
 def _backward_bytes(head_dim: int, head_dim_v: int, tile: TileConfig, array: str | None, *, with_dq: bool) -> int:
     """Dynamic shared memory of the kernels that own keys."""
     # The same as in kernels/sm90/backward_shape.cuh. Two groups that compute dV and dK exchange P.
-    row, row_v = _row_bytes(head_dim, head_dim_v)
+    is_narrow = _has_resident_pair(tile)
+    row, row_v = (2 * _NARROW, 2 * _NARROW) if is_narrow else _row_bytes(head_dim, head_dim_v)
     rows, keys = row + row_v, tile.b_c  # rows: of K and V, or of Q and dO
     pair = 0
     if _is_pair(head_dim, head_dim_v, tile):  # K of the other block, and a tile of dS that is sent
@@ -405,8 +408,14 @@ def _backward_bytes(head_dim: int, head_dim_v: int, tile: TileConfig, array: str
     if array == "bias":  # the producer loads that of 64 keys at a time, with two barriers
         held = keys // 64 * (_held_bytes(array, tile.b_r, 64) + 16)
     else:
-        held = keys // 16 * _held_bytes(array, tile.b_r, 16)  # a warp's tile has 16 keys
-    return needed + held if needed + held <= SHARED_BYTES else needed
+        held = 0 if is_narrow else keys // 16 * _held_bytes(array, tile.b_r, 16)  # a warp's tile has 16 keys
+    most = (SHARED_BYTES + 1024) // tile.blocks_per_sm - 1024
+    return needed + held if needed + held <= most else needed
+
+
+def _has_resident_pair(tile: TileConfig) -> bool:
+    """True if a multiprocessor has two blocks that own keys, whose panels are narrow."""
+    return tile.blocks_per_sm == 2
 
 
 def _is_pair(head_dim: int, head_dim_v: int, tile: TileConfig) -> bool:
@@ -423,11 +432,12 @@ def _dkdv_jvp_bytes(head_dim: int, head_dim_v: int, tile: TileConfig, moved: Seq
     return 1024 + tile.b_c * (k + v) + tile.num_stages * stage + 8 * (4 + 4 * tile.num_stages)
 
 
-def _why_no_keys(tile: TileConfig, keys: int, groups: str) -> str | None:
+def _why_no_keys(tile: TileConfig, keys: int, groups: str, blocks: int = 1) -> str | None:
     """The reason why a block cannot own the keys of a tile with these warps, or None if it can."""
-    if tile.b_c != keys or tile.num_warps != 12 or tile.blocks_per_sm != 1:
+    if tile.b_c != keys or tile.num_warps != 12 or not 1 <= tile.blocks_per_sm <= blocks:
+        some = "one block" if blocks == 1 else "one or two blocks"
         return (
-            f"b_c={tile.b_c}, num_warps={tile.num_warps} and blocks_per_sm={tile.blocks_per_sm} are not one block of "
+            f"b_c={tile.b_c}, num_warps={tile.num_warps} and blocks_per_sm={tile.blocks_per_sm} are not {some} of "
             f"{keys} keys, a warp group of 4 warps for {groups}, and one more that loads"
         )
     return None
@@ -454,13 +464,15 @@ def _why_no_backward(tile: TileConfig, head_dim: int, head_dim_v: int, *, with_d
     keys, groups = (64, "dV and one for dK") if is_divided else (128, "each 64 keys")
     if with_dq and _is_pair(head_dim, head_dim_v, tile):
         keys = 128
-    reason = _why_no_keys(tile, keys, groups)
+    reason = _why_no_keys(tile, keys, groups, 2 if max(head_dim, head_dim_v) <= _NARROW else 1)
     if reason:
         return reason
+    if _has_resident_pair(tile) and tile.b_r != 64:
+        return f"b_r={tile.b_r} with two blocks of a multiprocessor is not 64"
     if tile.b_r % 16 or tile.b_r > 128:
         return f"b_r={tile.b_r} is not a multiple of 16 up to 128"
     # Halves of up to 64 columns are for pairs: 128 rows take more than there is with a wider V.
-    of_columns = (64, 128) if head_dim != head_dim_v else (128,)
+    of_columns = (64, 128) if head_dim != head_dim_v or _has_resident_pair(tile) else (128,)
     if with_dq and (tile.b_r != 64 if is_divided else head_dim <= 64 and tile.b_r not in of_columns):
         return f"dQ of b_r={tile.b_r} rows does not divide between two warp groups"
     if with_dq and tile.b_r == 128 and head_dim > 64:

@@ -27,6 +27,8 @@ _FUNCTIONS = ("score_mod", "mask_mod")
 _BY_POSITION = (*_FUNCTIONS, "bias", "mask")
 #: Features of scores that a call with a bias may have beside it.
 _BESIDE_BIAS = tuple(name for name in features_of_scores(FEATURES) if name != "bias")
+#: With these, two blocks of a multiprocessor gain nothing, need more registers than they have, or were not timed.
+_NOT_OF_TWO_BLOCKS = (*_FUNCTIONS, "mask", "dropout_p", "block_mask")
 #: The row applies only where blocks keep the bias.
 _KEPT_BIAS = ("kept_bias",)
 #: The features of the kernels of gradients beyond 256 columns.
@@ -64,6 +66,8 @@ TILES: dict[str, tuple[TileRow, ...]] = {
         TileRow(512, TileConfig(128, 32, 12, 2), _H200_LATER),
     ),
     "backward": (
+        TileRow(32, TileConfig(128, 128, 12, 2), _H100, features=_NOT_OF_TWO_BLOCKS),
+        TileRow(32, TileConfig(64, 128, 12, 2, 2), _H200_LAST, most_seqlen_k=1024),
         TileRow(64, TileConfig(128, 128, 12, 2), _H100),
         TileRow(128, TileConfig(64, 128, 12, 2), _H100_LATER, features=(*_IN_REGISTERS, "window", "block_mask")),
         TileRow(112, TileConfig(96, 128, 12, 2), _H200),
@@ -88,6 +92,8 @@ TILES: dict[str, tuple[TileRow, ...]] = {
     ),
     "backward_dkdv": (
         TileRow(64, TileConfig(96, 128, 12, 2), features=_FUNCTIONS),
+        TileRow(32, TileConfig(128, 128, 12, 2), _H100, features=_NOT_OF_TWO_BLOCKS),
+        TileRow(32, TileConfig(64, 128, 12, 4, 2), _H200_LAST, most_seqlen_k=1024),
         TileRow(64, TileConfig(128, 128, 12, 2), _H100),
         TileRow(128, TileConfig(64, 128, 12, 2), _H100_LATER, features=_IN_REGISTERS),
         TileRow(112, TileConfig(96, 128, 12, 2), _H100),

@@ -146,9 +146,9 @@ class StageLayout:
             "scheduled_heads": heads,
             "heads_per_section": max(1, section),
         }
-        is_narrow = False
-        if "kept_bias" in self.used_features:
-            is_narrow = self.family.has_narrow_panels(kernel, tile)
+        keeps_bias = "kept_bias" in self.used_features
+        is_narrow = (keeps_bias or side == "keys") and self.family.has_narrow_panels(kernel, tile)
+        if keeps_bias:
             at_a_time = self.family.sequences_of_tile(kernel, tile)
             shared = sharers(self.strides["bias"], problem.batch)
             values |= series_values(problem, self.device, tile, num_tiles, shared, at_a_time)

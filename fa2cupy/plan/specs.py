@@ -19,7 +19,7 @@ from ..families.choice import Choice, choices_with_copies, choose
 from ..families.device import DeviceInfo
 from ..families.family import Kernel
 from ..families.kept_bias import kept_biases
-from ..families.operations import IN_ONE_LAUNCH, ONE_TILE
+from ..families.operations import IN_ONE_LAUNCH, METHODS, ONE_TILE
 from ..families.registry import choose_family, family_of_kernel, supporting_families
 from ..families.tile import TileConfig, requested_tile
 from ..jit.spec import KernelSpec
@@ -301,19 +301,24 @@ def _of_lengths(
     config: object,
     problems: Iterable[tuple[AttentionProblem, dict[str, AnyStrides]]],
 ) -> Iterator[tuple[AttentionProblem, dict[str, AnyStrides]]]:
-    """The problems, and the same of other lengths where forwards, or kernels of dbias, have other tiles for them."""
+    """The problems, and the same of other lengths where kernels have other tiles for them."""
     for problem, strides in problems:
         if method == "one_tile":
             yield from _of_one_tile(device, problem, strides, config)
             continue
         yield problem, strides
-        operation = "dbias" if problem.settings.sums_dbias else call
-        if operation == "backward" or problem.is_packed or problem.settings.block_mask is not None:
+        if problem.is_packed or problem.settings.block_mask is not None:
             continue
+        operations = tuple(itertools.chain(*METHODS.values())) if call == "backward" else (call,)
+        operations += ("dbias",) if problem.settings.sums_dbias else ()
         for family in supporting_families(call, problem.dtype, device, None, problem.features):
-            for row, following in itertools.pairwise(family.tiles.get(operation, ())):
-                for tile in (row.tile, following.tile) if row.least_saving else ():
-                    yield dataclasses.replace(problem, seqlen_q=tile.b_r, seqlen_k=tile.b_c), strides
+            lengths: set[tuple[int, int]] = set()
+            for row, following in itertools.chain(*(itertools.pairwise(family.tiles.get(x, ())) for x in operations)):
+                lengths.update((tile.b_r, tile.b_c) for tile in (row.tile, following.tile) if row.least_saving)
+                if row.most_seqlen_k < math.inf:  # the examples have fewer
+                    lengths.add((_ROWS, int(row.most_seqlen_k) + 1))
+            for rows, keys in sorted(lengths):
+                yield dataclasses.replace(problem, seqlen_q=rows, seqlen_k=keys), strides
 
 
 def _examples(features: Sequence[str], dtype: str, functions: FeatureKeywords) -> Iterator[FeatureKeywords]:

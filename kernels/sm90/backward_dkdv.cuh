@@ -13,6 +13,10 @@
 //           the registers of a group hold only one gradient of 64 keys: one group computes dV, the other dK
 //           (backward_divided.cuh)
 //
+// Short sequences of up to 32 columns wait for latencies more than for products: a multiprocessor then has two blocks,
+// with half of the registers each. Their groups take the 64 queries of a tile in two parts, one after the other, and
+// their panels of K, V, Q and dO have 32 columns.
+//
 // Where the groups are divided, dQ's additions in the L2 cache take longer than the products if a block adds those of 64
 // keys. With kBc = 128, two blocks, a cluster, have a key tile: 64 keys each. They visit the same query tiles and compute
 // dQ by turns, each for all 128 keys: in every second step a block sends its dS to the other one, which has K of both.

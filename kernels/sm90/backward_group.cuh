@@ -20,14 +20,16 @@ class BackwardGroup : protected KeyGroup<Spec, Shape, BackwardMemory<Shape>> {
   protected:
     using Memory = BackwardMemory<Shape>;
     using Base = KeyGroup<Spec, Shape, Memory>;
-    using Base::arrive, Base::needs_mask, Base::score_tile, Base::kStoreBarrier;
+    using Base::arrive, Base::needs_mask, Base::kStoreBarrier;
     using Base::lane_, Base::maps_, Base::memory_, Base::own_, Base::params_, Base::warp_;
     using typename Base::Element;
     static constexpr int kBr = Shape::kBr, kBc = Shape::kBc, kD = Shape::kD, kDv = Shape::kDv;
     static constexpr int kStartBarrier = 3;  // a named barrier for both groups
 
-    using Scores = QuadFragment<kBr / 8>;
-    using Rounded = PackedFragment<Element, kBr / 8>;
+    // Of a part of the tile's queries; most kernels have one.
+    static constexpr int kPartQueries = Shape::kPartQueries;
+    using Scores = QuadFragment<kPartQueries / 8>;
+    using Rounded = PackedFragment<Element, kPartQueries / 8>;
     using Workspace = DqWorkspace<kBr, kD>;
     // What is done to products. Those that start from a score array have no more to do with it.
     using AfterStart = typename Shape::AfterStart;
@@ -41,26 +43,42 @@ class BackwardGroup : protected KeyGroup<Spec, Shape, BackwardMemory<Shape>> {
         : Base(params, maps, memory),
           rank_(rank_in_pair<Spec>()),
           per_score_(Shape::kStarts ? 1.0f / params.softmax_scale : 0.0f),
-          hidden_(params, score_tile(own_.first_step(), own_.first_key + group * kGroupRows)) {
+          hidden_(params, Base::score_tile(own_.first_step(), own_.first_key + group * kGroupRows)) {
         if constexpr (Shape::kPair) read_.turn = rank_;
+    }
+
+    __device__ __forceinline__ common::ScoreTile score_tile(const QueryStep& step, int32 first_key,
+                                                            int part = 0) const {
+        common::ScoreTile tile = Base::score_tile(step, first_key);
+        tile.position.first_query += part * kPartQueries;
+        return tile;
+    }
+    // The statistics of a part. kAsStep: they may be a k-step.
+    template <bool kAsStep>
+    __device__ __forceinline__ static uint32 statistics_of(int part, uint32 statistic) {
+        return statistic + part * kPartQueries * (kAsStep && Shape::kStatisticsAsStep ? kStatisticRowBytes : 4);
     }
 
     // Starts the accumulators of S^T from the score array, if products do (common/start_from_bias.cuh): for the keys of
     // group kGroup, in step number `turn`.
-    template <int kGroup>
+    template <int kGroup, int kPart = 0>
     __device__ __forceinline__ void start_from_array(Scores& x, const QueryStep& step, uint32 turn) const {
         if constexpr (Shape::kHoldsStart) {
-            if (Shape::Start::Tile::takes(params_)) {
-                mbarrier_wait(memory_.full_start(kGroup), turn % 2);
-                common::start_from(x, typename Shape::Start(memory_.start(kGroup), lane_, 2 * warp_), per_score_);
-                __syncwarp();  // all lanes have read it
-                arrive(memory_.empty_start(kGroup));
+            using Tile = typename Shape::Start::Tile;
+            if (Tile::takes(params_)) {
+                if constexpr (kPart == 0) mbarrier_wait(memory_.full_start(kGroup), turn % 2);
+                const uint32 smem = memory_.start(kGroup) + kPart * kPartQueries * Tile::kRowBytes;
+                common::start_from(x, typename Shape::Start(smem, lane_, 2 * warp_), per_score_);
+                if constexpr (kPart + 1 == Shape::kParts) {
+                    __syncwarp();  // all lanes have read it
+                    arrive(memory_.empty_start(kGroup));
+                }
                 return;
             }
         }
         if constexpr (Shape::kStarts) {
-            const common::BiasOfKeysInMemory<Spec, Params> bias(params_,
-                                                                score_tile(step, own_.first_key + kGroup * kGroupRows));
+            const auto tile = score_tile(step, own_.first_key + kGroup * kGroupRows, kPart);
+            const common::BiasOfKeysInMemory<Spec, Params> bias(params_, tile);
             common::start_from(x, bias, per_score_);
         }
     }
@@ -69,7 +87,7 @@ class BackwardGroup : protected KeyGroup<Spec, Shape, BackwardMemory<Shape>> {
     template <bool kAdds>
     __device__ __forceinline__ void start_from(Scores& x, uint32 statistic) const {
 #pragma unroll
-        for (int n = 0; n < kBr / 8; n += 2) {
+        for (int n = 0; n < kPartQueries / 8; n += 2) {
             float y[4];
             load_shared(statistic + lane_ % 4 * 16 + n * 32, y);
 #pragma unroll
@@ -119,7 +137,8 @@ class BackwardGroup : protected KeyGroup<Spec, Shape, BackwardMemory<Shape>> {
         pin(p);
         wgmma_fence();
 #pragma unroll
-        for (int s = 0; s < kBr / 16; ++s) wgmma_gradient(x, p.k16(s), queries + along_rows(s));
+        for (int s = 0; s < kPartQueries / 16; ++s)
+            wgmma_gradient(x, p.k16(s), queries + along_rows<Shape::kPanelRowBytes>(s));
         wgmma_commit();
         pin(x);
     }
@@ -128,12 +147,12 @@ class BackwardGroup : protected KeyGroup<Spec, Shape, BackwardMemory<Shape>> {
     static constexpr bool kMasksAhead = common::kMasksMost<Spec> && !kTakesWeights;
     struct NoMask {};
     template <bool kMasked>
-    __device__ __forceinline__ auto mask_ahead(const QueryStep& step, int32 first_key) const {
+    __device__ __forceinline__ auto mask_ahead(const QueryStep& step, int32 first_key, int part = 0) const {
         if constexpr (kMasked && common::kHasBoxes<Spec>)
             return common::HiddenByWindows<true, Spec, Scores>(params_, unpack(own_.queries.boxes), step.tile,
                                                                first_key + 16 * warp_, lane_);
         else if constexpr (kMasked && kMasksAhead)
-            return common::TileMask<true, Spec, Scores, float>(params_, score_tile(step, first_key));
+            return common::TileMask<true, Spec, Scores, float>(params_, score_tile(step, first_key, part));
         else
             return NoMask{};
     }
@@ -142,15 +161,16 @@ class BackwardGroup : protected KeyGroup<Spec, Shape, BackwardMemory<Shape>> {
     // With large scores, rounding may leave a difference above zero. P is then 1.
     template <bool kMasked, class MaskAhead>
     __device__ __forceinline__ void exponentiate(Scores& x, const QueryStep& step, int32 first_key,
-                                                 const MaskAhead& ahead) const {
+                                                 const MaskAhead& ahead, int part = 0) const {
         hidden_.hide(x);
         const auto mask = common::mask_of<Spec>(params_);
         if constexpr (kMasked && kMasksAhead)
             ahead.hide(x, mask, -common::infinity<float>());
         else if (needs_mask<kMasked>(step))
-            common::hide_scores<true, Spec>(x, mask, params_, score_tile(step, first_key), -common::infinity<float>());
+            common::hide_scores<true, Spec>(x, mask, params_, score_tile(step, first_key, part),
+                                            -common::infinity<float>());
 #pragma unroll
-        for (int n = 0; n < kBr / 8; ++n)
+        for (int n = 0; n < kPartQueries / 8; ++n)
 #pragma unroll
             for (int e = 0; e < 4; ++e)
                 x.value[n][e] = common::exp2_approx(common::at_most_zero(x.value[n][e] * params_.scale_log2));
@@ -161,10 +181,10 @@ class BackwardGroup : protected KeyGroup<Spec, Shape, BackwardMemory<Shape>> {
     }
 
     // The terms of the caller's score function that depend on the distance: made while S^T is in flight.
-    using Distances = common::QuadDistances<kBr / 8, true, float>;
-    __device__ __forceinline__ Distances distances_ahead(const QueryStep& step, int32 first_key) const {
+    using Distances = common::QuadDistances<kPartQueries / 8, true, float>;
+    __device__ __forceinline__ Distances distances_ahead(const QueryStep& step, int32 first_key, int part = 0) const {
         if constexpr (common::kHasDistanceTerms)
-            return {common::score_args_of(params_), score_tile(step, first_key)};
+            return {common::score_args_of(params_), score_tile(step, first_key, part)};
         else
             return {};
     }
@@ -173,24 +193,24 @@ class BackwardGroup : protected KeyGroup<Spec, Shape, BackwardMemory<Shape>> {
     template <bool kMasked>
     __device__ __forceinline__ void take_weights(Scores& x, Rounded& p, const QueryStep& step, int32 first_key,
                                                  uint32 statistic, const common::HeadTerms<AfterStart>& terms,
-                                                 const Distances& distances) const {
+                                                 const Distances& distances, int part = 0) const {
         if constexpr (Shape::kHoldsArray) {
             if (Held::Tile::takes(params_)) {
                 Held::Tile::wait(held_address(first_key), lane_);
                 take_weights_with<kMasked>(Held(held_address(first_key), lane_), x, p, step, first_key, statistic,
-                                           terms, distances);
+                                           terms, distances, part);
                 return;
             }
         }
-        take_weights_with<kMasked>(common::ArraysInMemory{}, x, p, step, first_key, statistic, terms, distances);
+        take_weights_with<kMasked>(common::ArraysInMemory{}, x, p, step, first_key, statistic, terms, distances, part);
     }
     template <bool kMasked, class Held>
     __device__ __forceinline__ void take_weights_with(const Held& held, Scores& x, Rounded& p, const QueryStep& step,
                                                       int32 first_key, uint32 statistic,
                                                       const common::HeadTerms<AfterStart>& terms,
-                                                      const Distances& distances) const {
+                                                      const Distances& distances, int part) const {
         common::take_weights_with<true, AfterStart>(
-            held, x, p, needs_mask<kMasked>(step), params_, score_tile(step, first_key),
+            held, x, p, needs_mask<kMasked>(step), params_, score_tile(step, first_key, part),
             [&](int, int j) { return kFromLse ? 0.0f : -statistic_of(statistic, j); }, distances, terms);
     }
 
@@ -223,14 +243,18 @@ class BackwardGroup : protected KeyGroup<Spec, Shape, BackwardMemory<Shape>> {
     __device__ __forceinline__ uint32 place_of_ds(uint32 buffer) const { return buffer ^ (Shape::kPair ? rank_ : 0); }
 
     // Writes this warp's 16 keys of dS to the panel of its group's 64 keys, transposed.
+    template <int kPart = 0>
     __device__ __forceinline__ void store_ds(const Rounded& ds, int32 panel_index) {
         const uint32 buffer = written_.slot();
         const uint32 panel = memory_.ds(place_of_ds(buffer)) + panel_index * Shape::kDsPanelBytes;
-        mbarrier_wait(memory_.empty_ds(buffer), written_.parity() ^ 1);
-        const uint32 row = lane_ % 8 + lane_ / 16 * 8, chunk = (warp_ * 2 + lane_ / 8 % 2) ^ (lane_ % 8);
+        if constexpr (kPart == 0) mbarrier_wait(memory_.empty_ds(buffer), written_.parity() ^ 1);
+        const uint32 row = kPart * kPartQueries + lane_ % 8 + lane_ / 16 * 8,
+                     chunk = (warp_ * 2 + lane_ / 8 % 2) ^ (lane_ % 8);
         const uint32 address = panel + row * kPanelRowBytes + chunk * 16;
 #pragma unroll
-        for (int s = 0; s < kBr / 16; ++s) stmatrix_x4_transposed(address + s * 16 * kPanelRowBytes, ds.k16(s));
+        for (int s = 0; s < kPartQueries / 16; ++s)
+            stmatrix_x4_transposed(address + s * 16 * kPanelRowBytes, ds.k16(s));
+        if constexpr (kPart + 1 < Shape::kParts) return;
         __syncwarp();
         arrive(memory_.written_ds(buffer));
         written_.advance();
@@ -238,8 +262,9 @@ class BackwardGroup : protected KeyGroup<Spec, Shape, BackwardMemory<Shape>> {
 
     // K from a column on, as the operand of dQ: MN-major.
     __device__ __forceinline__ uint64 columns_of_k(int32 column) const {
-        const uint32 panel = column / kPanelColumns * Shape::kKeyPanelBytes;
-        return matrix_descriptor(memory_.key() + panel + column % kPanelColumns * 2, Shape::kKeyPanelBytes);
+        const uint32 panel = column / Shape::kPanelColumns * Shape::kKeyPanelBytes;
+        return matrix_descriptor<Shape::kPanelRowBytes>(memory_.key() + panel + column % Shape::kPanelColumns * 2,
+                                                        Shape::kKeyPanelBytes);
     }
 
     // Issues dQ of the oldest dS tile not yet read (the previous step's in the loop, the last one after it) once that
@@ -252,7 +277,8 @@ class BackwardGroup : protected KeyGroup<Spec, Shape, BackwardMemory<Shape>> {
         wgmma_fence();
 #pragma unroll
         for (int s = 0; s < Spec::kBc / 16; ++s) {
-            const uint64 k = keys + s / (kBc / 16) * (Shape::kKeyBytes / 16) + along_rows(s % (kBc / 16));
+            const uint64 k =
+                keys + s / (kBc / 16) * (Shape::kKeyBytes / 16) + along_rows<Shape::kPanelRowBytes>(s % (kBc / 16));
             const uint64 d = ds + along_columns<Shape::kDsPanelBytes>(s);
             const uint64 a = Shape::kDqTransposed ? k : d, b = Shape::kDqTransposed ? d : k;
             if (s == 0)
@@ -384,7 +410,7 @@ class BackwardGroup : protected KeyGroup<Spec, Shape, BackwardMemory<Shape>> {
 
     const uint32 rank_;      // of the block in a pair
     const float per_score_;  // what a score of 1 is in products
-    const common::HiddenKeys<Spec, kBr / 8> hidden_;
+    const common::HiddenKeys<Spec, kPartQueries / 8> hidden_;
     RingPosition<2> written_, read_;  // in the ring of dS buffers
     float* workspace_ = nullptr;      // this lane's part of the tile of the last added dQ
     int32 tiles_to_walk_ = 0;

@@ -47,10 +47,10 @@ class BackwardKeys : BackwardGroup<Spec, Shape> {
   public:
     __device__ BackwardKeys(const Params& params, const Params& maps, const Memory& memory)
         : Base(params, maps, memory, kGroup),
-          key_operand_(matrix_descriptor(memory.key() + kGroup * kGroupRows * kPanelRowBytes, 0)),
-          value_operand_(matrix_descriptor(memory.value() + kGroup * kGroupRows * kPanelRowBytes, 0)),
-          query_operand_(matrix_descriptor(memory.query(0), 0)),
-          dout_operand_(matrix_descriptor(memory.dout(0), 0)),
+          key_operand_(descriptor(memory.key() + kGroup * kGroupRows * Shape::kPanelRowBytes)),
+          value_operand_(descriptor(memory.value() + kGroup * kGroupRows * Shape::kPanelRowBytes)),
+          query_operand_(descriptor(memory.query(0))),
+          dout_operand_(descriptor(memory.dout(0))),
           key_columns_(Base::columns_of_k(Shape::kDqByRows ? 0 : kGroup * Shape::kFirstDqColumns)),
           ds_operand_(
               matrix_descriptor(memory.ds(0) + (Shape::kDqByRows ? kGroup : 0) * kGroupRows * kPanelRowBytes, 0)) {}
@@ -77,6 +77,10 @@ class BackwardKeys : BackwardGroup<Spec, Shape> {
     }
 
   private:
+    __device__ __forceinline__ static uint64 descriptor(uint32 rows) {
+        return matrix_descriptor<Shape::kPanelRowBytes>(rows, 0);
+    }
+
     template <class Record>
     __device__ __forceinline__ void store_gradients(const Record& params) {
         if constexpr (Spec::kSplit) {
@@ -102,54 +106,67 @@ class BackwardKeys : BackwardGroup<Spec, Shape> {
 
     template <bool kMasked>
     __device__ __forceinline__ void step(const QueryStep& step) {
+        take_part<kMasked, 0>(step);
+        if constexpr (Shape::kParts == 2) take_part<kMasked, 1>(step);
+        arrive(memory_.empty_query(stages_.slot()));
+        Base::load_next_array(step, own_.first_key + kGroup * kGroupRows);
+        stages_.advance();
+        is_first_ = false;
+    }
+
+    template <bool kMasked, int kPart>
+    __device__ __forceinline__ void take_part(const QueryStep& step) {
+        constexpr bool kIsFirstPart = kPart == 0, kIsLastPart = kPart + 1 == Shape::kParts;
+        constexpr uint32 kFirstRow = kPart * Shape::kPartQueries * Shape::kPanelRowBytes / 16;
         const uint32 stage = stages_.slot(), parity = stages_.parity();
-        const uint32 query = stage * (Shape::kQueryBytes / 16), dout = stage * (Shape::kDoutBytes / 16);
+        const uint32 query = stage * (Shape::kQueryBytes / 16) + kFirstRow,
+                     dout = stage * (Shape::kDoutBytes / 16) + kFirstRow;
+        const uint32 lse = Base::template statistics_of<Base::kFromLse>(kPart, memory_.lse(stage)),
+                     delta = Base::template statistics_of<Base::kFromDelta>(kPart, memory_.delta(stage));
+        const int32 first_key = own_.first_key + kGroup * kGroupRows;
         Scores scores, derivatives;
         Rounded p, ds;
         const auto terms = Base::head_terms(step);
 
-        Base::template start_from_array<kGroup>(scores, step, stages_.turn);
-        mbarrier_wait(memory_.full_query(stage), parity);
-        Base::template start_scores<Base::kFromLse, Shape::kStarts>(scores, memory_.lse(stage));
-        if (kWithDq && is_first_ && kGroup == 1) barrier_sync(Base::kStartBarrier, 2 * kGroupThreads);
+        Base::template start_from_array<kGroup, kPart>(scores, step, stages_.turn);
+        if constexpr (kIsFirstPart) mbarrier_wait(memory_.full_query(stage), parity);
+        Base::template start_scores<Base::kFromLse, Shape::kStarts>(scores, lse);
+        if (kWithDq && is_first_ && kIsFirstPart && kGroup == 1) barrier_sync(Base::kStartBarrier, 2 * kGroupThreads);
         Base::template issue_scores<Base::kFromLse, kD, Shape::kStarts>(scores, key_operand_, query_operand_ + query,
-                                                                        memory_.lse(stage));
-        if (is_first_) mbarrier_wait(memory_.full_value(), 0);
-        mbarrier_wait(memory_.full_dout(stage), parity);
-        Base::template start_scores<Base::kFromDelta>(derivatives, memory_.delta(stage));
-        const auto mask = Base::template mask_ahead<kMasked>(step, own_.first_key + kGroup * kGroupRows);
-        const auto distances = Base::distances_ahead(step, own_.first_key + kGroup * kGroupRows);
+                                                                        lse);
+        if (is_first_ && kIsFirstPart) mbarrier_wait(memory_.full_value(), 0);
+        if constexpr (kIsFirstPart) mbarrier_wait(memory_.full_dout(stage), parity);
+        Base::template start_scores<Base::kFromDelta>(derivatives, delta);
+        const auto mask = Base::template mask_ahead<kMasked>(step, first_key, kPart);
+        const auto distances = Base::distances_ahead(step, first_key, kPart);
         wgmma_wait<0>();
         pin(scores);
-        Base::template issue_scores<Base::kFromDelta, kDv>(derivatives, value_operand_, dout_operand_ + dout,
-                                                           memory_.delta(stage));
-        if (kWithDq && is_first_ && kGroup == 0) barrier_arrive(Base::kStartBarrier, 2 * kGroupThreads);
+        Base::template issue_scores<Base::kFromDelta, kDv>(derivatives, value_operand_, dout_operand_ + dout, delta);
+        if (kWithDq && is_first_ && kIsFirstPart && kGroup == 0) barrier_arrive(Base::kStartBarrier, 2 * kGroupThreads);
         if constexpr (Base::kTakesWeights) {
-            Base::template take_weights<kMasked>(scores, p, step, own_.first_key + kGroup * kGroupRows,
-                                                 memory_.lse(stage), terms, distances);
+            Base::template take_weights<kMasked>(scores, p, step, first_key, lse, terms, distances, kPart);
         } else {
-            Base::template exponentiate<kMasked>(scores, step, own_.first_key + kGroup * kGroupRows, mask);
+            Base::template exponentiate<kMasked>(scores, step, first_key, mask, kPart);
             p.set(scores);
         }
         Base::issue_gradient(dv_, p, dout_operand_ + dout + kQueryRows);
         wgmma_wait<1>();
         pin(derivatives);
 #pragma unroll
-        for (int n = 0; n < kBr / 8; ++n)
+        for (int n = 0; n < Shape::kPartQueries / 8; ++n)
 #pragma unroll
             for (int e = 0; e < 4; ++e)
                 if constexpr (!Base::kFromDelta)
-                    derivatives.value[n][e] =
-                        common::weighted<Spec>(scores.value[n][e], derivatives.value[n][e],
-                                               Base::statistic_of(memory_.delta(stage), 2 * n + e % 2), params_);
+                    derivatives.value[n][e] = common::weighted<Spec>(scores.value[n][e], derivatives.value[n][e],
+                                                                     Base::statistic_of(delta, 2 * n + e % 2), params_);
                 else
                     derivatives.value[n][e] *= scores.value[n][e];
         ds.set(derivatives);
 
         Dq dq;
         if constexpr (kWithDq) {
-            Base::store_ds(ds, kGroup);
-            if (!is_first_) {
+            Base::template store_ds<kPart>(ds, kGroup);
+            if (kIsLastPart && !is_first_) {
                 Base::issue_dq(dq, key_columns_, ds_operand_);
                 wgmma_wait<1>();
                 pin(dv_);
@@ -160,18 +177,14 @@ class BackwardKeys : BackwardGroup<Spec, Shape> {
                 add_dq(dq, step);
             }
         }
-        if (!kWithDq || is_first_) {
+        if (!kWithDq || !kIsLastPart || is_first_) {
             Base::issue_gradient(dk_, ds, query_operand_ + query + kQueryRows);
             wgmma_wait<1>();
             pin(dv_);
-            arrive(memory_.empty_dout(stage));
+            if constexpr (kIsLastPart) arrive(memory_.empty_dout(stage));
         }
         wgmma_wait<0>();
         pin(dk_);
-        arrive(memory_.empty_query(stage));
-        Base::load_next_array(step, own_.first_key + kGroup * kGroupRows);
-        stages_.advance();
-        is_first_ = false;
     }
 
     __device__ __forceinline__ void add_dq(const Dq& dq, const QueryStep& next) {

@@ -89,7 +89,8 @@ class BackwardProducer {
 #pragma unroll
             for (int panel = 0; panel < kPanels; ++panel)
                 own_.keys.load(smem + (block * kPanels + panel) * Shape::kKeyPanelBytes, map, full,
-                               panel * kPanelColumns, own_.first_key ^ block * Shape::kBc, own_.head, own_.batch);
+                               panel * Shape::kPanelColumns, own_.first_key ^ block * Shape::kBc, own_.head,
+                               own_.batch);
     }
 
     // Copies the score array from which products start, for one group after the other.
@@ -142,7 +143,7 @@ class BackwardProducer {
 #pragma unroll
         for (int panel = 0; panel < kPanelsOf<kQ>; ++panel) {
             const uint32 smem = rows_of<kQ>(stage) + panel * Shape::kQueryPanelBytes;
-            const int32 column = panel * kPanelColumns;
+            const int32 column = panel * Shape::kPanelColumns;
             const auto row = row_at(place, own);
             if constexpr (kForBoth)
                 own_.queries.load_to(3, smem, map, barrier, column, row, own.head, own_.batch);
@@ -285,6 +286,7 @@ class BackwardProducer {
     // which P = 0 would not keep out of sums over queries. Rows beyond the sequence are zero already.
     template <bool kLse>
     __device__ void clear_hidden(uint32 stage, int32 lane) const {
+        constexpr uint32 kChunks = Shape::kPanelRowBytes / 16;
 #pragma unroll 1
         for (int32 query = lane; query < kBr; query += 32) {
             if (!has_no_key(memory_.lse(stage), query)) continue;
@@ -293,10 +295,10 @@ class BackwardProducer {
             else if constexpr (!kLse)
                 store_shared(memory_.delta(stage) + place_of(query), 0);
             // Lanes begin with different chunks, so that they do not all wait for the same banks.
-            const uint32 row = rows_of<kLse>(stage) + query * kPanelRowBytes;
+            const uint32 row = rows_of<kLse>(stage) + query * Shape::kPanelRowBytes;
 #pragma unroll 1
-            for (uint32 i = 0; i < 8 * kPanelsOf<kLse>; ++i)
-                store_shared(row + i / 8 * Shape::kQueryPanelBytes + (i + query) % 8 * 16, 0, 0, 0, 0);
+            for (uint32 i = 0; i < kChunks * kPanelsOf<kLse>; ++i)
+                store_shared(row + i / kChunks * Shape::kQueryPanelBytes + (i + query) % kChunks * 16, 0, 0, 0, 0);
         }
         async_proxy_fence();
     }

@@ -33,12 +33,17 @@ struct BackwardShape {
     template <bool kQ>
     static constexpr uint32 kLoader = kQ ? 0 : 1;
     static constexpr int kD = round_up(Spec::kHeadDim, 16), kDv = round_up(Spec::kHeadDimV, 16);
+    // Two blocks of a multiprocessor hide each other's latencies. A group of theirs has too few registers for all queries
+    // of a tile: it takes them in two parts. Their shared memory has no room for columns that are not there.
+    static constexpr int kParts = Spec::kBlocksPerSm, kPartQueries = kBr / kParts;
+    static constexpr int kPanelColumns = kParts == 1 ? sm90::kPanelColumns : 32, kPanelRowBytes = 2 * kPanelColumns;
     static constexpr int kPanels = ceil_div(kD, kPanelColumns), kPanelsV = ceil_div(kDv, kPanelColumns);
     using Shares = common::ShareWorkspace<Spec::kBc, kD, kDv, kDq>;
     static constexpr bool kDivided = kDividesGradients<Spec>;
     static constexpr int kGroups = 2;  // consumer warp groups
-    static_assert(Spec::kWarps == 4 * (kGroups + 1) && Spec::kBlocksPerSm == 1 && kStages >= 2);
+    static_assert(Spec::kWarps == 4 * (kGroups + 1) && kStages >= 2);
     static_assert(kBc == (kDivided ? 1 : kGroups) * kGroupRows && kBr % 16 == 0 && kBr <= 128);
+    static_assert(kParts == 1 || (kParts == 2 && kBr == kGroupRows && max_of(kD, kDv) <= kPanelColumns));
     // The groups split dQ by columns: by panels, or in halves if there is only one. If it has twice the rows that a
     // group multiplies, they split it by rows, and its transpose by its rows, which are columns of K.
     static constexpr bool kDqByRows = kBr == 2 * kGroupRows;
@@ -56,7 +61,7 @@ struct BackwardShape {
     static constexpr int kKeyBytes = kPanels * kKeyPanelBytes, kValueBytes = kPanelsV * kKeyPanelBytes;
     static constexpr int kQueryPanelBytes = kBr * kPanelRowBytes;
     static constexpr int kQueryBytes = kPanels * kQueryPanelBytes, kDoutBytes = kPanelsV * kQueryPanelBytes;
-    static constexpr int kDsPanelBytes = kBr * kPanelRowBytes;  // a panel has 64 keys
+    static constexpr int kDsPanelBytes = kBr * sm90::kPanelRowBytes;  // a panel has 64 keys
     // A block of a pair computes the dQ of every second step, for the keys of both blocks. Of its two buffers of dS, one
     // is for such steps, with a panel of the other block's keys; what is in the other one is sent to that block.
     static constexpr int kDsBytes = kDq ? Spec::kBc / kGroupRows * kDsPanelBytes : 0;
@@ -77,7 +82,9 @@ struct BackwardShape {
     static constexpr int kStartGroups = kBc / kGroupRows, kStartBytes = Start::Tile::kBytes;
     static constexpr int kHeldBytes =
         kStarts ? kStartGroups * (kStartBytes + 2 * 8) : kBc / 16 * common::HeldOfKeys<Spec, kBr>::Tile::kBytes;
-    static constexpr bool kHasRoom = common::kMayHoldArray<Spec> && kWithoutArray + kHeldBytes <= kMaxSharedBytes;
+    static constexpr int kMostBytes = (kMaxSharedBytes + 1024) / Spec::kBlocksPerSm - 1024;  // as in forward_shape.cuh
+    static constexpr bool kHasRoom =
+        common::kMayHoldArray<Spec> && (kParts == 1 || kStarts) && kWithoutArray + kHeldBytes <= kMostBytes;
     static constexpr bool kHoldsArray = kHasRoom && !kStarts, kHoldsStart = kHasRoom && kStarts;
     static constexpr int kSharedBytes = kWithoutArray + (kHasRoom ? kHeldBytes : 0);
     static_assert(kIsPass<Spec> || kSharedBytes == Spec::kSharedBytes);
@@ -85,8 +92,10 @@ struct BackwardShape {
     // ------------------------------------------------------------------------------------------------------ registers
     // The producer that finds boxes of tokens, or copies a score array, needs more.
     static constexpr bool kProducesMore = kHoldsStart || common::kHasBoxes<Spec>;
-    static constexpr int kProducerRegisters = kProducesMore ? 40 : 24, kConsumerRegisters = kProducesMore ? 232 : 240;
-    static_assert(registers_suffice(registers_at_entry(Spec::kWarps), kGroups, kProducerRegisters, kConsumerRegisters));
+    static constexpr int kAtEntry = registers_at_entry(Spec::kWarps * Spec::kBlocksPerSm);
+    static constexpr int kProducerRegisters = kProducesMore ? 40 : 24,
+                         kConsumerRegisters = (kAtEntry * (kGroups + 1) - kProducerRegisters) / kGroups / 8 * 8;
+    static_assert(registers_suffice(kAtEntry, kGroups, kProducerRegisters, kConsumerRegisters));
 };
 
 using common::QueryStep;

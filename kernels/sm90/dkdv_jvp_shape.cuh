@@ -8,6 +8,7 @@ template <class Spec>
 struct DkdvJvpShape {
     static constexpr int kBr = Spec::kBr, kBc = Spec::kBc, kStages = Spec::kStages;
     static constexpr int kD = round_up(Spec::kHeadDim, 16), kDv = round_up(Spec::kHeadDimV, 16);
+    static constexpr int kPanelRowBytes = sm90::kPanelRowBytes;
     static constexpr int kPanels = ceil_div(kD, kPanelColumns), kPanelsV = ceil_div(kDv, kPanelColumns);
     static constexpr int kGroups = 2;  // consumer warp groups
     static_assert(Spec::kWarps == 4 * (kGroups + 1) && Spec::kBlocksPerSm == 1 && kStages >= 2);

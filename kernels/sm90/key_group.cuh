@@ -61,7 +61,8 @@ class KeyGroup {
     template <int kN8>
     __device__ __forceinline__ void store_gradient(const QuadFragment<kN8>& x, float scale, const TensorMap& map,
                                                    uint32 smem, int32 row) const {
-        const uint32 box = smem + row * kPanelRowBytes, lane_row = lane_ % 16;
+        constexpr uint32 kRowBytes = Shape::kPanelRowBytes;
+        const uint32 box = smem + row * kRowBytes, lane_row = lane_ % 16;
         PackedFragment<Element, 2> packed;
 #pragma unroll
         for (int n = 0; n < kN8; n += 2) {
@@ -70,8 +71,8 @@ class KeyGroup {
 #pragma unroll
                 for (int i = 0; i < 2; ++i)
                     packed.set(i, j, x.value[n + j][2 * i] * scale, x.value[n + j][2 * i + 1] * scale);
-            const uint32 chunk = (n % 8 + lane_ / 16) ^ (lane_row & 7);
-            stmatrix_x4(box + n / 8 * Shape::kKeyPanelBytes + lane_row * kPanelRowBytes + chunk * 16, packed.k16(0));
+            const uint32 chunk = (n % 8 + lane_ / 16) ^ (lane_row * kRowBytes / 128 % (kRowBytes / 16));
+            stmatrix_x4(box + n / 8 * Shape::kKeyPanelBytes + lane_row * kRowBytes + chunk * 16, packed.k16(0));
         }
         async_proxy_fence();
         __syncwarp();

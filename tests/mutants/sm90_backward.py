@@ -37,7 +37,7 @@ SWAPPED = (
     ("backward", "(barrier, kPanelsOf<kQ> *", "kPanelsOf<kQ>", "Shape::kPanels", "deadlock", DIVIDED_NARROW_V),
     ("backward_dkdv", "panel < kPanelsOf<kQ>;", "kPanelsOf<kQ>", "Shape::kPanels", "deadlock", DIVIDED_PAIR),
     ("backward", "kQ ? Shape::kPanels : Shape::kPanelsV", "kPanelsV", "kPanels", "uninitialised", DIVIDED_PAIR),
-    ("backward", "i < 8 * kPanelsOf<kLse>;", "kPanelsOf<kLse>", "Shape::kPanels", "numbers", DIVIDED_HIDDEN),
+    ("backward", "i < kChunks * kPanelsOf<kLse>;", "kPanelsOf<kLse>", "Shape::kPanels", "numbers", DIVIDED_HIDDEN),
     (
         "backward",
         "return key() + Shape::kBlocks * Shape::kKeyBytes;",
@@ -65,7 +65,7 @@ SWAPPED = (
     ("backward_dkdv", "Shape::kDv : Shape::kD) / 8", ": Shape::kD)", ": Shape::kDv)", "unwritten", DIVIDED_NARROW_V),
     ("backward", "panel < ceil_div(kN8 * 8,", "kN8 * 8", "Shape::kD", "unwritten", DIVIDED_PAIR),
     ("backward", "using Workspace = DqWorkspace<kBr, kD>", "kD", "kDv", "bounds", DIVIDED_PAIR),
-    ("backward", "column % kPanelColumns * 2", "column % kPanelColumns", "0", "numbers", PAIR),
+    ("backward", "column % Shape::kPanelColumns * 2", "column % Shape::kPanelColumns", "0", "numbers", PAIR),
     ("backward", "kIsDv * Shares::Dk::kElements", "Dk", "Dv", "bounds", DIVIDED_SHARES),
     ("backward_dkdv", "AccumulatorTile<Spec::kBc, 8 * kN8>", "8 * kN8", "kD", "uninitialised", PAIR_SHARES),
     ("backward_dkdv", "ShareWorkspace<Spec::kBc, kD, kDv, kDq>", "kD, kDv", "kDv, kD", "blocks", DIVIDED_SHARES),
@@ -158,7 +158,50 @@ PAIRED_MUTANTS = (
     ("shares of both blocks in one place", "row16 + rank_ * (kBc / 16)", "row16", "numbers", PAIRED_SHARES),
 )
 
+#: Two blocks of a multiprocessor take a tile's queries in two parts: what is broken, a text and what stands in its
+#: place, what catches it, and the problem.
+OF_PARTS = {"head_dim": 24, "hopper_tile": TileConfig(64, 128, 12, 2, 2)}
+PARTS = Problem(lengths=(330, 150), **OF_PARTS)
+PARTS_FROM_BIAS = Problem(feature="bias", lengths=(200, 152), causal=False, **OF_PARTS)
+PARTS_HIDDEN = without_keys(lengths=(200, 150), causal=False, **OF_PARTS)
+PARTS_MUTANTS = (
+    ("the mask of the first part", "tile.position.first_query += part * kPartQueries;", "", "numbers", PARTS),
+    ("dS of the second part over the first", "kPart * kPartQueries + lane_ % 8", "lane_ % 8", "uninitialised", PARTS),
+    ("statistics of the first part", "statistic + part * kPartQueries *", "statistic + 0 *", "numbers", PARTS),
+    ("queries of the first part", "kPart * Shape::kPartQueries * Shape::kPanelRowBytes / 16", "0", "numbers", PARTS),
+    ("dS handed over after its first part", "if constexpr (kPart + 1 < Shape::kParts) return;", "", "deadlock", PARTS),
+    ("dO handed back after the first part", "if constexpr (kIsLastPart) arrive(", "arrive(", "deadlock", PARTS),
+    ("the bias of the first part", "kPart * kPartQueries * Tile::kRowBytes", "0", "numbers", PARTS_FROM_BIAS),
+    (
+        "the bias handed back after the first part",
+        "if constexpr (kPart + 1 == Shape::kParts) {",
+        "if constexpr (true) {",
+        "race",
+        PARTS_FROM_BIAS,
+    ),
+    (
+        "rows without a key of wide panels",
+        "constexpr uint32 kChunks = Shape::kPanelRowBytes / 16;",
+        "constexpr uint32 kChunks = 8;",
+        "race",
+        PARTS_HIDDEN,
+    ),
+    ("gradients of wide panels", "(lane_row * kRowBytes / 128 % (kRowBytes / 16))", "(lane_row & 7)", "race", PARTS),
+)
+
 MUTANTS = (
+    *(
+        # One pass with the gradient of a bias runs two.
+        Mutant(
+            f"in parts on Hopper: {what}",
+            "backward_dkdv" if problem is PARTS_FROM_BIAS else "backward",
+            text,
+            instead,
+            caught_by,
+            problem,
+        )
+        for what, text, instead, caught_by, problem in PARTS_MUTANTS
+    ),
     *(
         Mutant(f"a pair on Hopper: {what}", "backward", text, instead, caught_by, problem)
         for what, text, instead, caught_by, problem in PAIRED_MUTANTS
@@ -213,8 +256,8 @@ MUTANTS = (
     Mutant(
         "dO is never handed back",
         "backward_dkdv",
-        "pin(dv_);\n            arrive(memory_.empty_dout(stage));\n        }\n        wgmma_wait<0>();",
-        "pin(dv_);\n        }\n        wgmma_wait<0>();",
+        "if constexpr (kIsLastPart) arrive(memory_.empty_dout(stage));",
+        "",
         "deadlock",
         HOPPER_ROWS,
     ),
@@ -237,7 +280,7 @@ MUTANTS = (
     Mutant(
         "dS rewritten while the other group multiplies it",
         "backward",
-        "mbarrier_wait(memory_.empty_ds(buffer), written_.parity() ^ 1);",
+        "if constexpr (kPart == 0) mbarrier_wait(memory_.empty_ds(buffer), written_.parity() ^ 1);",
         "",
         "race",
         HOPPER_COLUMNS,

@@ -31,7 +31,7 @@ CALLS = {
 
 
 def results_of(
-    call: str, patch: Mutant | None = None, *, out=None, seed: int | None = None, in_one: bool = True
+    call: str, patch: Mutant | None = None, *, out=None, seed: int | None = None, in_one: bool = True, **simulation
 ) -> list[np.ndarray]:
     """Makes a call alone, from the reference's o and lse, checks its gradients against float64 and returns them."""
     length, head_dim, options = CALLS[call]
@@ -49,7 +49,10 @@ def results_of(
     }.get(given, {})
     if out is not None:
         out = tuple(out(np.full_like(x, np.nan)) for x in (q, k, v))
-    with pytest.MonkeyPatch.context() as monkeypatch, simulated_gpu(monkeypatch, seed=seed, patch=patch) as launched:
+    with (
+        pytest.MonkeyPatch.context() as monkeypatch,
+        simulated_gpu(monkeypatch, seed=seed, patch=patch, **simulation) as launched,
+    ):
         if not in_one:
             monkeypatch.setattr(choice, "IN_ONE_LAUNCH", {})
         gradients = backward(q, k, v, o, lse, do, out=out, method="two_pass", **how, **more)

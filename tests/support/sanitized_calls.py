@@ -35,6 +35,7 @@ from fa2cupy.testing import make_inputs
 KINDS = (
     ("float16", 64),
     ("bfloat16", 128),
+    ("bfloat16", 24),
     ("float16", 40),
     ("float16", 96),
     ("bfloat16", 160),
@@ -242,6 +243,12 @@ def short() -> None:
                 o, lse = forward_by_threads(q, k, v, dtype, {"causal": True, **options})
                 how = {"method": "one_tile", "causal": True, "family": family, **options, **extras(options)}
                 fa2cupy.backward(q, k, v, o, lse, do, dlse=lse, **how)
+                if family is None and options.keys() == {"bias"}:
+                    padding = {"key_padding_mask": cupy.arange(seqlen_k) < 30 + 9 * cupy.arange(9)[:, None]}
+                    for method in ("single_pass", "two_pass"):
+                        fa2cupy.backward(q, k, v, o, lse, do, method=method, **padding, **options)
+                    own = {"deterministic": True, "return_dbias": True}
+                    fa2cupy.backward(q, k, v, o, lse, do, **own, **padding, **options)
 
 
 def with_functions() -> None:
