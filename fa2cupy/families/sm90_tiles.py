@@ -28,7 +28,7 @@ _BY_POSITION = (*_FUNCTIONS, "bias", "mask")
 #: Features of scores that a call with a bias may have beside it.
 _BESIDE_BIAS = tuple(name for name in features_of_scores(FEATURES) if name != "bias")
 #: With these, two blocks of a multiprocessor gain nothing, need more registers than they have, or were not timed.
-_NOT_OF_TWO_BLOCKS = (*_FUNCTIONS, "mask", "dropout_p", "block_mask")
+_NOT_OF_TWO_BLOCKS = ("block_mask", *(name for name in _IN_MANY_REGISTERS if name != "bias"))
 #: The row applies only where blocks keep the bias.
 _KEPT_BIAS = ("kept_bias",)
 #: The features of the kernels of gradients beyond 256 columns.

@@ -32,6 +32,13 @@ struct VisibleColumns {
     __device__ __forceinline__ bool at(int n8, int, int e) const { return bits[n8 / 16][e] >> (n8 % 16 * 2) & 1; }
 };
 
+template <class Spec>
+inline constexpr bool kPadsKeys = Spec::kKeyPadding;
+template <class Spec>
+struct WithoutKeyPadding : Spec {
+    static constexpr bool kKeyPadding = false;
+};
+
 template <class Spec, int kN8, bool kTransposed, bool kHides = Spec::kKeyPadding>
 class KeyPadding {
   public:
@@ -44,7 +51,7 @@ class KeyPadding {
 };
 
 // What a warp has `put` in shared memory, for others.
-template <int kN8, bool kHides>
+template <class Spec, int kN8, bool kHides = Spec::kKeyPadding>
 struct SharedKeyPadding {
     static constexpr int kWords = ceil_div(kN8, 16);
 
@@ -71,8 +78,8 @@ struct SharedKeyPadding {
     bool all_ = true;
     VisibleColumns<kWords> visible_;
 };
-template <int kN8>
-struct SharedKeyPadding<kN8, false> {
+template <class Spec, int kN8>
+struct SharedKeyPadding<Spec, kN8, false> {
     __device__ __forceinline__ SharedKeyPadding(uint32, int32) {}
     __device__ __forceinline__ static void clear(QuadFragment<kN8>&) {}
 };

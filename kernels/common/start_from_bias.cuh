@@ -22,9 +22,7 @@ inline constexpr bool kStartsFromBias = kMayHoldBias<Spec> && kChangesOfScores<S
 
 // The features of what is left to do to products that have started, besides the key padding mask.
 template <class Spec>
-struct WithoutArrays : WithoutBias<Spec> {
-    static constexpr bool kKeyPadding = false;
-};
+using WithoutArrays = WithoutKeyPadding<WithoutBias<Spec>>;
 template <class Spec, bool kStarts = kStartsFromBias<Spec>>
 struct AfterStartOf {
     using Type = Spec;

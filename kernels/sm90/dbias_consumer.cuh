@@ -72,7 +72,7 @@ class DbiasConsumer {
             lse[i] = row[0];
             delta[i] = row[1];
         }
-        const common::SharedKeyPadding<Shape::kBc / 8, Spec::kKeyPadding> padding(memory_.padding(slot), lane_);
+        const common::SharedKeyPadding<Spec, Shape::kBc / 8> padding(memory_.padding(slot), lane_);
         wgmma_wait<1>();
         pin(scores);
         const auto& own = common::record_of_sequence<Spec>(params_, tile.batch);

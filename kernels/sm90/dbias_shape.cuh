@@ -36,7 +36,7 @@ struct DbiasShape {
 
     // As in query_tile_shape.cuh.
     static constexpr int kAtEntry = registers_at_entry(Spec::kWarps * Spec::kResidentBlocks);
-    static constexpr int kProducerRegisters = Spec::kKeyPadding ? 56 : 40;
+    static constexpr int kProducerRegisters = common::kPadsKeys<Spec> ? 56 : 40;
     static constexpr int kConsumerRegisters =
         min_of(240, (kAtEntry * (kGroups + 1) - kProducerRegisters) / kGroups / 8 * 8);
     static_assert(registers_suffice(kAtEntry, kGroups, kProducerRegisters, kConsumerRegisters));
@@ -44,8 +44,7 @@ struct DbiasShape {
 
 // The specialisation as functions of scores see it: the key padding mask is applied to weights.
 template <class Spec>
-struct WithOwnedBias : Spec {
-    static constexpr bool kKeyPadding = false;
+struct WithOwnedBias : common::WithoutKeyPadding<Spec> {
     static constexpr bool kKeepsBias = DbiasShape<Spec>::kKeepsBias;
 };
 
