@@ -153,6 +153,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.hook.pytest_deselected(items=others)
         left_out = set(others)
         items[:] = [item for item in items if item not in left_out]
+    items.sort(key=lambda item: item.get_closest_marker("long") is None)  # others run beside them
     needing = [item for item in items if item.get_closest_marker("gpu")]
     if config.pluginmanager.hasplugin("xdist"):
         for item in needing:

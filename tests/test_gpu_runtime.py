@@ -236,6 +236,7 @@ def mixed_calls() -> list:
     return [call(*kind, 20 + 17 * i + n) for n, kind in enumerate(MIXED) for i in range(10)]
 
 
+@pytest.mark.long
 def test_sixteen_threads_make_150_different_calls_at_once():
     """Nothing is prepared before; each round starts anew, and each thread takes the calls in an order of its own."""
     calls = mixed_calls()
