@@ -61,7 +61,7 @@ class BackwardKeys : BackwardGroup<Spec, Shape> {
         dk_.fill(0.0f);
         dv_.fill(0.0f);
         if constexpr (kWithDq) Base::start_adding(params_, dq_row16(), kDqColumn8);
-        Base::load_first_array(own_.first_key + kGroup * kGroupRows);
+        Base::load_first_array(first_key());
         mbarrier_wait(memory_.full_key(), 0);
         Base::take_steps(*this);
         if constexpr (kWithDq) {
@@ -104,12 +104,23 @@ class BackwardKeys : BackwardGroup<Spec, Shape> {
         if (lane_ == 0) tma_store_wait();
     }
 
+    __device__ __forceinline__ int32 first_key() const { return own_.first_key + kGroup * kGroupRows; }
+    // The statistics of a part. Addresses are computed where they are used: ahead, they change the order of the loop.
+    template <int kPart>
+    __device__ __forceinline__ uint32 lse(uint32 stage) const {
+        return Base::template statistics_of<Base::kFromLse>(kPart, memory_.lse(stage));
+    }
+    template <int kPart>
+    __device__ __forceinline__ uint32 delta(uint32 stage) const {
+        return Base::template statistics_of<Base::kFromDelta>(kPart, memory_.delta(stage));
+    }
+
     template <bool kMasked>
     __device__ __forceinline__ void step(const QueryStep& step) {
         take_part<kMasked, 0>(step);
         if constexpr (Shape::kParts == 2) take_part<kMasked, 1>(step);
         arrive(memory_.empty_query(stages_.slot()));
-        Base::load_next_array(step, own_.first_key + kGroup * kGroupRows);
+        Base::load_next_array(step, first_key());
         stages_.advance();
         is_first_ = false;
     }
@@ -121,32 +132,31 @@ class BackwardKeys : BackwardGroup<Spec, Shape> {
         const uint32 stage = stages_.slot(), parity = stages_.parity();
         const uint32 query = stage * (Shape::kQueryBytes / 16) + kFirstRow,
                      dout = stage * (Shape::kDoutBytes / 16) + kFirstRow;
-        const uint32 lse = Base::template statistics_of<Base::kFromLse>(kPart, memory_.lse(stage)),
-                     delta = Base::template statistics_of<Base::kFromDelta>(kPart, memory_.delta(stage));
-        const int32 first_key = own_.first_key + kGroup * kGroupRows;
         Scores scores, derivatives;
         Rounded p, ds;
         const auto terms = Base::head_terms(step);
 
         Base::template start_from_array<kGroup, kPart>(scores, step, stages_.turn);
         if constexpr (kIsFirstPart) mbarrier_wait(memory_.full_query(stage), parity);
-        Base::template start_scores<Base::kFromLse, Shape::kStarts>(scores, lse);
+        Base::template start_scores<Base::kFromLse, Shape::kStarts>(scores, lse<kPart>(stage));
         if (kWithDq && is_first_ && kIsFirstPart && kGroup == 1) barrier_sync(Base::kStartBarrier, 2 * kGroupThreads);
         Base::template issue_scores<Base::kFromLse, kD, Shape::kStarts>(scores, key_operand_, query_operand_ + query,
-                                                                        lse);
+                                                                        lse<kPart>(stage));
         if (is_first_ && kIsFirstPart) mbarrier_wait(memory_.full_value(), 0);
         if constexpr (kIsFirstPart) mbarrier_wait(memory_.full_dout(stage), parity);
-        Base::template start_scores<Base::kFromDelta>(derivatives, delta);
-        const auto mask = Base::template mask_ahead<kMasked>(step, first_key, kPart);
-        const auto distances = Base::distances_ahead(step, first_key, kPart);
+        Base::template start_scores<Base::kFromDelta>(derivatives, delta<kPart>(stage));
+        const auto mask = Base::template mask_ahead<kMasked>(step, first_key(), kPart);
+        const auto distances = Base::distances_ahead(step, first_key(), kPart);
         wgmma_wait<0>();
         pin(scores);
-        Base::template issue_scores<Base::kFromDelta, kDv>(derivatives, value_operand_, dout_operand_ + dout, delta);
+        Base::template issue_scores<Base::kFromDelta, kDv>(derivatives, value_operand_, dout_operand_ + dout,
+                                                           delta<kPart>(stage));
         if (kWithDq && is_first_ && kIsFirstPart && kGroup == 0) barrier_arrive(Base::kStartBarrier, 2 * kGroupThreads);
         if constexpr (Base::kTakesWeights) {
-            Base::template take_weights<kMasked>(scores, p, step, first_key, lse, terms, distances, kPart);
+            Base::template take_weights<kMasked>(scores, p, step, first_key(), lse<kPart>(stage), terms, distances,
+                                                 kPart);
         } else {
-            Base::template exponentiate<kMasked>(scores, step, first_key, mask, kPart);
+            Base::template exponentiate<kMasked>(scores, step, first_key(), mask, kPart);
             p.set(scores);
         }
         Base::issue_gradient(dv_, p, dout_operand_ + dout + kQueryRows);
@@ -157,8 +167,9 @@ class BackwardKeys : BackwardGroup<Spec, Shape> {
 #pragma unroll
             for (int e = 0; e < 4; ++e)
                 if constexpr (!Base::kFromDelta)
-                    derivatives.value[n][e] = common::weighted<Spec>(scores.value[n][e], derivatives.value[n][e],
-                                                                     Base::statistic_of(delta, 2 * n + e % 2), params_);
+                    derivatives.value[n][e] =
+                        common::weighted<Spec>(scores.value[n][e], derivatives.value[n][e],
+                                               Base::statistic_of(delta<kPart>(stage), 2 * n + e % 2), params_);
                 else
                     derivatives.value[n][e] *= scores.value[n][e];
         ds.set(derivatives);
