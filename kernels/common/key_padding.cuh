@@ -30,8 +30,19 @@ struct VisibleColumns {
     }
 
     __device__ __forceinline__ bool at(int n8, int, int e) const { return bits[n8 / 16][e] >> (n8 % 16 * 2) & 1; }
+
+    // Writes a number over the elements of the other columns.
+    template <int kN8>
+    __device__ __forceinline__ void fill_others(QuadFragment<kN8>& x, float number) const {
+#pragma unroll
+        for (int n = 0; n < kN8; ++n)
+#pragma unroll
+            for (int e = 0; e < 4; ++e)
+                if (!at(n, e / 2, e % 2)) x.value[n][e] = number;
+    }
 };
 
+// For kernels that name no feature: whether keys are hidden so, and a specialisation that does without.
 template <class Spec>
 inline constexpr bool kPadsKeys = Spec::kKeyPadding;
 template <class Spec>
@@ -66,12 +77,7 @@ struct SharedKeyPadding {
     }
     // Writes zeros over the weights of hidden keys.
     __device__ __forceinline__ void clear(QuadFragment<kN8>& weights) const {
-        if (all_) return;
-#pragma unroll
-        for (int n = 0; n < kN8; ++n)
-#pragma unroll
-            for (int e = 0; e < 4; ++e)
-                if (!visible_.at(n, e / 2, e % 2)) weights.value[n][e] = 0.0f;
+        if (!all_) visible_.fill_others(weights, 0.0f);
     }
 
   private:
@@ -174,13 +180,7 @@ class KeyPadding<Spec, kN8, false, true> {
         bool all = true;
 #pragma unroll
         for (int w = 0; w < kWords; ++w) all = all && top_bits(w) == kTopBits;
-        if (__all_sync(kFullWarp, all)) return;
-        const VisibleColumns<kWords> shown = visible();
-#pragma unroll
-        for (int n = 0; n < kN8; ++n)
-#pragma unroll
-            for (int e = 0; e < 4; ++e)
-                if (!shown.at(n, e / 2, e % 2)) scores.value[n][e] = -infinity<float>();
+        if (!__all_sync(kFullWarp, all)) visible().fill_others(scores, -infinity<float>());
     }
 
   private:
