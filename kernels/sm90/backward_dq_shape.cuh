@@ -23,8 +23,7 @@ struct BackwardDqShape : QueryTileShape<Spec, 2> {
                          kKeyBytes = (1 + Moved::kKey) * Base::kKeyBytes,
                          kValueBytes = (1 + Moved::kValue) * Base::kValueBytes;
 
-    // Shared memory available to a block; the system reserves 1024 bytes for each block.
-    static constexpr int kMostBytes = (kMaxSharedBytes + 1024) / Spec::kBlocksPerSm - 1024;
+    static constexpr int kMostBytes = most_shared_bytes(Spec::kBlocksPerSm);
     // V is released earlier than K and has one stage less; with two stages of K, V gets two as well if they fit.
     static constexpr int kOperandBytes = kQueryBytes + kDoutBytes;
     static constexpr bool kTwoAndTwo =

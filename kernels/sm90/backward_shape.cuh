@@ -82,7 +82,7 @@ struct BackwardShape {
     static constexpr int kStartGroups = kBc / kGroupRows, kStartBytes = Start::Tile::kBytes;
     static constexpr int kHeldBytes =
         kStarts ? kStartGroups * (kStartBytes + 2 * 8) : kBc / 16 * common::HeldOfKeys<Spec, kBr>::Tile::kBytes;
-    static constexpr int kMostBytes = (kMaxSharedBytes + 1024) / Spec::kBlocksPerSm - 1024;  // as in forward_shape.cuh
+    static constexpr int kMostBytes = most_shared_bytes(Spec::kBlocksPerSm);
     static constexpr bool kHasRoom =
         common::kMayHoldArray<Spec> && (kParts == 1 || kStarts) && kWithoutArray + kHeldBytes <= kMostBytes;
     static constexpr bool kHoldsArray = kHasRoom && !kStarts, kHoldsStart = kHasRoom && kStarts;

@@ -27,7 +27,7 @@ struct DbiasShape {
     static constexpr int kStageBytes = kValue + kPanelsV * kKeyPanelBytes;
     static constexpr int kRowBytes = 8 * kBr, kPaddingAt = 32, kStepBytes = kPaddingAt + 16 * ceil_div(kBc, 128);
     static constexpr int kWithoutBias = kAlignment + kStages * (kStageBytes + kRowBytes + kStepBytes + 2 * 8);
-    static constexpr int kMostBytes = (kMaxSharedBytes + 1024) / Spec::kBlocksPerSm - 1024;  // as in forward_shape.cuh
+    static constexpr int kMostBytes = most_shared_bytes(Spec::kBlocksPerSm);
     static constexpr int kOwnBytes = kBr / 16 * Bias::Tile::kBytes;
     static constexpr bool kKeepsBias = common::kChangesOfScores<Spec> == 1 && kWithoutBias + kOwnBytes <= kMostBytes;
     static constexpr int kBiasBytes = kKeepsBias ? kOwnBytes : 0;

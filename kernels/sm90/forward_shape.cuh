@@ -18,8 +18,7 @@ struct ForwardShape : QueryTileShape<Spec, 1> {
     static constexpr int kValueStages = kStages;
     static constexpr int kScratchBytes = 4 * 32 * Spec::kWarps;
     static constexpr int kWithoutArray = kFixedBytes + kStages * kKeyBytes + kValueStages * kValueBytes + kScratchBytes;
-    // Shared memory available to a block; the system reserves 1024 bytes for each block.
-    static constexpr int kMostBytes = (kMaxSharedBytes + 1024) / Spec::kBlocksPerSm - 1024;
+    static constexpr int kMostBytes = most_shared_bytes(Spec::kBlocksPerSm);
     // True if S starts from the bias. What is done to it then is what kernels without a bias do. The producer loads it for
     // a group, unless the block keeps it.
     static constexpr bool kStarts = common::kStartsFromBias<Spec>;

@@ -29,8 +29,7 @@ struct JvpShape : QueryTileShape<Spec, 1, 1, 1, kDividersOfRows<Spec>> {
     static constexpr int kQueryBytes = (1 + Moved::kQuery) * Base::kQueryBytes,
                          kKeyBytes = (1 + Moved::kKey) * Base::kKeyBytes,
                          kValueBytes = (1 + Moved::kValue) * Base::kValueBytes;
-    // Shared memory available to a block; the system reserves 1024 bytes for each block.
-    static constexpr int kMostBytes = (kMaxSharedBytes + 1024) / Spec::kBlocksPerSm - 1024;
+    static constexpr int kMostBytes = most_shared_bytes(Spec::kBlocksPerSm);
     static constexpr int kValueStages = kStages;
     static constexpr bool kHoldsArray = false;  // formulas of tangents read arrays in global memory
     static constexpr int kScratchBytes = 4 * 32 * Spec::kWarps;

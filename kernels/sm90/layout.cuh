@@ -16,6 +16,8 @@ inline constexpr int kGroupThreads = 128;
 inline constexpr int kGroupRows = 64;    // M of wgmma
 inline constexpr int kAlignment = 1024;  // of a panel with the 128-byte swizzle
 inline constexpr int kMaxSharedBytes = 227 * 1024;
+// Shared memory available to each of so many blocks; the system reserves 1024 bytes for a block.
+__host__ __device__ constexpr int most_shared_bytes(int blocks) { return (kMaxSharedBytes + 1024) / blocks - 1024; }
 
 // Descriptor offset (in 16-byte units) of k-step s of a K-major operand: a panel holds four k-steps of 32 bytes.
 template <int kPanelBytes>
