@@ -1,6 +1,7 @@
 // Base of the warp groups that compute gradients of a key tile, or their tangents: the order of the steps, and the store.
 #pragma once
 #include "sm90/backward_shape.cuh"
+#include "sm90/store_box.cuh"
 
 namespace fa2::sm90 {
 
@@ -71,7 +72,7 @@ class KeyGroup {
 #pragma unroll
                 for (int i = 0; i < 2; ++i)
                     packed.set(i, j, x.value[n + j][2 * i] * scale, x.value[n + j][2 * i + 1] * scale);
-            const uint32 chunk = (n % 8 + lane_ / 16) ^ (lane_row * kRowBytes / 128 % (kRowBytes / 16));
+            const uint32 chunk = chunk_in_box<kRowBytes>(n, lane_);
             stmatrix_x4(box + n / 8 * Shape::kKeyPanelBytes + lane_row * kRowBytes + chunk * 16, packed.k16(0));
         }
         async_proxy_fence();

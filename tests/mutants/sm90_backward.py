@@ -171,6 +171,17 @@ PARTS_MUTANTS = (
     ("queries of the first part", "kPart * Shape::kPartQueries * Shape::kPanelRowBytes / 16", "0", "numbers", PARTS),
     ("dS handed over after its first part", "if constexpr (kPart + 1 < Shape::kParts) return;", "", "deadlock", PARTS),
     ("dO handed back after the first part", "if constexpr (kIsLastPart) arrive(", "arrive(", "deadlock", PARTS),
+    (
+        "rows without a key of wide panels",
+        "constexpr uint32 kChunks = Shape::kPanelRowBytes / 16;",
+        "constexpr uint32 kChunks = 8;",
+        "race",
+        PARTS_HIDDEN,
+    ),
+    ("gradients of wide panels", "(row * kRowBytes / 128 % (kRowBytes / 16))", "(row & 7)", "race", PARTS),
+)
+
+PARTS_FROM_BIAS_MUTANTS = (
     ("the bias of the first part", "kPart * kPartQueries * Tile::kRowBytes", "0", "numbers", PARTS_FROM_BIAS),
     (
         "the bias handed back after the first part",
@@ -179,32 +190,17 @@ PARTS_MUTANTS = (
         "race",
         PARTS_FROM_BIAS,
     ),
-    (
-        "rows without a key of wide panels",
-        "constexpr uint32 kChunks = Shape::kPanelRowBytes / 16;",
-        "constexpr uint32 kChunks = 8;",
-        "race",
-        PARTS_HIDDEN,
-    ),
-    ("gradients of wide panels", "(lane_row * kRowBytes / 128 % (kRowBytes / 16))", "(lane_row & 7)", "race", PARTS),
 )
 
 MUTANTS = (
     *(
-        # One pass with the gradient of a bias runs two.
-        Mutant(
-            f"in parts on Hopper: {what}",
-            "backward_dkdv" if problem is PARTS_FROM_BIAS else "backward",
-            text,
-            instead,
-            caught_by,
-            problem,
+        Mutant(f"{who} on Hopper: {what}", operation, text, instead, caught_by, problem)
+        for who, operation, table in (
+            ("in parts", "backward", PARTS_MUTANTS),
+            ("in parts", "backward_dkdv", PARTS_FROM_BIAS_MUTANTS),  # one pass with the gradient of a bias runs two
+            ("a pair", "backward", PAIRED_MUTANTS),
         )
-        for what, text, instead, caught_by, problem in PARTS_MUTANTS
-    ),
-    *(
-        Mutant(f"a pair on Hopper: {what}", "backward", text, instead, caught_by, problem)
-        for what, text, instead, caught_by, problem in PAIRED_MUTANTS
+        for what, text, instead, caught_by, problem in table
     ),
     *(
         Mutant(
