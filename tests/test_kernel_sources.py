@@ -22,7 +22,7 @@ pytestmark = pytest.mark.skipif(not KERNELS.is_dir(), reason="not in a checkout"
 NAMED = {
     ("sm80/convert_dq.cuh", "kVarlen"): 1,
     ("sm90/backward_shape.cuh", "kVarlen"): 1,
-    ("sm90/backward_group.cuh", "kVarlen"): 2,
+    ("sm90/dq_of_keys.cuh", "kVarlen"): 2,
     ("sm90/convert_dq.cuh", "kVarlen"): 1,
     ("sm90/dkdv_jvp.cuh", "kVarlen"): 1,
     ("sm90/forward_consumer.cuh", "kVarlen"): 1,

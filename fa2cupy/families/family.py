@@ -79,12 +79,12 @@ class TileRow:
         The row applies only to calls of ``decode`` with at most so many jobs for each multiprocessor.
     most_keys : float
         The row applies only to calls of ``decode`` whose jobs have at most so many keys for each multiprocessor. These
-        are all rows of the cache, since the tile must not depend on lengths. Rows for a kept bias apply to at most so
-        many keys.
+        are all rows of the cache, since the tile must not depend on lengths.
     most_rows : float
         The row applies only to calls of ``decode`` with at most so many rows, queries of the heads that share keys.
     most_seqlen_k : float
-        The row applies only to calls with at most so many keys, and to no packed one unless it is infinite.
+        The row applies only to calls with at most so many keys, or whose blocks keep the bias of at most so many; if
+        finite, to no packed one.
     head_dim_v : int or None
         The largest of v, padded; None is that of q. Rows that have one stand behind those that serve equal head
         dimensions up to it.

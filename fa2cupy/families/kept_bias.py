@@ -84,7 +84,7 @@ def _tiles(family: Family, problem: AttentionProblem, device: DeviceInfo, option
     columns = max(map(family.padded_head_dim, (kernel.head_dim, kernel.head_dim_v)))
     rows = family.tiles["forward"]
     applying = (row for row in rows if "kept_bias" in row.features and columns <= row.head_dim)
-    applying = (row for row in applying if kernel.kept_keys <= row.most_keys)
+    applying = (row for row in applying if kernel.kept_keys <= row.most_seqlen_k)
     tiles = (row.tile for row in applying if not row.least_saving or saves(row, rows, problem))
     found: dict[bool, TileConfig] = {}
     for tile in tiles:

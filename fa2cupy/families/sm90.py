@@ -214,8 +214,15 @@ def _held_bytes(array: str | None, queries: int, keys: int) -> int:
     return queries * (2 * keys + (0 if keys == 16 or keys % 64 == 0 else 16))
 
 
-def _row_bytes(head_dim: int, head_dim_v: int) -> tuple[int, int]:
-    """Shared memory of a row of k, and of v: panels of 64 columns."""
+def _most_bytes(tile: TileConfig) -> int:
+    """Shared memory that a block can have beside the others of a multiprocessor; each has 1024 bytes of the system."""
+    return (SHARED_BYTES + 1024) // tile.blocks_per_sm - 1024
+
+
+def _row_bytes(head_dim: int, head_dim_v: int, *, is_narrow: bool = False) -> tuple[int, int]:
+    """Shared memory of a row of k, and of v: panels of 64 columns, or one of 32."""
+    if is_narrow:
+        return 2 * _NARROW, 2 * _NARROW
     return -(-head_dim // 64) * 128, -(-head_dim_v // 64) * 128
 
 
@@ -225,7 +232,7 @@ def _row_bytes(head_dim: int, head_dim_v: int) -> tuple[int, int]:
 def _forward_bytes(kernel: Kernel, tile: TileConfig, array: str | None) -> int:
     """Dynamic shared memory of the forward."""
     # The same as in kernels/sm90/forward_shape.cuh: O has a buffer, or two panels, and Q a second one, if they fit.
-    most = (SHARED_BYTES + 1024) // tile.blocks_per_sm - 1024
+    most = _most_bytes(tile)
     _, _, head_dim, head_dim_v, kept_keys = kernel
     sequences = _sequences(kernel, tile)
     row_of_panel = 128 if sequences == 1 else sequences * 2 * _NARROW
@@ -265,7 +272,7 @@ def _jvp_bytes(operation: str, head_dim: int, head_dim_v: int, tile: TileConfig,
     queries, results, panel = tile.b_r * q, tile.b_r * row_v * (2 if operation == "jvp" else 1), tile.b_r * 128
     barriers = 8 * (4 + 4 * tile.num_stages + 2 * 4) + 4 * 32 + 4 * tile.num_threads
     needed = 1024 + tile.num_stages * tile.b_c * (k + v) + barriers + queries
-    free = max(0, (SHARED_BYTES + 1024) // tile.blocks_per_sm - 1024 - needed)
+    free = max(0, _most_bytes(tile) - needed)
     if free >= results + queries:
         return needed + results + queries
     pieces = max(free // (panel * dividers), dividers - 1) * panel * dividers
@@ -294,7 +301,7 @@ def _dq_bytes(
     q, k, v, dout = (n * (1 + moves) for n, moves in zip((row, row, row_v, row_v), moved, strict=True))
     output, queries, panel = tile.b_r * row, tile.b_r * (q + dout), tile.b_r * 128
     fixed = 1024 + 8 * (8 + 4 * tile.num_stages + 2 * 4) + 4 * 32 + queries
-    most = (SHARED_BYTES + 1024) // tile.blocks_per_sm - 1024
+    most = _most_bytes(tile)
     two_and_two = tile.num_stages == 2 and fixed + 2 * tile.b_c * (k + v) <= most
     fixed += tile.b_c * (tile.num_stages * k + (2 if two_and_two else tile.num_stages - 1) * v)
     held = _held_bytes(array, tile.b_r, tile.b_c)
@@ -380,8 +387,8 @@ def _registers(tile: TileConfig, groups: int) -> tuple[int, int]:
 def _dbias_bytes(head_dim: int, head_dim_v: int, tile: TileConfig, *, keeps_bias: bool) -> int:
     """Dynamic shared memory of the kernel that owns tiles of a bias, which keeps its tile if that fits."""
     # The same as in kernels/sm90/dbias_shape.cuh.
-    most = (SHARED_BYTES + 1024) // tile.blocks_per_sm - 1024
-    rows = sum(_row_bytes(head_dim, head_dim_v)) if max(head_dim, head_dim_v) > _NARROW else 2 * 2 * _NARROW
+    most = _most_bytes(tile)
+    rows = sum(_row_bytes(head_dim, head_dim_v, is_narrow=max(head_dim, head_dim_v) <= _NARROW))
     stage = (tile.b_r + tile.b_c) * rows + 8 * tile.b_r + 32 + 16 * -(-tile.b_c // 128) + 2 * 8
     needed, held = 1024 + tile.num_stages * stage, _held_bytes("bias", tile.b_r, tile.b_c)
     return needed + held if keeps_bias and needed + held <= most else needed
@@ -394,7 +401,7 @@ def _backward_bytes(head_dim: int, head_dim_v: int, tile: TileConfig, array: str
     """Dynamic shared memory of the kernels that own keys."""
     # The same as in kernels/sm90/backward_shape.cuh. Two groups that compute dV and dK exchange P.
     is_narrow = _has_resident_pair(tile)
-    row, row_v = (2 * _NARROW, 2 * _NARROW) if is_narrow else _row_bytes(head_dim, head_dim_v)
+    row, row_v = _row_bytes(head_dim, head_dim_v, is_narrow=is_narrow)
     rows, keys = row + row_v, tile.b_c  # rows: of K and V, or of Q and dO
     pair = 0
     if _is_pair(head_dim, head_dim_v, tile):  # K of the other block, and a tile of dS that is sent
@@ -409,7 +416,7 @@ def _backward_bytes(head_dim: int, head_dim_v: int, tile: TileConfig, array: str
         held = keys // 64 * (_held_bytes(array, tile.b_r, 64) + 16)
     else:
         held = 0 if is_narrow else keys // 16 * _held_bytes(array, tile.b_r, 16)  # a warp's tile has 16 keys
-    most = (SHARED_BYTES + 1024) // tile.blocks_per_sm - 1024
+    most = _most_bytes(tile)
     return needed + held if needed + held <= most else needed
 
 

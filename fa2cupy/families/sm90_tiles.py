@@ -39,9 +39,9 @@ OF_JVP = ("jvp", "output_jvp")
 #: Kernels that own queries have 64 rows for each consumer warp group, and four more warps that load.
 TILES: dict[str, tuple[TileRow, ...]] = {
     "forward": (
-        TileRow(32, TileConfig(64, 64, 20, 4), _H200_LATER, features=_KEPT_BIAS, most_keys=256),
+        TileRow(32, TileConfig(64, 64, 20, 4), _H200_LATER, features=_KEPT_BIAS, most_seqlen_k=256),
         TileRow(32, TileConfig(64, 128, 16, 2), _H200_LATER, features=_KEPT_BIAS, least_saving=0.94),
-        TileRow(32, TileConfig(64, 64, 20, 3), _H200_LATER, features=_KEPT_BIAS, most_keys=512),
+        TileRow(32, TileConfig(64, 64, 20, 3), _H200_LATER, features=_KEPT_BIAS, most_seqlen_k=512),
         TileRow(32, TileConfig(64, 64, 20, 2), _H200_LATER, features=_KEPT_BIAS),
         TileRow(64, TileConfig(64, 64, 8, 2, 3), _H100_SHORT, features=_KEPT_BIAS),
         TileRow(64, TileConfig(64, 64, 8, 2, 2), _H100_SHORT, features=_KEPT_BIAS, least_saving=1.2),

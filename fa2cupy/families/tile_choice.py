@@ -152,7 +152,7 @@ def _first_applying(
         and (row.dtypes is None or problem.dtype in row.dtypes)
         and (not row.features or not used.isdisjoint(row.features))
         and (not row.least_saving or saves(row, family.tiles[operation], problem))
-        and problem.seqlen_k <= (row.most_seqlen_k if row.most_seqlen_k == math.inf or not problem.is_packed else 0)
+        and (row.most_seqlen_k == math.inf or (problem.seqlen_k <= row.most_seqlen_k and not problem.is_packed))
         and _holds_keys(operation, row.tile, problem)
         and _suits_jobs(row, problem, device, for_any_batch=for_any_batch)
         and family.takes(kernel, row.tile, device)

@@ -146,7 +146,7 @@ class StageLayout:
             "scheduled_heads": heads,
             "heads_per_section": max(1, section),
         }
-        keeps_bias = "kept_bias" in self.used_features
+        keeps_bias = "kept_bias" in self.used_features  # only then has a forward narrow panels
         is_narrow = (keeps_bias or side == "keys") and self.family.has_narrow_panels(kernel, tile)
         if keeps_bias:
             at_a_time = self.family.sequences_of_tile(kernel, tile)
