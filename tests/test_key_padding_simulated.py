@@ -114,7 +114,7 @@ MUTANTS = {
     "columns": ("n8 % 16 * 2", "n8 % 16", "numbers"),
     "keys past the end": ("keys[min_of(key + b, last_key_of<Spec>(params))", "keys[(key + b)", "bounds"),
     "fours past the end": ("&& key + 4 <= params.seqlen_k", "", "bounds"),
-    "one visible lane": ("__all_sync(kFullWarp, all)) return;", "__any_sync(kFullWarp, all)) return;", "numbers"),
+    "one visible lane": ("!__all_sync(kFullWarp, all)) visible()", "!__any_sync(kFullWarp, all)) visible()", "numbers"),
 }  # fmt: skip
 
 

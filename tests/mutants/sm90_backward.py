@@ -64,7 +64,7 @@ SWAPPED = (
     ("backward_dkdv", "(kProbability ? Shape::kDv : Shape::kD) / 8", "kDv", "kD", "unwritten", DIVIDED_PAIR),
     ("backward_dkdv", "Shape::kDv : Shape::kD) / 8", ": Shape::kD)", ": Shape::kDv)", "unwritten", DIVIDED_NARROW_V),
     ("backward", "panel < ceil_div(kN8 * 8,", "kN8 * 8", "Shape::kD", "unwritten", DIVIDED_PAIR),
-    ("backward", "using Workspace = DqWorkspace<kBr, kD>", "kD", "kDv", "bounds", DIVIDED_PAIR),
+    ("backward", "using Workspace = DqWorkspace<kBr, kD>", "kD", "Shape::kDv", "bounds", DIVIDED_PAIR),
     ("backward", "column % Shape::kPanelColumns * 2", "column % Shape::kPanelColumns", "0", "numbers", PAIR),
     ("backward", "kIsDv * Shares::Dk::kElements", "Dk", "Dv", "bounds", DIVIDED_SHARES),
     ("backward_dkdv", "AccumulatorTile<Spec::kBc, 8 * kN8>", "8 * kN8", "kD", "uninitialised", PAIR_SHARES),
