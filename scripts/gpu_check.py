@@ -26,6 +26,7 @@ import argparse
 import contextlib
 import datetime
 import functools
+import multiprocessing
 import os
 import re
 import shutil
@@ -34,8 +35,9 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 from common import ROOT, SCRIPTS
 from common.digests import code_digest
@@ -181,15 +183,24 @@ def _run_tests(folder: Path, _: Path, suite: str, processes: int) -> dict[str, i
 
 
 def _compile_ahead() -> None:
-    # The tests of decode have few of the head dimensions.
-    half = {"dtypes": ("float16", "bfloat16"), "head_dims": NATIVE_HEAD_DIMS, "decode": False, "progress": True}
-    precompile(**half)
-    precompile(**half, family="sm80")  # the fallback on Hopper
-    wide = {"head_dims": (*NATIVE_HEAD_DIMS, 59, 111), "decode": False, "progress": True}
-    precompile(dtypes=("float32", "float64"), **wide)
-    precompile(dtypes="float64", **wide, family="simt")  # the second opinion
-    twice = {"methods": (), "decode": False, "second_order": True, "progress": True}
-    precompile(dtypes=DTYPES, head_dims=(32, 64, 128, 256), features=[(), ("dlse",)], **twice)
+    half = {"dtypes": ("float16", "bfloat16"), "head_dims": NATIVE_HEAD_DIMS}
+    wide = {"head_dims": (*NATIVE_HEAD_DIMS, 59, 111)}
+    twice = {"methods": (), "second_order": True, "dtypes": DTYPES, "head_dims": (32, 64, 128, 256)}
+    calls = (
+        half,
+        half | {"family": "sm80"},  # the fallback on Hopper
+        wide | {"dtypes": ("float32", "float64")},
+        wide | {"dtypes": "float64", "family": "simt"},  # the second opinion
+        twice | {"features": [(), ("dlse",)]},
+    )
+    print("compiling kernels of the tests", flush=True)
+    # Side by side, because one process of compilers leaves half of many CPUs idle.
+    with ProcessPoolExecutor(len(calls), multiprocessing.get_context("spawn")) as pool:
+        list(pool.map(_precompile, calls))
+
+
+def _precompile(call: dict[str, Any]) -> None:
+    precompile(**call, decode=False)  # whose tests have few of the head dimensions
 
 
 def _run_sanitizers(_: Path, notes: Path) -> dict[str, str] | str:
