@@ -219,8 +219,15 @@ class TestEdges:
         sizes = {"batch": 2, "seqlen_q": 3, "seqlen_k": 4, "num_heads": 2, "num_heads_kv": 1, "head_dim": 5, empty: 0}
         check_all(make_inputs("float32", **sizes), causal=causal)
 
-    def test_no_heads_at_all(self):
-        check_all(make_inputs("float32", num_heads=0, num_heads_kv=0, seqlen_q=3, head_dim=5))
+    @pytest.mark.parametrize("num_heads_kv", [0, 2])
+    def test_no_heads_at_all(self, num_heads_kv):
+        inputs = make_inputs("float32", num_heads=0, num_heads_kv=num_heads_kv, seqlen_q=3, head_dim=5)
+        check_all(inputs)
+        q, k, v, do = inputs
+        none = np.zeros(0, "float32")
+        o, backprop = fa2cupy.attention(q, k, v, sink=none)
+        ot, lset = fa2cupy.jvp(q, k, v, q, None, None, sink=none, sink_tangent=none)[2:]
+        assert o.size == ot.size == lset.size == 0 and not any(x.any() for x in backprop(do))
 
     @pytest.mark.parametrize("method", METHODS)
     @pytest.mark.parametrize("tile", [None, TileConfig(2, 1, 1)])

@@ -160,10 +160,11 @@ def test_out():
     assert o is out[0] and lse is out[1]
 
 
-def test_empty_batches_and_queries():
-    for case in (Case("float32", ()), Case("float32", (3, 4), seqlen_q=0)):
-        q, k_cache, v_cache, lengths, _ = case.arguments()
-        o, lse = fa2cupy.decode(q, k_cache, v_cache, lengths)
+@pytest.mark.parametrize("causal", [False, True])
+def test_empty_batches_and_queries(causal):
+    for case in (Case("float32", ()), Case("float32", (3, 4), seqlen_q=0), Case("float32", (3, 4), 0, num_new=1)):
+        q, k_cache, v_cache, lengths, options = case.arguments()
+        o, lse = fa2cupy.decode(q, k_cache, v_cache, lengths, causal=causal, **options)
         assert o.shape == q.shape and lse.size == 0
 
 

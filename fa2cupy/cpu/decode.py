@@ -70,7 +70,7 @@ def decode(
 
     ends = (lengths + shape.num_new).tolist()
     num_rows = problem.seqlen_q * problem.heads_per_group
-    is_at_once = not keywords and num_rows <= _FEW_ROWS and (problem.seqlen_q == 1 or not problem.causal)
+    is_at_once = not keywords and 0 < num_rows <= _FEW_ROWS and (problem.seqlen_q == 1 or not problem.causal)
     runs = list(_runs(ends, num_rows * problem.num_heads_kv if is_at_once else _FEW_SCORES))
     q, k_cache, v_cache, o_rows = (_by_rows(problem, array) for array in (q, k_cache, v_cache, o))
 

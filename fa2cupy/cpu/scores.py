@@ -123,7 +123,7 @@ class HeadTerms:
         self.group = group
         self.size = terms.heads_per_group
         # Of the axes (K/V head, position, head of the group).
-        self.sink = None if terms.sink is None else terms.sink[group].reshape(-1, 1, self.size)
+        self.sink = None if terms.sink is None else by_group(terms.sink[group][:, None], self.size)
         self._arguments = terms.arguments
         self._block_mask = terms.block_mask
         self._states = None if terms.block_mask is None else terms.block_mask.part(sequence.number, group)
@@ -220,7 +220,7 @@ class HeadTerms:
 
     def split(self, tile: np.ndarray) -> np.ndarray:
         """A view (K/V head, position, head of the group, key) of a tile of scores."""
-        return tile.reshape(len(tile), -1, self.size, tile.shape[2])
+        return tile.reshape(len(tile), tile.shape[1] // max(1, self.size), self.size, tile.shape[2])
 
     def positions(self, queries: slice) -> slice:
         """The positions of a tile's rows."""

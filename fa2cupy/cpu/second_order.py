@@ -215,7 +215,7 @@ class _Tangent:
             place: Any = (*head.sequence.place, head.own)
             self.bias = by_group(whole[place], head.problem.heads_per_group)
         if tangents.sink is not None:
-            self.sink = tangents.sink[head.own].reshape(-1, 1, head.problem.heads_per_group)
+            self.sink = by_group(tangents.sink[head.own][:, None], head.problem.heads_per_group)
         lse = rows(head.statistics(lse))
         # Rows that see no key contribute nothing, even if they have NaN: their P is exp(-inf).
         self.hidden = lse == -np.inf
