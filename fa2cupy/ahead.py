@@ -127,10 +127,10 @@ def precompile(
     Notes
     -----
     Kernels do not depend on lengths, numbers of heads or values, nor on `num_splits`, pages or appended rows, so that
-    these kernels serve all such calls, with one exception: on Hopper, 16-bit calls with a ``softmax_scale`` or strides
-    that are not positive, or without cuda-bindings, take the kernels of ``family="sm80"``. Calls with a bias in either
-    of its dtypes are covered. Not covered are calls with several leading axes where a bias, a mask or slopes have some
-    of these axes, so that no single stride leads from one sequence to the next: the first such call compiles.
+    these kernels serve all such calls, with one exception: on Hopper, 16-bit calls with a ``softmax_scale`` below 1e-30
+    or strides that are not positive, or without cuda-bindings, take the kernels of ``family="sm80"``. Calls with a bias
+    in either of its dtypes are covered. Not covered are calls with several leading axes where a bias, a mask or slopes
+    have some of these axes, so that no single stride leads from one sequence to the next: the first such call compiles.
 
     Examples
     --------

@@ -220,6 +220,13 @@ def test_any_finite_scale(dtype, scale):
 
 
 @pytest.mark.parametrize("dtype", (*HALF, *WIDE))
+@pytest.mark.parametrize("causal", (False, True))
+def test_large_slopes(dtype, causal):
+    slopes = cp.array([98765.4, 0.1], "float64" if dtype == "float64" else "float32")
+    check(draw(dtype, (130, 150), (2, 2), 64), alibi_slopes=slopes, causal=causal)
+
+
+@pytest.mark.parametrize("dtype", (*HALF, *WIDE))
 @pytest.mark.parametrize("head_dim", (64, 128, 256))
 @pytest.mark.parametrize("magnitude", (4.0, 30.0))
 def test_scores_that_keep_growing_leave_the_first_reference(dtype, head_dim, magnitude):

@@ -178,6 +178,16 @@ def test_a_sink_of_minus_infinity_is_none_and_has_no_gradient(family):
     assert np.isfinite(results["lse"][0, 1]).all() and results["dsink"][1] != 0
 
 
+@pytest.mark.sample(family=("numpy", "sm90"), causal=(False,))
+@pytest.mark.parametrize("causal", [False, True])
+@on(*FAMILIES)
+def test_large_slopes_leave_the_score_on_the_diagonal(family, causal):
+    """Checks slopes whose products with the distances in a tile have errors that are larger than scores."""
+    wide = accumulator(FAMILIES[family][0])
+    slopes = np.array([98765.4, 0.1], wide)
+    check(family, draw(family, 70, 90), dlse=numbers((1, 2, 70), wide), alibi_slopes=slopes, causal=causal)
+
+
 @on("numpy", "numpy half", "simt", "simt double")
 @pytest.mark.sample(cap=(1e4,), family=("numpy", "numpy half", "simt"))
 @pytest.mark.parametrize("cap", [1e4, 1e8])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+import re
 import struct
 
 import numpy as np
@@ -468,12 +469,25 @@ def test_strides_that_tma_does_not_take_fall_back_to_sm80(strides, name):
         plans.forward_plan(problem(), H100, {**STRIDES, name: strides}, family="sm90")
 
 
-@pytest.mark.parametrize("changes", ({"seqlen_k": 0}, {"softmax_scale": 0.0}, {"softmax_scale": -1.0}), ids=str)
+@pytest.mark.parametrize(
+    "changes", ({"seqlen_k": 0}, *({"softmax_scale": scale} for scale in (0.0, -1.0, 1e-31))), ids=str
+)
 def test_problems_that_the_hopper_kernels_do_not_know_fall_back_to_sm80(changes):
     (stage,) = forward_plan(**changes).stages
     assert stage.spec.family_name == "sm80"
     with pytest.raises(UnsupportedProblemError, match="'sm90'"):
         forward_plan(family="sm90", **changes)
+
+
+@pytest.mark.parametrize(("scale", "cap"), ((1e39, None), (-1e39, None), (0.1, 1e39), (0.1, 1e-40), (1e-200, 1e200)))
+def test_factors_that_float32_does_not_hold_are_refused(scale, cap):
+    def changes(dtype: str) -> dict[str, object]:
+        return {"dtype": dtype, "softmax_scale": scale, "settings": FeatureSettings(softcap=cap)}
+
+    for dtype in ("float16", "float32"):
+        with pytest.raises(UnsupportedProblemError, match=rf"^softmax_scale={re.escape(str(scale))}.* of {dtype} "):
+            forward_plan(**changes(dtype))
+    assert forward_plan(**changes("float64")).stages
 
 
 def hopper_dq(config: TileConfig | None = None, **changes) -> Stage:
@@ -664,7 +678,9 @@ def test_what_is_read_and_written_without_tma_may_lie_as_it_likes_on_hopper(name
     assert [stage.spec.family_name for stage in plan.stages] == ["common", "sm90", "sm90"]
 
 
-@pytest.mark.parametrize("changes", ({"seqlen_q": 0}, {"softmax_scale": 0.0}, {"softmax_scale": -1.0}), ids=str)
+@pytest.mark.parametrize(
+    "changes", ({"seqlen_q": 0}, *({"softmax_scale": scale} for scale in (0.0, -1.0, 1e-31))), ids=str
+)
 def test_problems_that_the_hopper_backward_does_not_know_fall_back_to_sm80(changes):
     for method in ("single_pass", "two_pass"):
         assert "sm90" not in {stage.spec.family_name for stage in backward_plan(method, **changes).stages}

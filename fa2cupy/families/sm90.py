@@ -22,6 +22,7 @@ from .tile import TileConfig
 __all__ = ["SM90", "Sm90"]
 
 _NARROW = 32  # columns of the panels of several sequences, and of the kernel of dbias
+_LEAST_SCALE = 1e-30  # kernels divide biases, slopes and lse by the scale, in float32
 _LEAST_WARPS = 12  # of a multiprocessor: with fewer, threads would start with more registers than they have later
 _WIDE = 128  # for a larger head_dim, a warp group's registers hold only one of dK and dV
 _WIDER = 256  # for a larger one, two warp groups have the same rows, and no kernel computes all gradients
@@ -63,8 +64,8 @@ class Sm90(Family):
         return None if _can_encode_maps() else f"needs cuda-bindings: {INSTALL_CUDA}"
 
     def why_not(self, operation: str, problem: AttentionProblem, strides: Mapping[str, AnyStrides]) -> str | None:
-        if not problem.softmax_scale > 0:
-            return f"softmax_scale={problem.softmax_scale} is not positive"
+        if not problem.softmax_scale >= _LEAST_SCALE:
+            return f"softmax_scale={problem.softmax_scale} is below {_LEAST_SCALE:.1e}"
         head_dim = max(problem.head_dim, problem.head_dim_v or 0)
         if operation == "backward_both" and not _has_equal_sides(problem):
             return "backward_both is for plain and short self-attention"

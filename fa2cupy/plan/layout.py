@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from ..errors import UnsupportedProblemError
 from ..families.dbias import tiles_of_bias
 from ..families.device import DeviceInfo
 from ..families.estimate import heads_in_cache
@@ -285,10 +286,15 @@ class StageLayout:
             **values,
         }
         record = spec.params
-        constants = record.pack_constants(
-            {field.name: available[field.name] for field in record.fields if field.name not in record.pointers}
-        )
-        return Stage(spec, blocks, constants, maps)
+        found = {field.name: available[field.name] for field in record.fields if field.name not in record.pointers}
+        try:
+            return Stage(spec, blocks, record.pack_constants(found), maps)
+        except OverflowError as error:
+            cap = "" if problem.settings.softcap is None else f", softcap={problem.settings.softcap}"
+            factors = f"softmax_scale={problem.softmax_scale}{cap}"
+            raise UnsupportedProblemError(
+                f"{factors}: kernels of {problem.dtype} have factors of float32, which overflow"
+            ) from error
 
     def _map(self, name: str, queries: int, keys: int, *, is_narrow: bool = False) -> TensorLayout | None:
         problem = self.problem

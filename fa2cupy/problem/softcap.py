@@ -49,7 +49,7 @@ def softcap_values(softcap: float, softmax_scale: float) -> dict[str, float]:
     cap_log2 = softcap * math.log2(math.e)
     unit, shift, rest, largest = 1.0, 0.0, 0.0, -1.0
     fit = next((fit for fit in FITS if softcap * fit.error <= _ALLOWED), None)
-    if fit is not None and rate > 0:
+    if fit is not None and _NORMAL[0] <= rate <= _NORMAL[1]:
         vertex = fit.b / (2 * fit.c)
         found = fit.c * rate**5, vertex / rate**2, (fit.a / fit.c - vertex**2) / rate**4
         factors = (found[0], -found[1], found[1] ** 2, found[2], cap_log2 * found[0], 1 / found[0] if found[0] else 0.0)

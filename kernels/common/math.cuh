@@ -186,10 +186,6 @@ __device__ __forceinline__ double tanh_accurate(double x) { return tanh(x); }
 __device__ __forceinline__ float magnitude(float x) { return fabsf(x); }
 __device__ __forceinline__ double magnitude(double x) { return fabs(x); }
 
-// The magnitude of x with the sign of `sign`.
-__device__ __forceinline__ float with_sign_of(float sign, float x) { return copysignf(x, sign); }
-__device__ __forceinline__ double with_sign_of(double sign, double x) { return copysign(x, sign); }
-
 __device__ __forceinline__ bool sign_bit(float x) { return __float_as_int(x) < 0; }
 __device__ __forceinline__ bool sign_bit(double x) { return __double2hiint(x) < 0; }
 

@@ -169,7 +169,7 @@ class ScoreMod : public Softcap<Spec, Record>, public ScoreArrays<Spec, Record, 
     // compile-time constants, so that no element needs an integer conversion, which takes as long as an exponential.
     struct Position {
         int32 query, key;
-        Real distance;  // from the diagonal, for ALiBi; multiplied by the slope if scores are unscaled
+        Real distance;  // from the diagonal, for ALiBi
         Real apart;     // query - key, for the caller's function
     };
 
@@ -184,7 +184,6 @@ class ScoreMod : public Softcap<Spec, Record>, public ScoreArrays<Spec, Record, 
     __device__ __forceinline__ Position position(int32 query, int32 key) const {
         Real distance = 0;
         if constexpr (Spec::kAlibi) distance = static_cast<Real>(query + params_.seqlen_k - params_.seqlen_q - key);
-        if constexpr (Spec::kAlibi && kUnscaledScores<Spec>) distance *= terms_.slope;
         return {query, key, distance, Spec::kScoreMod ? static_cast<Real>(query - key) : Real(0)};
     }
 
@@ -257,18 +256,10 @@ class ScoreMod : public Softcap<Spec, Record>, public ScoreArrays<Spec, Record, 
         } else if constexpr (!kUnscaledScores<Spec>)
             x = kRounded ? rounded_product(x, capped_scale<Spec>(params_)) : x * capped_scale<Spec>(params_);
         if constexpr (Spec::kAlibi) {
-            // In unscaled scores, the FMA is shared by all elements at the same distance from the diagonal, and each
-            // element costs one addition. Keys that a causal mask leaves visible have distances of zero or more;
-            // otherwise, giving slope * distance the sign of the slope yields slope * |distance|.
-            const Real offset = static_cast<Real>(queries - keys);
-            if constexpr (kRounded)
-                x = fma(-terms_.slope, magnitude(first.distance + offset), x);
-            else if constexpr (!kUnscaledScores<Spec>)
-                x -= terms_.slope * magnitude(first.distance + offset);
-            else if constexpr (Spec::kCausal)
-                x -= fma(terms_.slope, offset, first.distance);
-            else
-                x -= with_sign_of(terms_.slope, fma(terms_.slope, offset, first.distance));
+            // Distances are exact, and all elements at the same one share it, so that each element costs an FMA. Keys that
+            // a causal mask leaves visible have distances of zero or more.
+            const Real distance = first.distance + static_cast<Real>(queries - keys);
+            x = fma(-terms_.slope, Spec::kCausal && !kRounded ? distance : magnitude(distance), x);
         }
         if constexpr (Spec::kBias) x += kUnit * term.bias;
         if constexpr (Spec::kMask || Spec::kKeyPadding)
