@@ -479,13 +479,23 @@ def test_problems_that_the_hopper_kernels_do_not_know_fall_back_to_sm80(changes)
         forward_plan(family="sm90", **changes)
 
 
-@pytest.mark.parametrize(("scale", "cap"), ((1e39, None), (-1e39, None), (0.1, 1e39), (0.1, 1e-40), (1e-200, 1e200)))
-def test_factors_that_float32_does_not_hold_are_refused(scale, cap):
+@pytest.mark.parametrize(
+    ("scale", "cap", "named"),
+    (
+        (1e39, None, "softmax_scale|scale_log2"),
+        (-1e39, None, "softmax_scale|scale_log2"),
+        (0.1, 1e39, "softcap_log2"),
+        (0.1, 1e-40, "scale_over_softcap"),
+        (1e-200, 1e200, "softcap_log2"),
+    ),
+)
+def test_factors_that_float32_does_not_hold_are_refused(scale, cap, named):
     def changes(dtype: str) -> dict[str, object]:
         return {"dtype": dtype, "softmax_scale": scale, "settings": FeatureSettings(softcap=cap)}
 
     for dtype in ("float16", "float32"):
-        with pytest.raises(UnsupportedProblemError, match=rf"^softmax_scale={re.escape(str(scale))}.* of {dtype} "):
+        told = rf"^softmax_scale={re.escape(str(scale))}: for {dtype}, .* ({named})"
+        with pytest.raises(UnsupportedProblemError, match=told):
             forward_plan(**changes(dtype))
     assert forward_plan(**changes("float64")).stages
 

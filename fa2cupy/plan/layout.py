@@ -49,6 +49,8 @@ __all__ = ["PART_ROWS", "StageLayout"]
 PART_ROWS, LARGEST_TILE = 64, 128
 
 _LOG2_E = math.log2(math.e)
+#: Numbers from here on may overflow.
+_LARGEST_FLOAT32 = 3.4028e38
 
 
 def _own_box(name: str, boxes: Boxes) -> Lengths:
@@ -290,10 +292,9 @@ class StageLayout:
         try:
             return Stage(spec, blocks, record.pack_constants(found), maps)
         except OverflowError as error:
-            cap = "" if problem.settings.softcap is None else f", softcap={problem.settings.softcap}"
-            factors = f"softmax_scale={problem.softmax_scale}{cap}"
+            large = (name for name, x in found.items() if isinstance(x, float) and abs(x) > _LARGEST_FLOAT32)
             raise UnsupportedProblemError(
-                f"{factors}: kernels of {problem.dtype} have factors of float32, which overflow"
+                f"softmax_scale={problem.softmax_scale}: for {problem.dtype}, float32 does not hold {', '.join(large)}"
             ) from error
 
     def _map(self, name: str, queries: int, keys: int, *, is_narrow: bool = False) -> TensorLayout | None:
