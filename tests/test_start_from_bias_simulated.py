@@ -157,7 +157,7 @@ def test_biases_whose_quotient_by_the_scale_has_no_float(monkeypatch, bias, scal
 
 #: By name: a change of the source, and the error that must catch it.
 MUTANTS = {
-    "read before it has arrived": ("mbarrier_wait(memory_.full_start(kGroup), turn % 2);", "", "uninitialised"),
+    "read before it has arrived": ("mbarrier_wait(memory_.full_start(kGroup), turn % 2);", ";", "uninitialised"),
     "overwritten while it is read": ("mbarrier_wait(memory_.empty_start(group), parity);", "", "race"),
     "the keys of another warp": ("lane_, 2 * warp_), per_score_)", "lane_, 0), per_score_)", "numbers"),
     "the keys of another group": ("own_.first_key + group * kGroupRows, lane}", "own_.first_key, lane}", "numbers"),
