@@ -21,7 +21,7 @@ from fa2cupy import BlockMask, TileConfig, mods
 from fa2cupy.families.choice import choose
 from fa2cupy.families.family import BoxRow
 from fa2cupy.families.sm90 import SM90
-from fa2cupy.jit.cache import cached_kernel
+from fa2cupy.jit.processes import compile_all
 from fa2cupy.plan.specs import default_specs
 from fa2cupy.problem.boxes import BoxShapes
 from fa2cupy.problem.checks import check_forward
@@ -272,6 +272,8 @@ def test_a_call_has_a_kernel_that_is_compiled_ahead(monkeypatch, function):
 @pytest.mark.matrix
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_kernels_with_boxes_spill_nothing(monkeypatch, head_dim):
+    """A process of its own compiles: spills of a text depend on what NVRTC has compiled before in its process."""
+    allowed = {}
     for row in SM90.boxes:
         if not row.least_head_dim <= head_dim <= row.head_dim:
             continue
@@ -291,7 +293,12 @@ def test_kernels_with_boxes_spill_nothing(monkeypatch, head_dim):
                     lse = place(np.zeros((1, 1, length), "float32"))
                     backward(q, k, v, q, lse, q, method="single_pass", **own)
             (spec,) = [stage.spec for stage in launched if stage.spec.boxes]
-            assert spec.boxes == shapes and cached_kernel(spec).spill_bytes <= most
+            assert spec.boxes == shapes
+            allowed[spec] = most
+    reports = compile_all(list(allowed), jobs=1)
+    assert not any(report.failure for report in reports)
+    spilled = {str(spec): one.spill_bytes for spec, one in zip(allowed, reports, strict=True)}
+    assert spilled == {str(spec): min(spilled[str(spec)], most) for spec, most in allowed.items()}
 
 
 #: Boxes of queries and keys by the number of axes.
