@@ -334,7 +334,8 @@ def backward(
     config : TileConfig, or dict of TileConfig by operation, optional
         Tile of the kernel ``"backward"`` (single_pass), or tiles of ``"backward_dq"`` and ``"backward_dkdv"``
         (two_pass), or of ``"backward_one_tile"`` (one_tile); a single TileConfig applies to all of them. Without
-        `method`, calls with tiles but none for ``"backward_one_tile"`` take one of the others.
+        `method`, calls with tiles but none for ``"backward_one_tile"`` take one of the others. A tile for it is that of
+        a kernel that does not sum the gradient of a broadcast bias: another one does.
     family : str, optional
         As for `forward`; the family must have every kernel of the method.
     num_splits : int, optional

@@ -273,6 +273,19 @@ def test_the_kernel_that_owns_tiles_of_a_bias_is_chosen_where_many_scores_share_
     assert way_of_dbias(batch, strides, deterministic) == wanted
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("seqlen", [16, 49, 64])
+@pytest.mark.parametrize("head_dim", [32, 64, 128, 256])
+def test_blocks_that_have_all_keys_sum_dbias_as_they_go(head_dim, seqlen, deterministic):
+    """On an H200, 512 to 4096 windows take 1.2 to 1.6 times as long if another kernel computes their scores again."""
+    call = problem((6, 6), seqlen, 4096, head_dim, False)
+    call = call.with_settings(FeatureSettings(arrays=("bias",), dbias=True))
+    of_bias = 0, seqlen**2, seqlen, 1
+    of_call = {name: call.kernel_strides(call.shape_of(name)) for name in TENSORS} | {"bias": of_bias, "dbias": of_bias}
+    choice = choose("backward", call, H100, of_call, CallOptions(deterministic=deterministic), is_launched=False)
+    assert list(choice.tiles) == ["backward_one_tile_dbias"] and choice.dbias is None
+
+
 @pytest.mark.parametrize(("dtype", "arch"), [("float32", "sm_90"), ("float32", "sm_80"), ("bfloat16", "sm_80")])
 def test_kernels_without_measured_costs_own_tiles_of_a_bias_in_deterministic_calls_alone(dtype, arch):
     device = DeviceInfo.named(arch)

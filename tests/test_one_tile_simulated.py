@@ -231,3 +231,18 @@ def test_dbias_of_a_bias_that_sequences_share(launched, shape, deterministic):
     results = backward(q, k, v, o, lse, do, bias=bias, return_dbias=True, **options)
     expected.check(**dict(zip(("dq", "dk", "dv", "dbias"), results, strict=True)))
     assert [stage.spec.operation for stage in launched] == ["backward_one_tile_dbias", "sum_dbias"]
+
+
+def test_a_requested_tile_is_that_of_the_kernel_beside_which_another_sums_dbias(launched):
+    inputs = draw("bfloat16", (30, 29), 32, (2, 2), batch=5)
+    bias = place(numbers((2, 30, 29), "bfloat16"))
+    q, k, v, do = inputs
+    expected = Expectation(*inputs, bias=bias)
+    o, lse = forward(q, k, v, bias=bias, family="sm80")
+    launched.clear()
+    options = {"method": "one_tile", "config": {"backward_one_tile": BOTH_ROLES}}
+    results = backward(q, k, v, o, lse, do, bias=bias, return_dbias=True, **options)
+    expected.check(**dict(zip(("dq", "dk", "dv", "dbias"), results, strict=True)))
+    stages = [stage.spec for stage in launched]
+    assert [spec.operation for spec in stages[:3]] == ["delta", "backward_one_tile", "dbias"]
+    assert stages[1].tile == BOTH_ROLES

@@ -20,7 +20,7 @@ from .one_tile import why_not_one_tile
 from .operations import IN_ONE_LAUNCH, IN_TWO_LAUNCHES, METHODS, ONE_TILE_DBIAS, OPERATIONS, SEVERAL
 from .registry import FAMILIES, supporting_families
 from .simt import SIMT
-from .tile import TileConfig, has_tile_of
+from .tile import TileConfig, has_tile_of, requested_tile
 from .tile_choice import choose_tile, decode_tile, default_tile, why_not_map
 
 __all__ = ["Choice", "check_on_any_gpu", "choices_with_copies", "choose", "choose_with_copies"]
@@ -171,6 +171,9 @@ def choices_with_copies(
             if owner is not None:
                 of_tiled = problem.with_settings(replace(problem.settings, dbias=False))
             found, reasons = _choices_of(family, call, of_tiled, device, strides, options, is_launched)
+            # Blocks with all keys sum dbias as they go; a kernel that follows them computes all scores again.
+            sums_dbias = any(ONE_TILE_DBIAS in choice.tiles for choice in choices)
+            found = [choice for choice in found if not (sums_dbias and choice.method == "one_tile")]
             choices += [replace(choice, dbias=owner) for choice in found]
             refusals += [f"family {family.public_name!r} {reason}" for reason in dict.fromkeys(reasons)]
         if choices:
@@ -242,10 +245,7 @@ def _choices_of(
             choices.append(Choice(family, {call: of_grid.tile}, method, boxes=of_grid.boxes))
             continue
         try:
-            tiles = {
-                name: choose_tile(name, family, problem, device, None if name == ONE_TILE_DBIAS else options.config)
-                for name in operations
-            }
+            tiles = {name: choose_tile(name, family, problem, device, options.config) for name in operations}
             if call in ("backward", *SEVERAL) and _needs_own_lse(
                 family, problem, device, strides, options, is_launched
             ):
@@ -331,7 +331,7 @@ def _ways_of_dbias(
     is_one_tile = options.method == "one_tile" and not problem.settings.dscore_args
     ways = ways_of_dbias(family, problem, device, strides, runs, deterministic=options.deterministic or is_one_tile)
     may_be_one_tile = options.method == "one_tile" or _adds_one_tile(family, options)
-    return [*ways, *[None] * (may_be_one_tile and None not in ways)]
+    return [*[None] * (may_be_one_tile and None not in ways), *ways]
 
 
 def _needs_own_lse(
@@ -438,6 +438,8 @@ def _methods(family: Family, problem: AttentionProblem, options: CallOptions) ->
         with_atomics = dict.fromkeys(map(family.method_with_dbias, methods))
         if settings.sums_dbias and (options.deterministic or (options.method == "one_tile" and sums_in_blocks)):
             with_atomics = {}
+        # The kernel that sums dbias has a tile of its own. A requested one is for that beside which another sums it.
+        sums_in_blocks &= requested_tile("backward_one_tile", options.config) is None
         methods = (*with_atomics, *["one_tile"] * sums_in_blocks)
     return methods
 

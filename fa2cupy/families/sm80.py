@@ -19,10 +19,15 @@ _H100, _H200 = "NVIDIA H100 80GB HBM3, 2026-11-21", "NVIDIA H200, 2026-11-24"
 _H200_LATER = "NVIDIA H200, 2026-11-28"
 _H100_LATER, _H100_LAST = "NVIDIA H100 80GB HBM3, 2026-11-25", "NVIDIA H100 80GB HBM3, 2026-11-27"
 #: What blocks cost that have all keys of a sequence, also in sm90: of thousands of sequences of 64 and 128 rows on an
-#: H200, 2026-11-28, with head_dim 32 and 64, and with dbias 32. The others are predicted.
+#: H200, 2026-11-28, with head_dim 32 and 64, and with dbias 2026-11-29. The others are predicted.
 ONE_TILE_COSTS = {
     "backward_one_tile": {32: BlockCost(8.6, 0.6), 64: BlockCost(7.4, 0.6), 256: BlockCost(6.0, 5.0)},
-    "backward_one_tile_dbias": {32: BlockCost(13.2, 0.6), 256: BlockCost(10.0, 5.0)},
+    "backward_one_tile_dbias": {
+        32: BlockCost(13.2, 0.6),
+        64: BlockCost(9.3, 0.6),
+        128: BlockCost(4.8, 5.0),
+        256: BlockCost(7.5, 5.0),
+    },
 }
 #: Fitted like those of sm90. Only the number of splits follows from them.
 _COSTS = Costs(
@@ -63,6 +68,7 @@ ONE_TILE_ROWS = {
     "backward_one_tile_dbias": (
         TileRow(32, TileConfig(64, 64, 4, 1, 4), _H200_LATER),
         TileRow(64, TileConfig(64, 64, 4, 1, 3)),
+        TileRow(64, TileConfig(64, 64, 4, 1, 2)),
         TileRow(256, TileConfig(64, 64, 8)),
         TileRow(256, TileConfig(32, 64, 8)),
         TileRow(256, TileConfig(16, 32, 4)),
@@ -303,7 +309,7 @@ class Sm80(Family):
         if operation == "dkdv_jvp":
             return 2 * (b_c * both + tile.num_stages * b_r * both) + 2 * 16 * b_r
         if operation in ONE_TILE:
-            sums = 2 * scores if operation == "backward_one_tile_dbias" else 0
+            sums = 3 * scores if operation == "backward_one_tile_dbias" else 0  # and the bias
             exchanged = 0 if _has_both_roles(kernel, tile) else scores
             return (b_c + b_r) * both + scores + max(exchanged, b_r * row_v) + 4 * b_r * 4 + sums
         exchanged = scores if max(head_dim, head_dim_v) > _WIDER else 0

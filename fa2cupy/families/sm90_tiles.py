@@ -108,7 +108,8 @@ TILES: dict[str, tuple[TileRow, ...]] = {
     ),
     "backward_both": (TileRow(64, TileConfig(128, 128, 12, 2)),),
     # The other tiles are for GPUs with less shared memory.
-    **{operation: rows[:-2] for operation, rows in ONE_TILE_ROWS.items()},
+    "backward_one_tile": ONE_TILE_ROWS["backward_one_tile"][:-2],
+    "backward_one_tile_dbias": tuple(ONE_TILE_ROWS["backward_one_tile_dbias"][row] for row in (0, 1, 3)),
     "dbias": (
         TileRow(64, TileConfig(64, 64, 8, 3, 2), least_saving=1.2),
         TileRow(64, TileConfig(128, 64, 12, 3), features=_BESIDE_BIAS),

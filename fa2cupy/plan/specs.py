@@ -286,12 +286,14 @@ def _problems(
 def _of_one_tile(
     device: DeviceInfo, problem: AttentionProblem, strides: dict[str, AnyStrides], config: object
 ) -> Iterator[tuple[AttentionProblem, dict[str, AnyStrides]]]:
-    """A problem with as many rows as each of the tiles of ``one_tile`` has."""
+    """Problems with as many keys as each of the tiles of ``one_tile`` has; with a dbias also of more queries."""
     families = supporting_families("backward", problem.dtype, device, None, problem.features)
     requested = requested_tile(ONE_TILE[0], config)
     tiles = [row.tile for family in families for name in ONE_TILE for row in family.tiles.get(name, ())]
+    most = max((tile.b_r for tile in tiles), default=0)
     for keys in dict.fromkeys(tile.b_c for tile in ([requested] if requested else tiles)):
-        yield dataclasses.replace(problem, seqlen_q=keys, seqlen_k=keys), strides
+        for queries in (keys, most + 1) if problem.settings.sums_dbias else (keys,):
+            yield dataclasses.replace(problem, seqlen_q=queries, seqlen_k=keys), strides
 
 
 def _of_lengths(

@@ -130,12 +130,13 @@ struct BackwardDkdv : BackwardDkdvShape<Spec, kDqSums> {
     template <bool... kRoles>
     __device__ void run_roles() const {
         if constexpr (!kSumsDbias) {
-            if constexpr (kStoresDq) load_head<kRoles...>();
+            if constexpr (kStoresDq) load_head<kRoles...>(true);
             loop<kRoles...>();
         } else {
             const common::HeadOwner<Spec, Params> owner(params);
             if constexpr ((!kRoles || ...)) Dbias::clear(*this);
             block_barrier();
+            bool has_bias = false;
             owner.visit([&](int32 batch, int32 head) {
                 const BackwardDkdv one{{},
                                        params,
@@ -146,7 +147,8 @@ struct BackwardDkdv : BackwardDkdvShape<Spec, kDqSums> {
                                        computed_anew(lane),
                                        computed_anew(warp),
                                        computed_anew(pair)};
-                one.template load_head<kRoles...>();
+                one.template load_head<kRoles...>(!has_bias);
+                has_bias = true;
                 one.template loop<kRoles...>();
                 block_barrier();  // no warp reads its results in shared memory any more
             });
@@ -351,14 +353,14 @@ struct BackwardDkdv : BackwardDkdvShape<Spec, kDqSums> {
     template <bool... kRoles>
     struct Sums : RoleSums<kRoles>... {};
 
-    // Starts the copies of a head's first tiles, and stores its statistics.
+    // Starts the copies of a head's first tiles, and stores its statistics. Heads that share a bias leave it in its place.
     template <bool... kRoles>
-    __device__ void load_head() const {
+    __device__ void load_head(bool with_bias) const {
         const Step first{where.head * params.heads_per_group, tiles.begin};
         if (tiles.begin >= tiles.end) return;
         load_key_tile();
         load_query_tile(first, 0);
-        (Bias::template load<kRoles>(*this, first), ...);
+        if (with_bias) (Bias::template load<kRoles>(*this, first), ...);
         Statistics::store(*this, Statistics::load(*this, first), 0);
     }
 
@@ -404,7 +406,7 @@ struct BackwardDkdv : BackwardDkdvShape<Spec, kDqSums> {
             const Step following = next(step);
             const bool more = t + 1 < steps;
             if constexpr (kStages == 1) {
-                if (!kStoresDq || t > 0) {
+                if (!kStoresDq || (!kSumsDbias && t > 0)) {
                     block_barrier();
                     load_query_tile(step, 0);
                     (Bias::template load<kRoles>(*this, step), ...);

@@ -72,7 +72,8 @@ struct BackwardDkdvShape {
     static constexpr int kRowStats = kShared + (kSharers > 1 ? kBc * kBr * 2 : 0);
     static constexpr int kRowStatsBytes = 2 * kBr * 4;
     static constexpr int kDbias = kRowStats + 2 * kRowStatsBytes;
-    static_assert(kDbias + (kSumsDbias ? kBc * kBr * 4 : 0) == Spec::kSharedBytes);
+    static constexpr int kBias = kDbias + (kSumsDbias ? kBc * kBr * 4 : 0);
+    static_assert(kBias + (kSumsDbias ? kBc * kBr * 2 : 0) == Spec::kSharedBytes);
 };
 
 }  // namespace fa2::sm80

@@ -7,7 +7,7 @@
 namespace fa2::sm80 {
 
 // The bias of a probability warp, in tiles of 16 keys. They lie where the other warp of the pair writes dS as soon as it
-// has P^T. In other kernels the bias stays in global memory.
+// has P^T; if the block sums dbias of a bias, they stay. In other kernels the bias stays in global memory.
 template <class Spec, class Block>
 struct BiasOfWarp {
     static constexpr int kBr = Block::kBr;
@@ -17,7 +17,8 @@ struct BiasOfWarp {
     static_assert(Held::Tile::kBytes == 0 || Held::Tile::kBytes == 16 * kBr * 2);
 
     __device__ static uint32 address(const Block& block, int m) {
-        return block.smem + Block::kDs + (block.pair * Block::kM16 + m) * 16 * kBr * 2;
+        return block.smem + (Block::kSumsDbias ? Block::kBias : Block::kDs) +
+               (block.pair * Block::kM16 + m) * 16 * kBr * 2;
     }
     __device__ static Held held(const Block& block, int m) {
         if constexpr (Held::kInMemory)

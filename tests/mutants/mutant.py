@@ -89,9 +89,9 @@ def of_key_tiles(operation: str) -> str:
     return "one_tile" if operation in ONE_TILE else "single_pass"
 
 
-def with_one_tile(config: dict | None, method: str) -> dict | None:
-    """Returns the tiles of a call, with a small one for `one_tile` if that is its method."""
-    return {**config, "backward_one_tile": TileConfig(32, 32, 2)} if method == "one_tile" else config
+def with_one_tile(config: dict | None, operation: str) -> dict | None:
+    """Returns the tiles of a call, with a small one for the kernel of `one_tile` that callers choose tiles of."""
+    return {**config, operation: TileConfig(32, 32, 2)} if operation == "backward_one_tile" else config
 
 
 def run(operation: str, problem: Problem, patch: Mutant | None = None) -> None:
@@ -143,7 +143,7 @@ def run(operation: str, problem: Problem, patch: Mutant | None = None) -> None:
         o, lse = place(o.astype(q.dtype)), place(lse.astype(expected.problem.accumulator_dtype))
         two_pass = operation in ("backward_dq", "backward_dkdv", "sum_dkdv")
         method = "two_pass" if two_pass else of_key_tiles(operation)
-        options["config"] = with_one_tile(options["config"], method)
+        options["config"] = with_one_tile(options["config"], operation)
         of_others: tuple[str, ...] = ()  # results of the other pass, whose kernels are not launched
         if operation == "backward_dq":
             of_others = ("dk", "dv")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from support.fake_cupy import place
+
 from .mutant import Mutant
 from .problems import Problem, without_keys
 
@@ -18,6 +20,7 @@ SECTIONS = Problem(lengths=(65, 65), batch=5, few_multiprocessors=True)
 EACH = "; ++n)\n#pragma unroll\n                    for (int e = 0; e < 4; ++e)"
 ONE_TILE = Problem(lengths=(90, 29))
 SHARED_BIAS = Problem(lengths=(30, 29), heads=(2, 2), batch=2, feature="bias of heads")
+KEPT_BIAS = Problem(lengths=(30, 29), heads=(2, 2), batch=2, feature="bias", view=lambda bias: place(bias[:1]))
 PAIR = Problem(head_dim=40, head_dim_v=72)
 PAIR_WIDE = Problem(head_dim=40, head_dim_v=136)
 PAIR_GROWING = Problem(head_dim=40, head_dim_v=72, growing=True)
@@ -415,6 +418,22 @@ MUTANTS = (
         "",
         "uninitialised",
         SHARED_BIAS,
+    ),
+    Mutant(
+        "a bias that sequences share where dS is written",
+        "backward_one_tile_dbias",
+        "(Block::kSumsDbias ? Block::kBias : Block::kDs)",
+        "Block::kDs",
+        "numbers",
+        KEPT_BIAS,
+    ),
+    Mutant(
+        "a bias that is not there",
+        "backward_one_tile_dbias",
+        "load_head<kRoles...>(!has_bias);",
+        "load_head<kRoles...>(has_bias);",
+        "uninitialised",
+        KEPT_BIAS,
     ),
     Mutant("P taken before it is written", "backward_dkdv", "barrier_sync(1 + pair, 64);", "{}", "race"),
     Mutant("P never announced", "backward_dkdv", "barrier_arrive(1 + pair, 64);", "{}", "deadlock"),
