@@ -66,6 +66,10 @@ template <class Spec>
 inline constexpr bool kCapsLate = kUnscaledScores<Spec> && Spec::kSoftcap && !Spec::kAlibi && !Spec::kMask &&
                                   !Spec::kKeyPadding && !kHidesByFunction<Spec>;
 
+// True if steps of the forward on Hopper have no registers left beside such scores.
+template <class Spec>
+inline constexpr bool kFillsRegisters = kCapsLate<Spec> || Spec::kAlibi || Spec::kScoreMod;
+
 // What scores of 1 are in the units of a kernel: scores are in base 2, or else natural.
 template <class Spec>
 inline constexpr double kScoreUnit = kNaturalScores<Spec> ? 1.0 : kLog2e;

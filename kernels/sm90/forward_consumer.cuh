@@ -42,12 +42,12 @@ class ForwardConsumer : ForwardScores<Spec, ForwardShape<Spec>, ForwardMemory<Fo
     using Element = typename Spec::Element;
     static constexpr bool kTwoP = Shape::kTwoP, kTakeTurns = Shape::kTakeTurns, kPinExponentials = true;
     static constexpr int kMaxSkipped = Shape::kMaxSkipped;
-    // Key tiles that need the mask have a loop of their own where most may (kMasksMost), and with a late soft cap, ALiBi
-    // or a score function, which leave no registers for the mask in the loop of all; nor for two exits of that loop, so
-    // that the last step of an odd number is apart, too. (Shares count `full_end` below 0.)
-    static constexpr bool kFillsRegisters = common::kCapsLate<Spec> || Spec::kAlibi || Spec::kScoreMod;
-    static constexpr bool kMasksApart = common::kMasksMost<Spec> || (kFillsRegisters && kRightLimit && !Spec::kSplit);
-    static constexpr bool kOddApart = kTwoP && kFillsRegisters;
+    // Key tiles that need the mask have a loop of their own where most may (kMasksMost), and where scores leave no
+    // registers for the mask in the loop of all; nor for two exits of that loop, so that the last step of an odd number
+    // is apart, too. (Shares count `full_end` below 0.)
+    static constexpr bool kMasksApart =
+        common::kMasksMost<Spec> || (common::kFillsRegisters<Spec> && kRightLimit && !Spec::kSplit);
+    static constexpr bool kOddApart = kTwoP && common::kFillsRegisters<Spec>;
     static constexpr int kTurnBarrier = Base::kOwnBarrier, kBiasBarrier = Base::kOutputBarrier + Shape::kGroups;
 
     using Output = QuadFragment<kDv / 8>;
