@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import numpy as np
 
 from . import instructions  # noqa: F401  (fills the table that build() looks into)
+from .banks import BankCounter
 from .barriers import Barriers
 from .decode import build
 from .errors import PtxError
@@ -47,6 +48,7 @@ class Options:
     max_rounds: int = 5_000_000
     block_races: bool = True
     cuts_sums: bool = False
+    counts_banks: bool = False
 
 
 class Machine:
@@ -108,6 +110,7 @@ class Machine:
         self.grid_size[:] = np.array(grid, np.uint32)[:, None]
         self.check_uninit, self.cuts_sums = options.check_uninit, options.cuts_sums
         self.executed = self.thread_instructions = 0
+        self.banks = BankCounter() if options.counts_banks else None
         if self.race is not None and options.block_races:
             self.global_race = GlobalRaceDetector(self, self.race, grid[0] * grid[1] * grid[2])
         self._random = None if options.seed is None else np.random.default_rng(options.seed)

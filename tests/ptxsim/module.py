@@ -81,6 +81,7 @@ class Module:
         cluster: Sequence[int] | None = None,
         block_races: bool = True,
         cuts_sums: bool = False,
+        counts_banks: bool = False,
         blocks: range | None = None,
     ) -> dict[str, int]:
         """Runs a kernel to its end and returns statistics.
@@ -114,6 +115,8 @@ class Module:
             Let `race_check` include global memory; off if the arguments themselves make blocks collide.
         cuts_sums : bool
             Let wgmma and mma.sync add bit by bit as the hardware does, which takes several times as long as float32.
+        counts_banks : bool
+            Count wavefronts of shared memory: ``stats["wavefronts"]``, and ``stats["phases"]`` without conflicts.
         blocks : range, optional
             Blocks of the grid that run; by default all of them.
         """
@@ -144,7 +147,8 @@ class Module:
                 machine.take_apart()
             machine = Machine(self, kernel, memory, block3, dynamic_smem, room, race_check)
         try:
-            machine.begin(memory, grid3, params, Options(check_uninit, trace, seed, max_rounds, block_races, cuts_sums))
+            options = Options(check_uninit, trace, seed, max_rounds, block_races, cuts_sums, counts_banks)
+            machine.begin(memory, grid3, params, options)
             for first in blocks[::batch]:
                 machine.run(first, min(batch, blocks.stop - first))
         except Exception:
@@ -156,6 +160,8 @@ class Module:
             "smem": machine.shared.nbytes,
             "ctas": num_blocks,
         }
+        if machine.banks is not None:
+            self.stats |= {"phases": machine.banks.phases, "wavefronts": machine.banks.wavefronts}
         if cluster is None and not machine.uses_memory_of_module:
             _keep(key, machine)
         else:

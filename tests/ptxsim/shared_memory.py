@@ -99,11 +99,12 @@ class SharedMemory(ByteStore):
 
     def resolve(self, ix: Any, address: np.ndarray, nbytes: int, cluster: bool = False) -> np.ndarray:
         """Returns offsets of the shared addresses of threads, which must be in bounds and aligned to their size."""
-        machine, base = self.machine, self.base[ix]
+        machine, base, is_remote = self.machine, self.base[ix], False
         if cluster or machine.cluster_size > 1:
             rank = address >> RANK_SHIFT
             remote = rank > 0
-            if remote.any():
+            is_remote = bool(remote.any())
+            if is_remote:
                 if int(rank.max()) > machine.cluster_size:
                     machine.fault(f"shared::cluster address of block {int(rank.max()) - 1}", ix, int(rank.argmax()))
                 first = machine.block_of[ix] // machine.cluster_size * machine.cluster_size
@@ -121,7 +122,10 @@ class SharedMemory(ByteStore):
         if np.count_nonzero(crooked):
             k = int(np.argmax(crooked != 0))
             machine.fault(f"misaligned shared access: {nbytes} bytes at {self.describe(int(address[k]))}", ix, k)
-        return address + base
+        offset = address + base
+        if machine.banks is not None and not is_remote:  # what leaves the multiprocessor has other limits
+            machine.banks.count(machine.threads[ix], offset, nbytes)
+        return offset
 
     def load(self, ix: Any, offset: np.ndarray, nbytes: int, order: Order | None = None) -> np.ndarray:
         machine = self.machine

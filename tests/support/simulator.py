@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import numpy as np
 import ptxsim
@@ -74,6 +75,7 @@ def simulated_gpu(
     with_counter: bool = True,
     block_races: bool = True,
     cuts_sums: bool = False,
+    banks: dict[KernelSpec, tuple[int, int]] | None = None,
     after: Callable[[Launch], None] = lambda launch: None,
 ) -> Iterator[list[Stage]]:
     """Makes fa2cupy.gpu run in the interpreter; gives the list of the stages that were launched.
@@ -93,6 +95,8 @@ def simulated_gpu(
         True if blocks must not collide in global memory; they do if sequences share rows.
     cuts_sums : bool, optional
         True if tensor cores add bit by bit as the hardware does.
+    banks : dict, optional
+        Gets wavefronts of shared memory by kernel: without bank conflicts, and those that there are.
     after : callable, optional
         Called with every launch when its kernel has run.
     """
@@ -103,7 +107,10 @@ def simulated_gpu(
         text = _text_of(launch.spec)
         text = text if patch is None else patch(launch.spec, text)
         module = compiled_module(text, launch.spec.arch, _computes_nothing(launch))
-        _execute(launch, module, seed, with_counter, block_races, cuts_sums, partly_written)
+        options = {"seed": seed, "block_races": block_races, "cuts_sums": cuts_sums, "counts_banks": banks is not None}
+        _execute(launch, module, with_counter, partly_written, options)
+        if banks is not None:
+            banks[launch.spec] = module.stats["phases"], module.stats["wavefronts"]
         after(launch)
 
     with fake_gpu(monkeypatch, device, run) as launched:
@@ -113,11 +120,9 @@ def simulated_gpu(
 def _execute(
     launch: Launch,
     module: ptxsim.Module,
-    seed: int | None,
     with_counter: bool,
-    block_races: bool,
-    cuts_sums: bool,
     partly_written: dict[int, np.ndarray],
+    options: Mapping[str, Any],
 ) -> None:
     """Runs a launch; `partly_written`: by address, the bytes written so far of arrays that several kernels write."""
     spec, memory = launch.spec, ptxsim.Memory()
@@ -146,9 +151,7 @@ def _execute(
         dynamic_smem=spec.shared_memory_bytes,
         memory=memory,
         race_check=True,
-        seed=seed,
-        block_races=block_races,
-        cuts_sums=cuts_sums,
+        **options,
     )
     for name, buffer in buffers.items():
         written = buffer.finish(spec)
