@@ -37,16 +37,16 @@ struct RowStatistics {
     __device__ static void take_delta(const Block& block, int32 parity) {
         using Tile = typename Block::DoTile;
         using Element = typename Block::Element;
-        constexpr int kLanes = lanes_of_row<Tile>(), kOwn = ceil_div(Tile::kChunks, kLanes);
+        constexpr int kLanes = lanes_of_row<Tile>();
         const int32 thread = block.thread_anew();
-        const int32 row = thread / kLanes, part = thread % kLanes;
+        const int32 row = thread / kLanes, first_chunk = thread % kLanes;
         const uint32 lse = block.smem + Block::kRowStats + parity * Block::kRowStatsBytes + row * 4,
                      minus_delta = lse + kBr * 4;
         if (block.params.o == nullptr || row >= kBr) return;
         float sum = 0.0f;
 #pragma unroll
-        for (int c = 0; c < kOwn; ++c) {
-            const int32 chunk = part * kOwn + c;  // neighbors would meet in the same banks
+        for (int c = 0; c < ceil_div(Tile::kChunks, kLanes); ++c) {
+            const int32 chunk = first_chunk + c * kLanes;
             if (Tile::kChunks % kLanes != 0 && chunk >= Tile::kChunks) break;
             const auto o = load_shared_operand(block.smem + Block::kO + Tile::offset(row, chunk));
             const auto dout = load_shared_operand(block.smem + Block::kDo + Tile::offset(row, chunk));
@@ -57,7 +57,7 @@ struct RowStatistics {
             }
         }
         sum = common::row_sum<kLanes>(sum);
-        if (part == 0 && load_shared<float>(lse) != common::infinity<float>())
+        if (first_chunk == 0 && load_shared<float>(lse) != common::infinity<float>())
             store_shared(minus_delta, load_shared<float>(minus_delta) - sum);
     }
     // How many lanes share a row then: a power of two, so that warps have whole rows.
