@@ -85,6 +85,7 @@ def low_rank(score, b, h, q, k, x, y, ids, scale):
     return score * scale - np.where(ids[b, k] > 0, np.dot(x[b, h, q], y[h, k]), np.tanh(score))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", ("bfloat16", "float32"))
 @pytest.mark.parametrize("head_dim", (64, 192))
 def test_all_features_at_once(dtype, head_dim):
