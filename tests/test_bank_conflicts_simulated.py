@@ -38,7 +38,8 @@ def largest_share(spec: KernelSpec) -> float:
     """Returns the share of wavefronts that may be due to conflicts. Those of TMA and wgmma are not counted."""
     on_hopper = spec.family_name == "sm90"
     if on_hopper and spec.operation in ("backward", "backward_both", "backward_dkdv"):
-        return 0.37  # a lane of the producer writes 32 adjacent bytes of statistics, half of them at a time
+        # A lane of the producer writes 32 adjacent bytes of statistics, half of them at a time.
+        return 0.37 if spec.operation == "backward_dkdv" else 0.2
     if on_hopper and spec.operation in ("backward_dq", "dbias"):
         return 0.07  # of the bias, or of sums
     if spec.operation.startswith("split_"):

@@ -15,7 +15,7 @@ from support.plans import backward_plan
 
 from fa2cupy import TileConfig
 from fa2cupy.families import estimate
-from fa2cupy.families.choice import choose
+from fa2cupy.families.choice import Choice, choose
 from fa2cupy.families.device import DeviceInfo
 from fa2cupy.families.sm80 import SM80
 from fa2cupy.families.sm80_float64 import SM80_FLOAT64
@@ -246,15 +246,18 @@ def test_packed_sequences_are_estimated_by_their_number_and_total():
 BIAS_OF_PAIRS = (0, 512 * 512, 512, 1)
 
 
+def chosen_of_bias(call: AttentionProblem, strides: tuple, device: DeviceInfo = H100, **options) -> Choice:
+    call = call.with_settings(FeatureSettings(arrays=("bias",), dbias=True))
+    of_call = {name: call.kernel_strides(call.shape_of(name)) for name in TENSORS} | {"bias": strides, "dbias": strides}
+    return choose("backward", call, device, of_call, CallOptions(**options), is_launched=False)
+
+
 def way_of_dbias(
     batch: int, strides: tuple, deterministic: bool, dtype: str = "bfloat16", device: DeviceInfo = H100
 ) -> tuple[str | None, bool]:
     """Returns the method, and True if a kernel owns tiles of the bias."""
     call = problem((4, 4), 512, batch, 32, False, dtype)
-    call = call.with_settings(FeatureSettings(arrays=("bias",), dbias=True))
-    of_call = {name: call.kernel_strides(call.shape_of(name)) for name in TENSORS} | {"bias": strides, "dbias": strides}
-    options = CallOptions(deterministic=deterministic)
-    choice = choose("backward", call, device, of_call, options, is_launched=False)
+    choice = chosen_of_bias(call, strides, device, deterministic=deterministic)
     return choice.method, choice.owns_dbias
 
 
@@ -279,11 +282,17 @@ def test_the_kernel_that_owns_tiles_of_a_bias_is_chosen_where_many_scores_share_
 def test_blocks_that_have_all_keys_sum_dbias_as_they_go(head_dim, seqlen, deterministic):
     """On an H200, 512 to 4096 windows take 1.2 to 1.6 times as long if another kernel computes their scores again."""
     call = problem((6, 6), seqlen, 4096, head_dim, False)
-    call = call.with_settings(FeatureSettings(arrays=("bias",), dbias=True))
-    of_bias = 0, seqlen**2, seqlen, 1
-    of_call = {name: call.kernel_strides(call.shape_of(name)) for name in TENSORS} | {"bias": of_bias, "dbias": of_bias}
-    choice = choose("backward", call, H100, of_call, CallOptions(deterministic=deterministic), is_launched=False)
+    choice = chosen_of_bias(call, (0, seqlen**2, seqlen, 1), deterministic=deterministic)
     assert list(choice.tiles) == ["backward_one_tile_dbias"] and choice.dbias is None
+
+
+@pytest.mark.parametrize("options", [{"method": "one_tile"}, {}, {"deterministic": True}], ids=["method", "", "bits"])
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
+def test_a_requested_tile_of_one_tile_is_taken_beside_a_kernel_of_dbias(arch, options):
+    call, tile = problem((6, 6), 64, 4096, 32, False), TileConfig(64, 64, 4, 1, 2)
+    options |= {"config": {"backward_one_tile": tile}}
+    choice = chosen_of_bias(call, (0, 64 * 64, 64, 1), DeviceInfo.named(arch), **options)
+    assert choice.tiles == {"backward_one_tile": tile} and choice.owns_dbias
 
 
 @pytest.mark.parametrize(("dtype", "arch"), [("float32", "sm_90"), ("float32", "sm_80"), ("bfloat16", "sm_80")])

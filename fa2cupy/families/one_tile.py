@@ -1,4 +1,4 @@
-"""What the kernels of ``one_tile`` take: their blocks have all keys of a sequence."""
+"""The kernels of ``one_tile``, whose blocks have all keys of a sequence: tiles, costs, and what they take."""
 
 from __future__ import annotations
 
@@ -7,10 +7,53 @@ from collections.abc import Mapping
 from ..problem.attention import AttentionProblem
 from ..problem.features import FEATURES
 from ..problem.strides import AnyStrides, atomics_of
-from .family import Family
+from .estimate import BlockCost
+from .family import Family, TileRow
 from .operations import OPERATIONS
+from .tile import TileConfig
 
-__all__ = ["why_not_one_tile"]
+__all__ = ["ONE_TILE_COSTS", "ONE_TILE_ROWS", "ONE_TILE_ROWS_OF_HOPPER", "why_not_one_tile"]
+
+_H200 = "NVIDIA H200, 2026-11-28"
+#: Fitted to thousands of sequences of 64 and 128 rows on an H200, 2026-11-28, with head_dim 32 and 64, and with dbias
+#: 2026-11-29. The others are predicted.
+ONE_TILE_COSTS = {
+    "backward_one_tile": {32: BlockCost(8.6, 0.6), 64: BlockCost(7.4, 0.6), 256: BlockCost(6.0, 5.0)},
+    "backward_one_tile_dbias": {
+        32: BlockCost(13.2, 0.6),
+        64: BlockCost(9.3, 0.6),
+        128: BlockCost(4.8, 5.0),
+        256: BlockCost(7.5, 5.0),
+    },
+}
+
+ONE_TILE_ROWS = {
+    "backward_one_tile": (
+        TileRow(32, TileConfig(64, 64, 4, 1, 4), _H200),
+        TileRow(64, TileConfig(64, 64, 4, 1, 3), _H200),
+        TileRow(128, TileConfig(64, 64, 8, 1, 2)),
+        TileRow(256, TileConfig(64, 64, 8)),
+        TileRow(32, TileConfig(64, 128, 8, 1, 2), _H200),
+        TileRow(64, TileConfig(32, 128, 8, 1, 2), _H200),
+        TileRow(128, TileConfig(64, 128, 8)),
+        TileRow(256, TileConfig(32, 64, 8)),
+        TileRow(256, TileConfig(16, 32, 4)),
+    ),
+    "backward_one_tile_dbias": (
+        TileRow(32, TileConfig(64, 64, 4, 1, 4), _H200),
+        TileRow(64, TileConfig(64, 64, 4, 1, 3)),
+        TileRow(64, TileConfig(64, 64, 4, 1, 2)),
+        TileRow(256, TileConfig(64, 64, 8)),
+        TileRow(256, TileConfig(32, 64, 8)),
+        TileRow(256, TileConfig(16, 32, 4)),
+    ),
+}
+#: Those that are for GPUs with less shared memory.
+_OF_LESS_MEMORY = (TileConfig(64, 64, 4, 1, 2), TileConfig(32, 64, 8), TileConfig(16, 32, 4))
+ONE_TILE_ROWS_OF_HOPPER = {
+    operation: tuple(row for row in rows if row.tile not in _OF_LESS_MEMORY)
+    for operation, rows in ONE_TILE_ROWS.items()
+}
 
 
 def why_not_one_tile(

@@ -9,26 +9,16 @@ from ..problem.attention import MAX_HEAD_DIM, AttentionProblem
 from ..problem.strides import AnyStrides
 from .estimate import BlockCost, Costs
 from .family import Family, Kernel, TileRow, register_shortage, why_no_decode
+from .one_tile import ONE_TILE_COSTS, ONE_TILE_ROWS
 from .operations import ONE_TILE
 from .records import POINTER_RECORDS, Record
 from .tile import TileConfig
 
-__all__ = ["ONE_TILE_COSTS", "ONE_TILE_ROWS", "SM80", "Sm80"]
+__all__ = ["SM80", "Sm80"]
 
 _H100, _H200 = "NVIDIA H100 80GB HBM3, 2026-11-21", "NVIDIA H200, 2026-11-24"
 _H200_LATER = "NVIDIA H200, 2026-11-28"
 _H100_LATER, _H100_LAST = "NVIDIA H100 80GB HBM3, 2026-11-25", "NVIDIA H100 80GB HBM3, 2026-11-27"
-#: What blocks cost that have all keys of a sequence, also in sm90: of thousands of sequences of 64 and 128 rows on an
-#: H200, 2026-11-28, with head_dim 32 and 64, and with dbias 2026-11-29. The others are predicted.
-ONE_TILE_COSTS = {
-    "backward_one_tile": {32: BlockCost(8.6, 0.6), 64: BlockCost(7.4, 0.6), 256: BlockCost(6.0, 5.0)},
-    "backward_one_tile_dbias": {
-        32: BlockCost(13.2, 0.6),
-        64: BlockCost(9.3, 0.6),
-        128: BlockCost(4.8, 5.0),
-        256: BlockCost(7.5, 5.0),
-    },
-}
 #: Fitted like those of sm90. Only the number of splits follows from them.
 _COSTS = Costs(
     blocks={
@@ -51,29 +41,6 @@ _COSTS = Costs(
     copy_rows=3.3,
     drift=0.1,
 )
-
-#: Tiles of blocks that have all keys of a sequence, also in sm90.
-ONE_TILE_ROWS = {
-    "backward_one_tile": (
-        TileRow(32, TileConfig(64, 64, 4, 1, 4), _H200_LATER),
-        TileRow(64, TileConfig(64, 64, 4, 1, 3), _H200_LATER),
-        TileRow(128, TileConfig(64, 64, 8, 1, 2)),
-        TileRow(256, TileConfig(64, 64, 8)),
-        TileRow(32, TileConfig(64, 128, 8, 1, 2), _H200_LATER),
-        TileRow(64, TileConfig(32, 128, 8, 1, 2), _H200_LATER),
-        TileRow(128, TileConfig(64, 128, 8)),
-        TileRow(256, TileConfig(32, 64, 8)),
-        TileRow(256, TileConfig(16, 32, 4)),
-    ),
-    "backward_one_tile_dbias": (
-        TileRow(32, TileConfig(64, 64, 4, 1, 4), _H200_LATER),
-        TileRow(64, TileConfig(64, 64, 4, 1, 3)),
-        TileRow(64, TileConfig(64, 64, 4, 1, 2)),
-        TileRow(256, TileConfig(64, 64, 8)),
-        TileRow(256, TileConfig(32, 64, 8)),
-        TileRow(256, TileConfig(16, 32, 4)),
-    ),
-}
 
 _WIDE, _WIDER = 128, 256  # for more columns, warps share their rows
 #: Kernels that end at `_WIDER` columns, and what messages call them.

@@ -6,7 +6,7 @@ from ..problem.boxes import BoxShapes, Lengths
 from ..problem.features import FEATURES, features_in_registers, features_of_scores
 from .estimate import BlockCost, Costs
 from .family import BoxRow, TileRow
-from .sm80 import ONE_TILE_COSTS, ONE_TILE_ROWS
+from .one_tile import ONE_TILE_COSTS, ONE_TILE_ROWS_OF_HOPPER
 from .tile import TileConfig
 
 __all__ = ["BOXES", "COSTS", "OF_JVP", "OF_WIDER", "SHARED_BYTES", "TILES"]
@@ -107,9 +107,7 @@ TILES: dict[str, tuple[TileRow, ...]] = {
         TileRow(512, TileConfig(32, 64, 12, 2), _H200_LAST),
     ),
     "backward_both": (TileRow(64, TileConfig(128, 128, 12, 2)),),
-    # The other tiles are for GPUs with less shared memory.
-    "backward_one_tile": ONE_TILE_ROWS["backward_one_tile"][:-2],
-    "backward_one_tile_dbias": tuple(ONE_TILE_ROWS["backward_one_tile_dbias"][row] for row in (0, 1, 3)),
+    **ONE_TILE_ROWS_OF_HOPPER,
     "dbias": (
         TileRow(64, TileConfig(64, 64, 8, 3, 2), least_saving=1.2),
         TileRow(64, TileConfig(128, 64, 12, 3), features=_BESIDE_BIAS),

@@ -186,7 +186,7 @@ def flex_functions() -> str:
         source(name, "python scripts/benchmark.py --sections functions", "PyTorch 2.11 and flash-attn-4 4.0.0b36"),
         table(("", *_titles(_FUNCTION_SIZES)), (line for line in lines if any(line[1:]))),
         sentence(
-            f"Of T5's function, FlexAttention compiles neither backend at head_dim 64, and only Triton's at 128. "
+            f"FlexAttention compiles T5's function by neither backend at head_dim 64, and by Triton's alone at 128. "
             f"As functions, ALiBi runs at {over('alibi')} of the speed of `alibi_slopes`, and the soft cap "
             f"at {over('softcap')} of that of `softcap`{''.join(beside)}."
         ),
