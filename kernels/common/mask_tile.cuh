@@ -82,7 +82,7 @@ class MaskOfQueries {
     static constexpr bool kInMemory = false;
     // The bits of a query's 16 keys, from the lane's first key on, for queries 0 and 8 of the lane.
     struct Elements {
-        uint32 row[2];
+        int32 row[2];
     };
 
     __device__ __forceinline__ MaskOfQueries(uint32 smem, int32 lane)

@@ -68,7 +68,8 @@ inline constexpr bool kCapsLate = kUnscaledScores<Spec> && Spec::kSoftcap && !Sp
 
 // True if steps of the forward on Hopper have no registers left beside such scores.
 template <class Spec>
-inline constexpr bool kFillsRegisters = kCapsLate<Spec> || Spec::kAlibi || Spec::kScoreMod;
+inline constexpr bool kFillsRegisters =
+    kCapsLate<Spec> || Spec::kAlibi || Spec::kScoreMod || Spec::kMask || kHidesByFunction<Spec>;
 
 // What scores of 1 are in the units of a kernel: scores are in base 2, or else natural.
 template <class Spec>

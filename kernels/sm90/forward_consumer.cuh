@@ -47,7 +47,7 @@ class ForwardConsumer : ForwardScores<Spec, ForwardShape<Spec>, ForwardMemory<Fo
     // is apart, too. (Shares count `full_end` below 0.)
     static constexpr bool kMasksApart =
         common::kMasksMost<Spec> || (common::kFillsRegisters<Spec> && kRightLimit && !Spec::kSplit);
-    static constexpr bool kOddApart = kTwoP && common::kFillsRegisters<Spec>;
+    static constexpr bool kOddApart = kTwoP && common::kFillsRegisters<Spec> && !common::kHasBoxes<Spec>;
     static constexpr int kTurnBarrier = Base::kOwnBarrier, kBiasBarrier = Base::kOutputBarrier + Shape::kGroups;
 
     using Output = QuadFragment<kDv / 8>;
