@@ -290,7 +290,7 @@ def test_blocks_that_have_all_keys_sum_dbias_as_they_go(head_dim, seqlen, determ
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
 def test_a_requested_tile_of_one_tile_is_taken_beside_a_kernel_of_dbias(arch, options):
     call, tile = problem((6, 6), 64, 4096, 32, False), TileConfig(64, 64, 4, 1, 2)
-    options |= {"config": {"backward_one_tile": tile}}
+    options = options | {"config": {"backward_one_tile": tile}}
     choice = chosen_of_bias(call, (0, 64 * 64, 64, 1), DeviceInfo.named(arch), **options)
     assert choice.tiles == {"backward_one_tile": tile} and choice.owns_dbias
 
