@@ -295,6 +295,14 @@ def test_a_requested_tile_of_one_tile_is_taken_beside_a_kernel_of_dbias(arch, op
     assert choice.tiles == {"backward_one_tile": tile} and choice.owns_dbias
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
+def test_a_requested_tile_of_a_kernel_that_a_family_lacks_changes_nothing(arch, dtype):
+    call, config = problem((4, 4), 512, 64, 32, False, dtype), {"backward_one_tile": TileConfig(64, 64, 4, 1, 2)}
+    plain, choice = (chosen_of_bias(call, BIAS_OF_PAIRS, DeviceInfo.named(arch), config=one) for one in (None, config))
+    assert choice == plain and not choice.owns_dbias
+
+
 @pytest.mark.parametrize(("dtype", "arch"), [("float32", "sm_90"), ("float32", "sm_80"), ("bfloat16", "sm_80")])
 def test_kernels_without_measured_costs_own_tiles_of_a_bias_in_deterministic_calls_alone(dtype, arch):
     device = DeviceInfo.named(arch)

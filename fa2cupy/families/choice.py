@@ -328,10 +328,10 @@ def _ways_of_dbias(
     def runs(one: Family) -> bool:
         return _why_not(one, ("dbias",), problem, strides, is_launched) is None
 
-    asks_for_one_tile = options.method == "one_tile" or has_tile_of("one_tile", options.config)
-    is_one_tile = asks_for_one_tile and not problem.settings.dscore_args
-    ways = ways_of_dbias(family, problem, device, strides, runs, deterministic=options.deterministic or is_one_tile)
     may_be_one_tile = options.method == "one_tile" or _adds_one_tile(family, options)
+    is_requested = options.method == "one_tile" or has_tile_of("one_tile", options.config)
+    is_one_tile = may_be_one_tile and is_requested and not problem.settings.dscore_args
+    ways = ways_of_dbias(family, problem, device, strides, runs, deterministic=options.deterministic or is_one_tile)
     return [*[None] * (may_be_one_tile and None not in ways), *ways]
 
 
