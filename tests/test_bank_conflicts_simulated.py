@@ -45,7 +45,7 @@ def largest_share(spec: KernelSpec) -> float:
     if spec.operation.startswith("split_"):
         return 0.18  # these kernels wait for global memory
     if spec.operation.startswith("backward_one_tile"):
-        return 0.1  # lanes that share a row of O and dO read every other chunk of it
+        return 0.08 if spec.head_dim > 64 else 0.06  # lanes that share a row of O and dO read every other chunk of it
     return 0.04 if spec.operation == "forward" and spec.dtype == "float64" else 0.0
 
 
