@@ -197,6 +197,24 @@ def launched_with_kept_bias(
     return {stage.spec for stage in launched}
 
 
+def launched_of_few_tiles(
+    monkeypatch, kind: tuple, names: tuple[str, ...], head_dim: int, head_dim_v: int | None
+) -> set[KernelSpec]:
+    """Returns the kernels of plain forwards of few query tiles that name no number of splits."""
+    from support import fake_gpu
+    from support.fake_cupy import place
+
+    arch, dtype, family = kind
+    if arch != "sm_90" or dtype not in ("float16", "bfloat16") or family == "sm80" or not set(names) <= {"dlse"}:
+        return set()
+    with fake_gpu.fake_gpu(monkeypatch, arch, run=lambda launch: None) as launched:
+        sizes = {"batch": 1, "seqlen_q": 300, "seqlen_k": 300, "num_heads": 2, "num_heads_kv": 2}
+        q, k, v, _ = map(place, inputs_of(dtype, **sizes, head_dim=head_dim, head_dim_v=head_dim_v))
+        for causal in (False, True):
+            fake_gpu.forward(q, k, v, causal=causal)
+    return {stage.spec for stage in launched}
+
+
 def launched_in_one_launch(
     monkeypatch, kind: tuple, names: tuple[str, ...], head_dim: int, head_dim_v: int | None
 ) -> set[KernelSpec]:
@@ -284,6 +302,7 @@ def test_calls_use_exactly_the_kernels_that_are_compiled_ahead_for_their_feature
     arch, dtype, family = kind
     ahead_of_calls = listed(arch, dtypes=dtype, head_dims=60, features=names, family=family, decode=False)
     kept = launched_with_kept_bias(monkeypatch, kind, names, 60, None)
+    kept |= launched_of_few_tiles(monkeypatch, kind, names, 60, None)
     kept |= launched_in_one_launch(monkeypatch, kind, names, 60, None)
     kept |= launched_by_one_tile(monkeypatch, kind, names, 60, None)
     assert launched_by(monkeypatch, kind, names, 60, None) | kept == ahead_of_calls
@@ -297,6 +316,7 @@ def test_kernels_for_v_of_its_own_head_dim_are_compiled_ahead(listed, monkeypatc
     arch, dtype, family = kind
     options = {"features": names, "head_dims": head_dim, "head_dim_v": head_dim_v, "family": family, "decode": False}
     kept = launched_with_kept_bias(monkeypatch, kind, names, head_dim, head_dim_v)
+    kept |= launched_of_few_tiles(monkeypatch, kind, names, head_dim, head_dim_v)
     kept |= launched_in_one_launch(monkeypatch, kind, names, head_dim, head_dim_v)
     kept |= launched_by_one_tile(monkeypatch, kind, names, head_dim, head_dim_v)
     assert launched_by(monkeypatch, kind, names, head_dim, head_dim_v) | kept == listed(arch, dtypes=dtype, **options)

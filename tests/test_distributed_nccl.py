@@ -110,7 +110,7 @@ def test_parts_know_which_heads_and_queries_they_have(scheme, monkeypatch):
         assert {(record["window_left"], record["window_right"]) for record in records} == chunks
 
 
-@pytest.mark.parametrize(("rows", "expected"), [(2048, 3), (8192, 1)])
+@pytest.mark.parametrize(("rows", "expected"), [(2304, 3), (8192, 1)])
 @pytest.mark.parametrize("scheme", ["heads", "gather", "hybrid"])
 def test_parts_have_the_splits_of_the_whole(scheme, rows, expected, monkeypatch):
     """Calls of parts have smaller grids: by default they would have more splits, and other bits."""

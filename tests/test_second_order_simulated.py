@@ -151,7 +151,11 @@ def test_every_default_tile(launched, monkeypatch, family, operation, head_dim, 
     call = Call((tile.b_r + 3, 2 * tile.b_c + 5), (1, 1), head_dim, head_dim_v, dtype=dtype, causal=True)
     call.tile = None
     chosen = choice.choose_tile
-    monkeypatch.setattr(choice, "choose_tile", lambda name, *more: tile if name == operation else chosen(name, *more))
+
+    def choose_tile(name, *more, **options):
+        return tile if name == operation else chosen(name, *more, **options)
+
+    monkeypatch.setattr(choice, "choose_tile", choose_tile)
     call.check_jvp() if operation == "jvp" else call.check_double_backward()
     assert tile in [stage.spec.tile for stage in launched if stage.spec.operation == operation]
 

@@ -635,7 +635,7 @@ def rows_of_some_sizes() -> set[int]:
                 found.add(number)
         elif entry.most_jobs < math.inf or entry.most_rows < math.inf:
             jobs = int(min(entry.most_jobs, 1) * H100.multiprocessors)
-            keys = int(min(entry.most_keys, 1 << 20) * H100.multiprocessors / jobs)
+            keys = int(min(min(entry.most_keys, 1 << 20) * H100.multiprocessors / jobs, entry.most_seqlen_k))
             call = problem(head_dim=entry.head_dim, num_heads=jobs, head_dim_v=entry.head_dim_v)
             call = dataclasses.replace(call, seqlen_q=entry.tile.b_r, seqlen_k=keys)
             assert choose_tile_of(operation, family, call, H100) == entry.tile

@@ -245,7 +245,11 @@ def _choices_of(
             choices.append(Choice(family, {call: of_grid.tile}, method, boxes=of_grid.boxes))
             continue
         try:
-            tiles = {name: choose_tile(name, family, problem, device, options.config) for name in operations}
+            of_any_batch = options.num_splits is not None
+            tiles = {
+                name: choose_tile(name, family, problem, device, options.config, for_any_batch=of_any_batch)
+                for name in operations
+            }
             if call in ("backward", *SEVERAL) and _needs_own_lse(
                 family, problem, device, strides, options, is_launched
             ):
@@ -361,6 +365,10 @@ def _splits(choice: Choice, problem: AttentionProblem, device: DeviceInfo, optio
     elif choice.method is None:
         of_tile = choice.family.blocks_of_tile(Kernel.of(operation, problem), tile)
         numbers = [forward_splits(_costs(choice), problem, device, tile, MAX_SPLITS, of_tile)]
+        if numbers != [1]:  # shares of another tile have other bits, and parts of a distributed call have fewer jobs
+            whole = choose_tile(operation, choice.family, problem, device, options.config, for_any_batch=True)
+            if whole != tile:
+                return _splits(replace(choice, tiles={operation: whole}), problem, device, options)
     else:
         numbers = split_candidates(operation, problem, tile, MAX_SPLITS)
     return [replace(choice, num_splits={operation: n} if n > 1 else {}) for n in numbers]

@@ -68,6 +68,8 @@ class TileRow:
         Dtypes to which the row applies; None is all of the family.
     features : tuple of str
         The row applies only to calls with at least one of these features. If empty, it applies to all calls.
+    is_plain : bool
+        True if the row applies only to calls without features.
     least_saving : float
         The row applies only to calls for which its tiles have fewer scores than those of the next row, by this factor
         at least: short sequences fill large tiles badly. It applies to all calls if 0, and to no packed one otherwise.
@@ -76,7 +78,8 @@ class TileRow:
         between two of them, and others on the multiprocessor go on meanwhile. Few jobs are cut into as many parts as
         there are blocks: one large block on each multiprocessor leaves the fewest parts to merge.
     most_jobs : float
-        The row applies only to calls of ``decode`` with at most so many jobs for each multiprocessor.
+        The row applies only to calls with at most so many jobs for each multiprocessor. The jobs of a forward are its
+        query tiles: where they are few, small ones leave fewer multiprocessors idle.
     most_keys : float
         The row applies only to calls of ``decode`` whose jobs have at most so many keys for each multiprocessor. These
         are all rows of the cache, since the tile must not depend on lengths.
@@ -95,6 +98,7 @@ class TileRow:
     measured: str = ""
     dtypes: tuple[str, ...] | None = None
     features: tuple[str, ...] = ()
+    is_plain: bool = False
     least_jobs: float = 0
     head_dim_v: int | None = None
     least_saving: float = 0

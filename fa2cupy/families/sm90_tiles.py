@@ -18,6 +18,9 @@ _H100_LAST, _H200 = "NVIDIA H100 80GB HBM3, 2026-11-27", "NVIDIA H200, 2026-11-2
 _H200_LATER, _H200_LAST = "NVIDIA H200, 2026-11-28", "NVIDIA H200, 2026-11-29"
 _H100_SHORT = "NVIDIA H100 80GB HBM3, 2026-11-28"  # biases, and sequences of 256 rows and more
 _H200_SHORT = "NVIDIA H200, 2026-11-28"  # sequences of 64 rows
+#: 1 to 8 sequences of 128 to 2048 rows, 4 and 16 heads. These tiles have as many keys as those for more query tiles, so
+#: that results have the same bits beside any other sequences.
+_H200_SMALL = "NVIDIA H200, 2026-11-30"
 #: Features that need registers in the inner loop, so that the backward with more queries at a time would spill. (With a
 #: window it would not spill, but compute more scores outside the window.)
 _IN_REGISTERS, _IN_MANY_REGISTERS = features_in_registers(1), features_in_registers(2)
@@ -53,9 +56,11 @@ TILES: dict[str, tuple[TileRow, ...]] = {
         TileRow(32, TileConfig(128, 64, 12, 3, 2), _H100_SHORT, least_saving=1.1),
         TileRow(32, TileConfig(192, 128, 16, 2), _H100_SHORT),
         TileRow(64, TileConfig(192, 96, 16, 3), features=_FUNCTIONS),
+        TileRow(64, TileConfig(64, 128, 8, 2, 2), _H200_SMALL, is_plain=True, most_jobs=4, most_seqlen_k=2048),
         TileRow(64, TileConfig(192, 128, 16, 3), _H100),
         TileRow(64, TileConfig(128, 128, 12, 3), _H200_LAST, features=("block_mask",)),  # within the map's tiles
         TileRow(128, TileConfig(192, 128, 16, 2), _H200, head_dim_v=64),
+        TileRow(128, TileConfig(64, 128, 8, 2), _H200_SMALL, is_plain=True, most_jobs=1, most_seqlen_k=2048),
         TileRow(128, TileConfig(128, 128, 12, 2), _H100),
         TileRow(192, TileConfig(128, 128, 12, 2), _H200, head_dim_v=128),
         TileRow(256, TileConfig(128, 64, 12, 3), _H200, head_dim_v=128),

@@ -35,8 +35,12 @@ def choose_tile(
     problem: AttentionProblem,
     device: DeviceInfo,
     config: object = None,
+    *,
+    for_any_batch: bool = False,
 ) -> TileConfig:
     """The tile of one kernel: the caller's, else that of the user's tuning file, else the family's default.
+
+    `for_any_batch` is that of `default_tile`.
 
     Raises
     ------
@@ -64,7 +68,7 @@ def choose_tile(
         and (layout is None or _suits_map(family, operation, problem, tuned))
     ):
         return tuned
-    return default_tile(family, operation, problem, device)
+    return default_tile(family, operation, problem, device, for_any_batch=for_any_batch)
 
 
 def _holds_keys(operation: str, tile: TileConfig, problem: AttentionProblem) -> bool:
@@ -151,10 +155,11 @@ def _first_applying(
         and columns_v <= (row.head_dim_v or row.head_dim)
         and (row.dtypes is None or problem.dtype in row.dtypes)
         and (not row.features or not used.isdisjoint(row.features))
+        and not (row.is_plain and problem.features)
         and (not row.least_saving or saves(row, family.tiles[operation], problem))
         and (row.most_seqlen_k == math.inf or (problem.seqlen_k <= row.most_seqlen_k and not problem.is_packed))
         and _holds_keys(operation, row.tile, problem)
-        and _suits_jobs(row, problem, device, for_any_batch=for_any_batch)
+        and _suits_jobs(operation, row, problem, device, for_any_batch=for_any_batch)
         and family.takes(kernel, row.tile, device)
     )
     if problem.settings.block_mask is not None:
@@ -180,7 +185,7 @@ def decode_tile(
     divides = tile.cluster > 1 and family.divides_rows
     clusters = device.resident_clusters(tile.cluster) if divides else 0
     while family.why_illegal(kernel, half := replace(tile, b_r=tile.b_r // 2), device) is None:
-        if rows > half.b_r and _jobs(problem, half) > clusters:
+        if rows > half.b_r and _jobs("decode", problem, half) > clusters:
             break
         tile = half
     return tile
@@ -268,19 +273,22 @@ def saves(row: TileRow, rows: Sequence[TileRow], problem: AttentionProblem) -> b
     return scores(rows[rows.index(row) + 1].tile) >= row.least_saving * scores(row.tile)
 
 
-def _suits_jobs(row: TileRow, problem: AttentionProblem, device: DeviceInfo, *, for_any_batch: bool) -> bool:
-    """True if a call of ``decode`` has as many rows, jobs and keys as the row is for."""
+def _suits_jobs(
+    operation: str, row: TileRow, problem: AttentionProblem, device: DeviceInfo, *, for_any_batch: bool
+) -> bool:
+    """True if a call has as many rows, jobs and keys as the row is for."""
     if problem.seqlen_q * problem.heads_per_group > row.most_rows:
         return False
     if not row.least_jobs and row.most_jobs == math.inf:
         return True
     if for_any_batch:
         return False
-    jobs = _jobs(problem, row.tile) / device.multiprocessors
+    jobs = _jobs(operation, problem, row.tile) / device.multiprocessors
     return row.least_jobs <= jobs <= row.most_jobs and jobs * problem.seqlen_k <= row.most_keys
 
 
-def _jobs(problem: AttentionProblem, tile: TileConfig) -> int:
-    """The row tiles of all K/V heads of a call of ``decode``."""
-    row_tiles = -(-problem.seqlen_q * problem.heads_per_group // tile.b_r)
-    return problem.batch * problem.num_heads_kv * row_tiles
+def _jobs(operation: str, problem: AttentionProblem, tile: TileConfig) -> int:
+    """The query tiles of a call; in ``decode``, those of the rows of all heads that share keys."""
+    if operation == "decode":
+        return problem.batch * problem.num_heads_kv * -(-problem.seqlen_q * problem.heads_per_group // tile.b_r)
+    return problem.batch * problem.num_heads * -(-problem.seqlen_q // tile.b_r)

@@ -22,6 +22,7 @@ from ..families.kept_bias import kept_biases
 from ..families.operations import IN_ONE_LAUNCH, METHODS, ONE_TILE
 from ..families.registry import choose_family, family_of_kernel, supporting_families
 from ..families.tile import TileConfig, requested_tile
+from ..families.tile_choice import choose_tile
 from ..jit.spec import KernelSpec
 from ..problem.attention import AttentionProblem
 from ..problem.block_mask import MIXED, BlockMask, Intervals
@@ -119,6 +120,10 @@ def _choices(
     )
     yield from (choice for choice in found if choice is found[0] or options.method in IN_ONE_LAUNCH)
     if call == "forward":
+        if not found[0].num_splits:  # calls that name no number of splits may have another tile
+            yield dataclasses.replace(
+                found[0], tiles={call: choose_tile(call, found[0].family, problem, device, options.config)}
+            )
         for kept in kept_biases(found[0].family, problem, device, options):
             yield Choice(found[0].family, {call: kept.tile}, kept_keys=kept.keys)
     if options.method in (None, "single_pass"):
