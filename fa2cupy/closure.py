@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
 
@@ -16,7 +17,7 @@ from .problem.conversions import explains_absence
 from .problem.feature_checks import extra_gradients
 from .problem.features import complete
 from .problem.function_checks import traced_now
-from .problem.keywords import check_keywords, options_of, takes
+from .problem.keywords import OPTION_NAMES, check_keywords, options_of, takes
 from .problem.options import CallOptions, GradientOptions, SecondOrderOptions, requested_method
 from .second_order import backward_jvp, double_backward, jvp
 from .typing import Backprop, BackwardKeywords, KernelOptions
@@ -108,15 +109,8 @@ def with_backprop(
     functions: Functions, inputs: tuple[Any, ...], keywords: Mapping[str, Any], return_lse: bool
 ) -> tuple[Any, ...]:
     """The results of `attention`, made of these functions; `inputs` are their positional arguments, up to v."""
-    shared = dict(keywords)
-    complete(shared)
-    shared = traced_now(shared)  # what a function reads may have changed when `backprop` is called
-    own = {name: shared.pop(name) for name in GradientOptions.__annotations__ if name in shared}
-    # Errors are raised before the forward runs.
     check_bool("return_lse", return_lse)
-    options = CallOptions(**own)
-    requested_method(options.method, options.deterministic)
-    extra_gradients(shared, options.return_dbias, options.return_dsink, options.return_dscore_args)
+    shared, own = _divided(keywords)
     backprop = _Backprop(functions, inputs, shared, own)
     meanwhile.specs = backprop._kernels
     try:
@@ -124,6 +118,33 @@ def with_backprop(
     finally:
         meanwhile.specs = None
     return (o, lse, backprop) if return_lse else (o, backprop)
+
+
+def _divided(keywords: Mapping[str, Any]) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+    """The keywords of `forward`, and the other ones of `backward`. Errors are raised before the forward runs."""
+    if OPTION_NAMES.issuperset(keywords):  # most calls have no features
+        try:
+            return _divided_options(**keywords)
+        except TypeError:  # a dict of tiles cannot be hashed
+            pass
+    shared = dict(keywords)
+    complete(shared)
+    return _checked(traced_now(shared))  # what a function reads may have changed when `backprop` is called
+
+
+@functools.lru_cache(maxsize=1024, typed=True)
+def _divided_options(**options: Any) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+    # Checking and dividing them takes as long as a launch does.
+    return _checked(options)
+
+
+def _checked(shared: dict[str, Any]) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+    """The same for keywords that are complete, of which those of `backward` are taken out."""
+    own = {name: shared.pop(name) for name in GradientOptions.__annotations__ if name in shared}
+    options = CallOptions(**own)
+    requested_method(options.method, options.deterministic)
+    extra_gradients(shared, options.return_dbias, options.return_dsink, options.return_dscore_args)
+    return shared, own
 
 
 class _Backprop(Backprop[Any]):
@@ -134,7 +155,7 @@ class _Backprop(Backprop[Any]):
     functions : Functions
     inputs : tuple
         Their positional arguments, up to v.
-    shared, own : dict
+    shared, own : mapping
         The keywords of `forward`, and the other ones of `backward`.
     """
 
@@ -144,8 +165,8 @@ class _Backprop(Backprop[Any]):
         self,
         functions: Functions,
         inputs: tuple[Any, ...],
-        shared: dict[str, Any],
-        own: dict[str, Any],
+        shared: Mapping[str, Any],
+        own: Mapping[str, Any],
     ):
         self._functions, self._inputs = functions, inputs
         self._shared, self._own = shared, own

@@ -112,6 +112,12 @@ def test_attention_refuses_options_of_the_backward_before_the_forward_runs(both,
     assert not both["forward"].arguments
 
 
+def test_attention_checks_an_option_that_equals_a_legal_one(both):
+    closure.attention("q", "k", "v", deterministic=True)
+    with pytest.raises(TypeError, match="deterministic: expected a bool, got int"):
+        closure.attention("q", "k", "v", deterministic=1)
+
+
 @pytest.mark.parametrize(
     "function", (closure.attention, api.forward, api.backward), ids=lambda function: function.__name__
 )

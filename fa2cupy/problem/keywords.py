@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, TypedDict, TypeVar
 from .features import FEATURES, KEYWORD_DEFAULTS, FeatureKeywords, complete
 from .options import CallOptions, ScoreOptions, call_options, hashable_config, kept_options
 
-__all__ = ["NoKeywords", "ScoreKeywords", "check_keywords", "options_of", "similar", "takes"]
+__all__ = ["OPTION_NAMES", "NoKeywords", "ScoreKeywords", "check_keywords", "options_of", "similar", "takes"]
 
 
 class NoKeywords(TypedDict):
@@ -27,7 +27,8 @@ class ScoreKeywords(ScoreOptions, FeatureKeywords, total=False):
     """The keywords on which scores depend. `fa2cupy.forward` describes them."""
 
 
-_OPTIONS = frozenset(CallOptions._fields)
+#: The keywords that are neither arrays nor features.
+OPTION_NAMES = frozenset(CallOptions._fields)
 _NO_OPTIONS = call_options()
 #: The defaults of keywords; it is None for the others.
 _DEFAULTS: Mapping[str, Any] = {**CallOptions._field_defaults, **KEYWORD_DEFAULTS, "order": "zigzag"}
@@ -100,7 +101,7 @@ def takes(table: Any) -> Callable[[_Function], _Function]:
         listed = tuple(one.name for one in parameters if one.kind is one.KEYWORD_ONLY)
         module = re.sub(r"[.](api|closure|ahead|inspection|second_order|sparse)$", "", function.__module__)
         all_names = tuple(one.name for one in parameters)
-        _tables[f"{module}.{function.__qualname__}"] = _Table(keywords, keywords & _OPTIONS, listed, all_names)
+        _tables[f"{module}.{function.__qualname__}"] = _Table(keywords, keywords & OPTION_NAMES, listed, all_names)
         return function
 
     return with_signature
@@ -149,7 +150,7 @@ def check_keywords(function: str, given: Mapping[str, object]) -> None:
         One is not; the text suggests a replacement and lists all keywords of the function.
     """
     table = _tables[function]
-    if given.keys() <= table.keywords:
+    if table.keywords.issuperset(given):
         return
     unknown = next(name for name in given if name not in table.keywords)
     hint = _hint(function, unknown, given[unknown])
