@@ -118,10 +118,26 @@ def test_one_split_beside_others_that_are_packed(dtype):
 
 
 def test_by_default_other_sequences_change_the_bits():
-    """Otherwise the test above would pass without num_splits."""
-    inputs = draw("bfloat16", 30)
-    alone, among = (fa2cupy.forward(*(x[:batch] for x in inputs[:3])) for batch in (1, 30))
-    assert bits(x[0] for x in alone) != bits(x[0] for x in among)
+    """Otherwise the tests above would pass without num_splits. Blocks share the keys of few queries."""
+    q, k, v, _ = draw("bfloat16", 30)
+    alone, among = (bits(x[0] for x in fa2cupy.forward(q[:n, :200], k[:n], v[:n])) for n in (1, 30))
+    assert alone != among
+    for _ in range(RUNS):
+        assert bits(x[0] for x in fa2cupy.forward(q[:1, :200], k[:1], v[:1])) == alone
+
+
+@pytest.mark.parametrize("causal", (False, True), ids=("full", "causal"))
+@pytest.mark.parametrize("head_dim", (64, 128))
+def test_small_query_tiles_beside_others(head_dim, causal):
+    """Checks forwards whose tile depends on the batch, and whose keys are not shared."""
+    if DeviceInfo.current().arch != "sm_90":
+        pytest.skip("tiles of other GPUs do not depend on the batch")
+    q, k, v, _ = draw("bfloat16", 30, head_dim)
+    among = fa2cupy.forward(q, k, v, causal=causal)
+    for batch in (1, 2, 7):
+        for _ in range(RUNS):
+            found = fa2cupy.forward(q[:batch], k[:batch], v[:batch], causal=causal)
+            assert bits(found) == bits(x[:batch] for x in among)
 
 
 @pytest.mark.parametrize("dtype", ("bfloat16", "float32"))
