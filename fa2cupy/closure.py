@@ -110,7 +110,10 @@ def with_backprop(
 ) -> tuple[Any, ...]:
     """The results of `attention`, made of these functions; `inputs` are their positional arguments, up to v."""
     check_bool("return_lse", return_lse)
-    shared, own = _divided(keywords)
+    try:
+        shared, own = _divided_options(**keywords) if OPTION_NAMES.issuperset(keywords) else _divided(keywords)
+    except TypeError:  # an option that cannot be hashed, or that is not legal
+        shared, own = _divided(keywords)
     backprop = _Backprop(functions, inputs, shared, own)
     meanwhile.specs = backprop._kernels
     try:
@@ -122,29 +125,20 @@ def with_backprop(
 
 def _divided(keywords: Mapping[str, Any]) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
     """The keywords of `forward`, and the other ones of `backward`. Errors are raised before the forward runs."""
-    if OPTION_NAMES.issuperset(keywords):  # most calls have no features
-        try:
-            return _divided_options(**keywords)
-        except TypeError:  # a dict of tiles cannot be hashed
-            pass
     shared = dict(keywords)
     complete(shared)
-    return _checked(traced_now(shared))  # what a function reads may have changed when `backprop` is called
-
-
-@functools.lru_cache(maxsize=1024, typed=True)
-def _divided_options(**options: Any) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-    # Checking and dividing them takes as long as a launch does.
-    return _checked(options)
-
-
-def _checked(shared: dict[str, Any]) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-    """The same for keywords that are complete, of which those of `backward` are taken out."""
+    shared = traced_now(shared)  # what a function reads may have changed when `backprop` is called
     own = {name: shared.pop(name) for name in GradientOptions.__annotations__ if name in shared}
     options = CallOptions(**own)
     requested_method(options.method, options.deterministic)
     extra_gradients(shared, options.return_dbias, options.return_dsink, options.return_dscore_args)
     return shared, own
+
+
+@functools.lru_cache(maxsize=1024, typed=True)
+def _divided_options(**options: Any) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+    """The same for a call without features, whose options are checked once: short calls wait for the host."""
+    return _divided(options)
 
 
 class _Backprop(Backprop[Any]):

@@ -121,19 +121,19 @@ def options_of(function: str, keywords: Any) -> CallOptions:
     """
     if not keywords:
         return _NO_OPTIONS
-    known, options, *_ = _tables[function]
-    if options.issuperset(keywords):  # most calls have no features
+    table = _tables[function]
+    if table.options.issuperset(keywords):  # most calls have no features
         try:
             found = kept_options(**keywords)
             keywords.clear()
             return found
         except TypeError:  # a dict of tiles cannot be hashed
             pass
-    if not known.issuperset(keywords):
+    if not table.keywords.issuperset(keywords):
         check_keywords(function, keywords)
     given = {}
     for name in tuple(keywords):
-        if name in options:
+        if name in table.options:
             given[name] = keywords.pop(name)
     if "config" in given:
         given["config"] = hashable_config(given["config"])
