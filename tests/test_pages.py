@@ -162,9 +162,6 @@ def test_what_older_files_do_not_have_is_on_pages_when_newer_ones_have_it(monkey
             named = [row | of_causal if row["feature"] == "causal" else row for row in found]
             flash = [{**row, "ratio": "1.01"} for row in named if row["provider"] == "torch flex flash"]
             return [row for row in (*flash, *named) if row["feature"] != "tree"]
-        if name == "benchmark.csv":
-            wide = {**copied, "dtype": "float32", "seqlen": "128", "host_us": "21.4"}
-            found += [{**found[0], **wide, "operation": one} for one in ("forward", "single_pass", "two_pass")]
         if name == "scaleout-documents.csv":
             sizes = {"seqlen": "131072", "num_heads": "32", "ranks": "2", "documents": "64", "efficiency": "0.96"}
             found = [{**copied, **sizes, "operation": one} for one in ("forward", "backward")]
@@ -175,7 +172,6 @@ def test_what_older_files_do_not_have_is_on_pages_when_newer_ones_have_it(monkey
     text = pages.PARTS["FlexAttention, functions"]()
     assert f"| causal |{' 1.01 / 1.01 |' * 4}" in text and "tree of ancestors" not in text
     assert "and the causal mask at 0.98 / 0.98 of that of `causal`" in " ".join(text.split())
-    assert "In float32 a warm forward takes 21 us, and backwards take 21 and 21 us." in pages.PARTS["short calls"]()
     assert "64 documents of any lengths, packed in 128k rows of 32/8 heads, reach 96.0 / 96.0 %" in " ".join(
         pages.PARTS["scaleout"]().split()
     )
