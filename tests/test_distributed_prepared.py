@@ -11,9 +11,10 @@ from support.fake_gpu import fake_gpu
 from support.fake_nccl import SIZE, FakeNccl, fake_sharing, fake_streams, run_all, shards, together
 
 import fa2cupy.distributed as dist
-from fa2cupy.distributed.local.copies import copy_parts
+from fa2cupy.distributed.local.copies import copy, copy_parts
 from fa2cupy.distributed.local.lanes import device_streams
 from fa2cupy.distributed.local.prepared import PreparedCall
+from fa2cupy.distributed.local.sums import sum_into
 from fa2cupy.distributed.schemes import heads
 from fa2cupy.distributed.transport import nccl as nccl_module
 from fa2cupy.gpu import calls, signatures
@@ -88,6 +89,38 @@ def test_copies_by_kernel_get_the_addresses_of_their_call(low, gpus):
         np.testing.assert_array_equal(given["out"][:3, 8:16], given["x"][1:, 16:24])
         np.testing.assert_array_equal(given["out"][3, :8], given["x"][0, :8])
         assert np.count_nonzero(given["out"]) == 32
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+def test_sums_and_copies_of_arrays_get_the_addresses_of_their_call(dtype, gpus):
+    """Kernels make them, but for a copy to another dtype, and for arrays without shares."""
+
+    def values(first: int) -> dict:
+        x = place(np.arange(first, first + 120).astype(dtype).reshape(3, 5, 8))
+        names = ("sum", "copy", "wide", "zeros")
+        return {"x": x, **{n: place(np.ones((5, 8), "float64" if n == "wide" else dtype)) for n in names}}
+
+    first, sharing = values(1), gpus[0].cuda.runtime
+    call = PreparedCall(first)
+    x, *out = call.symbols.values()
+    for lane, function, *arguments in (
+        (0, sum_into, out[0], [x[0], x[2]], "float32"),
+        (4, copy, out[1], x[1]),
+        (1, copy, out[2], x[1]),
+        (2, sum_into, out[3], [], "float32"),
+    ):
+        call.lanes[lane](function, *arguments)
+    for given in (first, values(70), first):
+        sharing.log.clear()
+        for name in ("sum", "copy", "wide", "zeros"):
+            given[name][...] = 1
+        queue(call, given)
+        wanted = given["x"].astype("float32")
+        np.testing.assert_array_equal(given["sum"], (wanted[0] + wanted[2]).astype(dtype))
+        np.testing.assert_array_equal(given["copy"], given["x"][1])
+        np.testing.assert_array_equal(given["wide"], wanted[1])
+        assert not given["zeros"].any()
+        assert [kind for kind, _ in sharing.log] == ["sum by kernel", "copy by kernel"]
 
 
 @pytest.mark.parametrize(

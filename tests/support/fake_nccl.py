@@ -22,12 +22,16 @@ from fa2cupy.distributed.call import run as run_module
 from fa2cupy.distributed.local import copies as copies_of_ranks
 from fa2cupy.distributed.local import lanes
 from fa2cupy.distributed.local import prepared as prepared_of_ranks
+from fa2cupy.distributed.local import sums as sums_of_ranks
+from fa2cupy.distributed.local.kernels import Work
 from fa2cupy.distributed.local.matrices import Matrix
 from fa2cupy.distributed.movers import resources
 from fa2cupy.distributed.transport import device_window
 from fa2cupy.distributed.transport.nccl import NcclTransport
 from fa2cupy.gpu import calls, copies, device_memory, prepare, prepared
 from fa2cupy.numerics import arrays
+from fa2cupy.plan.ranks import copy_spec, sum_spec
+from fa2cupy.problem.dtypes import ACCUMULATOR
 
 INT8 = "NCCL_INT8"
 #: Ranks of the tests.
@@ -154,18 +158,48 @@ def copy_matrices(matrices) -> None:
 
 
 class FakeLaunch:
-    """A launch of the kernel that copies matrices, to be repeated with other places in its record."""
+    """A launch of a kernel of the ranks, to be repeated with other addresses in its record."""
 
-    def __init__(self, sharing: FakeSharing, word: int, record: bytes):
-        self.record, self._sharing, self._word = np.frombuffer(bytearray(record), np.uint8), sharing, word
+    def __init__(self, sharing: FakeSharing, work: Work):
+        self._record, self._sharing, self._work = np.frombuffer(bytearray(work.front), np.int64), sharing, work
+
+    def move(self, addresses: np.ndarray) -> None:
+        self._record[[*self._work.places]] = addresses
 
     def __call__(self, stream: int) -> None:
-        places = struct.iter_unpack("<5q2I", self.record[8:].tobytes())
+        if self._work.spec_of is copy_spec:
+            self._copy(*self._work.kind, stream)
+        else:
+            assert self._work.spec_of is sum_spec
+            self._sum(*self._work.kind, stream)
+
+    def _copy(self, word: int, stream: int) -> None:
+        places = struct.iter_unpack("<5q2I", self._record[1:].tobytes())
         matrices = [
-            Matrix(to, to_pitch, of, of_pitch, words_of_row * self._word, words // words_of_row)
+            Matrix(to, to_pitch, of, of_pitch, words_of_row * word, words // words_of_row)
             for to, to_pitch, of, of_pitch, _, words_of_row, words in places
         ]
         self._sharing.copy_matrices(matrices, stream)
+
+    def _sum(self, dtype: str, items: int, stream: int) -> None:
+        count, _, *lengths = struct.unpack("<6I", self._record[:3].tobytes())
+        target, *shares = (
+            memory_at(address, (*lengths, items), (*strides, np.dtype(dtype).itemsize), dtype)
+            for address, *strides in self._record[3:].reshape(1 + count, 5).tolist()
+        )
+        total = shares[0].astype(ACCUMULATOR[dtype])
+        for share in shares[1:]:
+            total += share.astype(total.dtype)
+        target[...] = total
+        self._sharing.log.append(("sum by kernel", stream))
+
+
+def memory_at(address: int, shape: tuple[int, ...], strides: tuple[int, ...], dtype: str) -> np.ndarray:
+    """An array in memory that others own."""
+    behind = sum((length - 1) * stride for length, stride in zip(shape, strides, strict=True))
+    nbytes = behind + np.dtype(dtype).itemsize
+    whole = np.frombuffer((ctypes.c_uint8 * nbytes).from_address(address), np.uint8)
+    return np.ndarray(shape, np.dtype(dtype), whole, strides=strides)
 
 
 class FakeSharing:
@@ -242,8 +276,8 @@ class FakeSharing:
         self.log += [("copy by kernel", stream or self.current().ptr)] * len(matrices)
         copy_matrices(matrices)
 
-    def launch_of(self, word, slices, record):
-        return FakeLaunch(self, word, record)
+    def launch_of(self, work):
+        return FakeLaunch(self, work)
 
     def cuStreamBatchMemOp(self, stream, count, operations, flags):
         assert (count, flags) == (len(operations), 0)
@@ -289,7 +323,9 @@ def fake_sharing(monkeypatch, cupy: StreamsCupy):
         patch.setitem(sys.modules, "cuda.bindings", bindings)
         patch.setattr(NcclTransport, "window", WINDOW)
         patch.setattr(copies_of_ranks, "copy_matrices", sharing.copy_matrices)
-        patch.setattr(prepared_of_ranks, "launch_of", sharing.launch_of)
+        patch.setattr(prepared_of_ranks, "Launch", sharing.launch_of)
+        patch.setattr(sums_of_ranks, "launch", lambda work: sharing.launch_of(work)(cupy.cuda.get_current_stream().ptr))
+        patch.setattr(sums_of_ranks, "is_on_host", lambda array: not isinstance(array, FakeArray))
         yield sharing
 
 

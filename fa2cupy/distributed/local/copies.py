@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, TypeAlias
 
 from ...numerics.arrays import is_on_host
 from ...problem.array_types import Array
-from .copy_kernel import copy_matrices
+from .copy_kernel import copy_matrices, works_of
+from .kernels import Work
 from .matrices import Matrix, is_few, matrices_of
 
-__all__ = ["Copy", "copy", "copy_parts", "divided", "matrices_with_addresses", "part_of", "word_layout"]
+__all__ = [
+    "Copy",
+    "copy",
+    "copy_parts",
+    "divided",
+    "matrices_with_addresses",
+    "part_of",
+    "word_layout",
+    "works_of_copy",
+]
 
 #: A copy of a part of an array to a part of another one, of one dtype and number of axes: (target, the first element
 #: of its part, source, the first element of its part, shape of both parts).
@@ -27,6 +37,15 @@ def copy(target: Array, source: Array) -> None:
     if not is_on_host(target) and target.dtype == source.dtype:
         target, source = _in_words(target, source)
     target[...] = source
+
+
+def works_of_copy(target: Array, source: Array) -> Iterator[Work] | None:
+    """The launches of a kernel that make a copy; None if it has another dtype, or is of many matrices."""
+    if target.dtype != source.dtype:
+        return None
+    start = (0,) * target.ndim
+    matrices, others = divided([(target, start, source, start, target.shape)])
+    return None if others else works_of(matrices)
 
 
 def copy_parts(copies: Sequence[Copy]) -> None:

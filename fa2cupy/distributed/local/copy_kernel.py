@@ -5,14 +5,12 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterator, Sequence
 
-import numpy as np
-
 from ...families.device import DeviceInfo
 from ...plan.ranks import LONGEST_WORD, WORDS_OF_BLOCK, copy_spec
-from .kernels import Launch, launch
+from .kernels import Work, launch
 from .matrices import Matrix
 
-__all__ = ["copy_matrices", "launch_of", "launches_of", "places_in"]
+__all__ = ["copy_matrices", "launches_of", "works_of"]
 
 #: A launch takes at most so many matrices (a record has at most 4 KiB), and a matrix has fewer words than this.
 _MOST_MATRICES, _MOST_WORDS = 64, 1 << 31
@@ -22,20 +20,16 @@ _BLOCKS_PER_MULTIPROCESSOR = 8
 
 def copy_matrices(matrices: Sequence[Matrix]) -> None:
     """Queues copies on CuPy's current stream; the places of the matrices are addresses."""
+    for work in works_of(matrices):
+        launch(work)
+
+
+def works_of(matrices: Sequence[Matrix]) -> Iterator[Work]:
+    """The launches that copy matrices. Those of a matrix are of its target and of its source."""
     for word, slices, record in launches_of(matrices):
-        launch(copy_spec, (word,), _blocks_of(slices), record)
-
-
-def launch_of(word: int, slices: int, record: bytes) -> Launch:
-    """One of `launches_of`, to be repeated with other `places_in` its record."""
-    return Launch(copy_spec, (word,), _blocks_of(slices), record)
-
-
-def places_in(record: np.ndarray) -> np.ndarray:
-    """The places in the bytes of a record: target and source of each matrix."""
-    head, matrix = struct.calcsize(_HEAD), struct.calcsize("=" + _MATRIX)
-    (count,) = struct.unpack(_HEAD, record[:head].tobytes())
-    return record[head : head + count * matrix].view(np.int64).reshape(count, matrix // 8)[:, 0:3:2]
+        count = (len(record) - struct.calcsize(_HEAD)) // struct.calcsize("=" + _MATRIX)
+        places = tuple([1 + 6 * n + of for n in range(count) for of in (0, 2)])
+        yield Work(copy_spec, (word,), _blocks_of(slices), record, places)
 
 
 def _blocks_of(slices: int) -> int:

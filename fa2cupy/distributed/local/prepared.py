@@ -14,10 +14,13 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from .copies import copy, copy_parts, divided
-from .copy_kernel import launch_of, launches_of, places_in
+from .copies import copy, copy_parts, divided, works_of_copy
+from .copy_kernel import works_of
+from .kernels import Launch, Work
 from .lanes import NUM_LANES, Lane
 from .matrices import Matrix
+from .sums import sum_into
+from .sums import works_of as works_of_sum
 
 __all__ = ["PreparedCall"]
 
@@ -38,14 +41,14 @@ class _Now(NamedTuple):
         By number: the memory of an array, or another value.
     addresses : sequence of int
         By number: the last multiple of 16 in front of an array. The first one is 0, which stays with what is no place.
-    matrices : numpy.ndarray
-        The addresses of the target and the source of all matrices that kernels copy.
+    moved : numpy.ndarray
+        The addresses in the records of launches.
     """
 
     streams: Sequence[Any]
     values: Sequence[Any]
     addresses: Sequence[int]
-    matrices: np.ndarray
+    moved: np.ndarray
 
 
 _Step: TypeAlias = "Callable[[_Now], None]"
@@ -78,8 +81,8 @@ class PreparedCall:
         self._device = next(x.data.device_id for x in values.values() if hasattr(x, "dtype"))
         self._arena, self._nbytes = 1 + len(values), 0
         self._steps: list[_Step] = []
-        self._matrices = _Matrices()
-        self.lanes = [_RecordedLane(self._steps, self._matrices, number) for number in range(NUM_LANES)]
+        self._places = _Places()
+        self.lanes = [_RecordedLane(self._steps, self._places, number) for number in range(NUM_LANES)]
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype | str) -> Any:
         """An array in the memory that each call allocates."""
@@ -105,7 +108,7 @@ class PreparedCall:
             memory = cupy.cuda.alloc(self._nbytes)
         pointers = [None, *[x.data if hasattr(x, "dtype") else x for x in values], memory]
         addresses = [pointer.ptr & ~_LOW_BITS if hasattr(pointer, "ptr") else 0 for pointer in pointers]
-        now = _Now(streams, pointers, addresses, self._matrices.addresses(addresses))
+        now = _Now(streams, pointers, addresses, self._places.addresses(addresses))
         try:
             for step in self._steps:
                 step(now)
@@ -115,24 +118,24 @@ class PreparedCall:
             raise
 
 
-class _Matrices:
-    """The places of all matrices that kernels of a call copy: their addresses are found together."""
+class _Places:
+    """The places in the records of all launches of a call: their addresses are found together."""
 
     def __init__(self) -> None:
-        self._places: list[list[tuple[int, int]]] = []
+        self._places: list[tuple[int, int]] = []
 
-    def add(self, places: np.ndarray) -> slice:
-        """Notes targets and sources; returns which ones they are among all matrices."""
+    def add(self, places: Iterable[int]) -> slice:
+        """Notes places; returns which ones they are among all."""
         first = len(self._places)
-        self._places += [[_relative(int(place)) for place in row] for row in places]
+        self._places += map(_relative, places)
         return slice(first, len(self._places))
 
     @functools.cached_property
     def _relative_places(self) -> np.ndarray:
-        return np.array(self._places, np.int64).reshape(-1, 2, 2).transpose(2, 0, 1).copy()
+        return np.array(self._places, np.int64).reshape(-1, 2).T.copy()
 
     def addresses(self, bases: Sequence[int]) -> np.ndarray:
-        """The addresses, given those of arrays by number, when all matrices are noted."""
+        """The addresses, given those of arrays by number, when all places are noted."""
         numbers, offsets = self._relative_places
         return np.array(bases)[numbers] + offsets
 
@@ -146,8 +149,8 @@ class _Symbol(NamedTuple):
 class _RecordedLane(Lane):
     """A lane that records: see `fa2cupy.distributed.local.lanes.Lane`."""
 
-    def __init__(self, steps: list[_Step], matrices: _Matrices, number: int):
-        self._steps, self._matrices, self._number = steps, matrices, number
+    def __init__(self, steps: list[_Step], places: _Places, number: int):
+        self._steps, self._places, self._number = steps, places, number
         self._is_idle = True
 
     def _add(self, *steps: _Step) -> None:
@@ -159,7 +162,11 @@ class _RecordedLane(Lane):
             matrices, others = divided(*args)
             for pair in others:
                 self(copy, *pair)
-            self._add(*(_launch(self._number, self._matrices, *one) for one in launches_of(matrices)))
+            self._launch(works_of(matrices))
+            return
+        works = _WORKS[function](*args) if function in _WORKS else None
+        if works is not None:
+            self._launch(works)
             return
         form, number = _form(args) or (lambda now: args), self._number
 
@@ -171,6 +178,9 @@ class _RecordedLane(Lane):
                 function(*form(now))
 
         self._add(step)
+
+    def _launch(self, works: Iterable[Work]) -> None:
+        self._add(*(_launch(self._number, self._places, work) for work in works))
 
     def kernels(self, function: Callable[..., Any], *args: Any) -> None:
         from ...gpu import calls
@@ -296,17 +306,20 @@ def _relative(address: int) -> tuple[int, int]:
     return (number, address - (number << _BITS) - _MIDDLE) if number > 0 else (0, address)
 
 
-def _launch(lane: int, matrices: _Matrices, word: int, slices: int, record: bytes) -> _Step:
-    """The launch of a kernel that copies matrices."""
-    launch = launch_of(word, slices, record)
-    places = places_in(launch.record)
-    own = matrices.add(places)
+def _launch(lane: int, places: _Places, work: Work) -> _Step:
+    """The launch of a kernel whose record has places."""
+    launch, own = Launch(work), places.add(work.addresses)
 
     def step(now: _Now) -> None:
-        places[...] = now.matrices[own]
+        launch.move(now.moved[own])
         launch(now.streams[lane].ptr)
 
     return step
+
+
+#: What launches kernels that can be recorded, by function. It returns None for arguments with which the function does
+#: something else.
+_WORKS: Mapping[Any, Callable[..., Iterable[Work] | None]] = {copy: works_of_copy, sum_into: works_of_sum}
 
 
 def _form(value: Any) -> _Form | None:

@@ -15,9 +15,9 @@ from ...numerics.arrays import is_on_host
 from ...plan.ranks import LONGEST_WORD, SUMS_OF_BLOCK, sum_spec
 from ...problem.array_types import Array
 from ...problem.dtypes import ACCUMULATOR, DTYPES
-from .kernels import launch
+from .kernels import Work, launch
 
-__all__ = ["clear", "launches_of", "subtract", "sum_into"]
+__all__ = ["clear", "launches_of", "subtract", "sum_into", "works_of"]
 
 #: A launch takes at most so many shares (a record has at most 4 KiB), fewer words than this, and so many axes.
 _MOST_SHARES, _MOST_WORDS, _AXES = 64, 1 << 31, 4
@@ -38,16 +38,29 @@ def sum_into(target: Array, shares: Sequence[Array], wide: str) -> None:
 
     Without shares the sum is zero.
     """
+    works = works_of(target, shares, wide)
     if not shares:
         clear(target)
-    elif is_on_host(target) or len(shares) > _MOST_SHARES or (dtype := _of_kernel(target.dtype, wide)) is None:
+    elif works is None:
         total = shares[0].astype(wide)
         for share in shares[1:]:
             total += share.astype(wide, copy=False)
         target[...] = total
     else:
-        for items, words, record in launches_of(target, shares):
-            launch(sum_spec, (dtype, items), -(-words // SUMS_OF_BLOCK), record)
+        for work in works:
+            launch(work)
+
+
+def works_of(target: Array, shares: Sequence[Array], wide: str) -> list[Work] | None:
+    """The launches that sum shares; None if no kernel does."""
+    dtype = _of_kernel(target.dtype, wide)
+    if is_on_host(target) or not 0 < len(shares) <= _MOST_SHARES or dtype is None:
+        return None
+    places = tuple(range(3, 3 + 5 * (1 + len(shares)), 5))
+    return [
+        Work(sum_spec, (dtype, items), -(-words // SUMS_OF_BLOCK), record, places)
+        for items, words, record in launches_of(target, shares)
+    ]
 
 
 @functools.lru_cache(maxsize=None)
