@@ -507,7 +507,7 @@ def _results(comm: Communicator, arguments: CallArguments) -> Any:
     xp = array_module(q)
     out = tuple(
         [
-            xp.empty(result.shape, result.dtype) if array is None else array
+            xp.ndarray(result.shape, result.dtype) if array is None else array
             for result, array in zip(request.results, given, strict=True)
         ]
     )
