@@ -487,8 +487,8 @@ def double_backward(
 
 
 def _arguments(call: str, arrays: Mapping[str, Any], out: Any, keywords: Any) -> CallArguments:
-    options = options_of(f"fa2cupy.distributed.{call}", keywords)
     of_ranks = {name: keywords.pop(name) for name in RankKeywords.__annotations__ if name in keywords}
+    options = options_of(f"fa2cupy.distributed.{call}", keywords)
     given = {name: value for name, value in keywords.items() if value is not None}
     return CallArguments(call, arrays, out, options, given, **of_ranks)
 
