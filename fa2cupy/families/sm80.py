@@ -91,9 +91,10 @@ class Sm80(Family):
             TileRow(64, TileConfig(32, 128, 8, 3, cluster=2), _H200_LATER, least_jobs=1 / 32, most_jobs=1 / 8),
             TileRow(128, TileConfig(32, 128, 8, 3, cluster=8), _H200_LATER, most_jobs=7 / 64, most_keys=1000),
             TileRow(128, TileConfig(32, 128, 8, 3, cluster=2), _H200_LATER, least_jobs=1 / 32, most_jobs=1 / 8),
-            TileRow(64, TileConfig(32, 128, 4, 2, 3), _H100_LATER, least_jobs=2),
+            # Where large blocks would have two jobs or one, small ones have parts of nearly one length.
+            TileRow(64, TileConfig(32, 128, 4, 2, 3), _H100_LATER, least_jobs=1.01),
             TileRow(64, TileConfig(32, 64, 4, 4, 2), least_jobs=2),
-            TileRow(128, TileConfig(32, 64, 4, 3, 2), _H200, least_jobs=2),
+            TileRow(128, TileConfig(32, 64, 4, 3, 2), _H200, least_jobs=1.01),
             TileRow(64, TileConfig(32, 256, 8, 3), _H100_LATER, least_jobs=0.25),
             TileRow(64, TileConfig(32, 128, 8, 5), _H200),
             TileRow(64, TileConfig(32, 128, 8, 4)),

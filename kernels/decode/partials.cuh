@@ -180,14 +180,13 @@ struct Partials {
     // True for the block that arrives last at a counter: it sees what the others have written to the workspace, and
     // resets the counter. All threads of the block call this.
     __device__ __forceinline__ static bool is_last(int32* counter, int32 expected) {
-        __shared__ bool last;
-        __syncthreads();  // all threads have written their items, and have read `last` of the call before
+        __syncthreads();  // all threads have written their items
+        bool last = false;
         if (threadIdx.x == 0) {
             last = arrive(counter) == expected - 1;
             if (last) *counter = 0;  // nobody else comes to it in this launch
         }
-        __syncthreads();
-        return last;
+        return __syncthreads_or(last);
     }
 
   private:
