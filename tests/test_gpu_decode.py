@@ -68,6 +68,7 @@ def test_more_than_256_columns(dtype, pair, page_size):
     check(on_gpu, Case(dtype, (500, 20), heads=(128, 1), **sizes), sink=True)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("heads", [16, 32, 64, 128])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_latent_attention(dtype, heads):
