@@ -112,7 +112,7 @@ class DeviceInfo:
         registers : int
             Registers of a thread.
         shared_memory : int
-            Bytes of dynamic shared memory of a block.
+            Bytes of shared memory of a block, static ones included.
         """
         warps = -(-threads // 32)
         registers_per_warp = -(-max(registers, 1) * 32 // 256) * 256

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import itertools
 import queue
 import struct
@@ -20,7 +21,7 @@ from fa2cupy.distributed import communicator
 from fa2cupy.distributed.call import requests
 from fa2cupy.distributed.call import run as run_module
 from fa2cupy.distributed.local import copies as copies_of_ranks
-from fa2cupy.distributed.local import lanes
+from fa2cupy.distributed.local import kernels, lanes
 from fa2cupy.distributed.local import prepared as prepared_of_ranks
 from fa2cupy.distributed.local import sums as sums_of_ranks
 from fa2cupy.distributed.local.kernels import Work
@@ -276,9 +277,6 @@ class FakeSharing:
         self.log += [("copy by kernel", stream or self.current().ptr)] * len(matrices)
         copy_matrices(matrices)
 
-    def launch_of(self, work):
-        return FakeLaunch(self, work)
-
     def cuStreamBatchMemOp(self, stream, count, operations, flags):
         assert (count, flags) == (len(operations), 0)
         kinds = self._driver.CUstreamBatchMemOpType
@@ -323,8 +321,8 @@ def fake_sharing(monkeypatch, cupy: StreamsCupy):
         patch.setitem(sys.modules, "cuda.bindings", bindings)
         patch.setattr(NcclTransport, "window", WINDOW)
         patch.setattr(copies_of_ranks, "copy_matrices", sharing.copy_matrices)
-        patch.setattr(prepared_of_ranks, "Launch", sharing.launch_of)
-        patch.setattr(sums_of_ranks, "launch", lambda work: sharing.launch_of(work)(cupy.cuda.get_current_stream().ptr))
+        for module in (kernels, prepared_of_ranks):
+            patch.setattr(module, "Launch", functools.partial(FakeLaunch, sharing))
         patch.setattr(sums_of_ranks, "is_on_host", lambda array: not isinstance(array, FakeArray))
         yield sharing
 
